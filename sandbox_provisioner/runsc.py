@@ -1,0 +1,191 @@
+"""The runsc binary: where it is, whether it will do, and how it is called.
+
+The one difference between root and an ordinary user is here: an ordinary user's every call goes through
+``unshare -Ur``, because runsc's own ``--rootless`` refuses to restore.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from jupyter_core.paths import jupyter_data_dir, jupyter_path
+
+from .errors import RunscError, RunscNotFoundError, RunscTooOldError, UserNamespacesForbiddenError
+
+OLDEST = date(2024, 7, 29)
+"""Builds before this cannot checkpoint a process that polls a socket, which every kernel does."""
+
+SETUP_HINT = "Run `jupyter sandbox setup` to get a good one."
+VERSION_TIMEOUT = 20.0
+
+
+def bin_folder() -> Path:
+    """Our own bin folder: where ``jupyter sandbox setup`` puts a runsc for this user."""
+    return Path(jupyter_data_dir()) / "sandbox" / "bin"
+
+
+def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
+    """Every place a runsc may be, best first, each with the name of what points there.
+
+    A place that somebody named explicitly is yielded even if nothing is there: that is their error to hear of.
+    """
+    for name, value in (
+        ("the runsc setting", setting),
+        ("SANDBOX_RUNSC", environ.get("SANDBOX_RUNSC", "")),
+        ("RUNSC_PATH", environ.get("RUNSC_PATH", "")),
+    ):
+        if value:
+            yield name, Path(value).expanduser()
+    on_path = shutil.which("runsc", path=environ.get("PATH"))
+    if on_path:
+        yield "PATH", Path(on_path)
+    home = Path("~/.local/share/jupyter").expanduser()
+    for folder in dict.fromkeys([str(bin_folder()), *jupyter_path("sandbox", "bin"), str(home / "sandbox" / "bin")]):
+        path = Path(folder) / "runsc"
+        if path.is_file():
+            yield "jupyter sandbox setup", path
+
+
+def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
+    """The first runsc that will do.
+
+    An explicitly named one (setting, ``SANDBOX_RUNSC``, ``RUNSC_PATH``) must do or the call fails; one that
+    merely lies on PATH or in a data folder is passed over when it is too old.
+    """
+    passed_over: RunscTooOldError | None = None
+    for origin, path in candidates(setting, environ):
+        explicit = origin not in ("PATH", "jupyter sandbox setup")
+        try:
+            runsc = inspect(path, origin)
+            runsc.require_new_enough()
+        except RunscTooOldError as error:
+            if explicit:
+                raise
+            passed_over = passed_over or error
+        except RunscNotFoundError:
+            if explicit:
+                raise
+        else:
+            return runsc
+    if passed_over:
+        raise passed_over
+    raise RunscNotFoundError("No runsc (gVisor) was found on this machine.", SETUP_HINT)
+
+
+def inspect(path: Path, origin: str = "") -> Runsc:
+    """Ask the binary at ``path`` what it is, without judging its age."""
+    named = f"{path} ({origin})" if origin else str(path)
+    if not path.is_file():
+        raise RunscNotFoundError(f"There is no runsc at {named}.", SETUP_HINT)
+    if not os.access(path, os.X_OK):
+        raise RunscNotFoundError(f"{named} is not executable.", f"`chmod +x {path}` makes it so.")
+    version = _ask_version(path, path.stat())
+    return Runsc(path.absolute(), version)
+
+
+_versions: dict[tuple[str, int, int], str] = {}
+
+
+def _ask_version(path: Path, stat: os.stat_result) -> str:
+    key = (str(path), stat.st_mtime_ns, stat.st_size)
+    if key not in _versions:
+        try:
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RunscNotFoundError(f"{path} could not be run: {error}.", SETUP_HINT) from error
+        found = re.search(r"version (\S+)", answer.stdout)
+        if answer.returncode or not found:
+            words = (answer.stderr or answer.stdout).strip()[:200]
+            raise RunscNotFoundError(f"{path} does not answer as runsc does: {words!r}.", SETUP_HINT)
+        _versions[key] = found[1]
+    return _versions[key]
+
+
+@dataclass(frozen=True)
+class Runsc:
+    """One runsc binary that was found and asked for its version."""
+
+    path: Path
+    version: str
+
+    @property
+    def built(self) -> date | None:
+        """The day in the version, if it has one: release-20260126.0, 0.0~20240729.0, 20260905-160fafc."""
+        found = re.search(r"(20\d\d)(\d\d)(\d\d)", self.version)
+        try:
+            return date(int(found[1]), int(found[2]), int(found[3])) if found else None
+        except ValueError:
+            return None
+
+    def require_new_enough(self) -> None:
+        """Raise RunscTooOldError for a build that is known to fail; a build without a date is trusted."""
+        if self.built and self.built < OLDEST:
+            raise RunscTooOldError(
+                str(self.path),
+                self.version,
+                f"{self.path} is runsc {self.version}, which cannot checkpoint a Jupyter kernel: "
+                f"{OLDEST:%Y-%m-%d} or newer is needed.",
+                SETUP_HINT,
+            )
+
+    def command(self, root: Path, *arguments: str, settings: Sequence[str] = ()) -> list[str]:
+        """The argv of a runsc call: ``root`` is runsc's state folder, ``settings`` its global flags."""
+        return [*as_user(os.geteuid()), str(self.path), f"--root={root}", *settings, *arguments]
+
+
+def as_user(uid: int) -> list[str]:
+    """What stands before runsc for this user: nothing for root, a user namespace for everybody else."""
+    return [] if uid == 0 else ["unshare", "--user", "--map-root-user"]
+
+
+def require_user_namespaces() -> None:
+    """Raise UserNamespacesForbiddenError if ordinary users may not make user namespaces here."""
+    prefix = as_user(os.geteuid())
+    if not prefix:
+        return
+    if shutil.which(prefix[0]) is None:
+        raise UserNamespacesForbiddenError(
+            "An ordinary user needs the `unshare` command to start a sandbox.", "It is in the package util-linux."
+        )
+    attempt = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
+    if attempt.returncode:
+        raise UserNamespacesForbiddenError(
+            f"This system forbids user namespaces to ordinary users ({attempt.stderr.strip()}).",
+            namespace_remedy(),
+        )
+
+
+def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
+    """The command that would allow user namespaces on this system, by the setting that forbids them."""
+    for setting, good in (
+        ("kernel/apparmor_restrict_unprivileged_userns", "0"),
+        ("kernel/unprivileged_userns_clone", "1"),
+        ("user/max_user_namespaces", "10000"),
+    ):
+        try:
+            value = (proc / setting).read_text().strip()
+        except OSError:
+            continue
+        if value != good and (value == "0" or good == "0"):
+            return f"`sudo sysctl -w {setting.replace('/', '.')}={good}` allows them."
+    return "In a container, its seccomp profile may forbid them; or start the server as root."
+
+
+def checked(argv: Sequence[str], returncode: int | None, words: bytes) -> None:
+    """Raise RunscError, with runsc's own words, unless the call succeeded."""
+    if returncode != 0:
+        raise RunscError(argv, returncode, plain_words(words))
+
+
+def plain_words(raw: bytes, limit: int = 2000) -> str:
+    """The end of what runsc said, as text, without its log prefixes."""
+    text = raw.decode("utf-8", "replace")
+    lines = [re.sub(r"^[IWEDF]\d{4} \S+\s+\d+ \S+\] ", "", line).strip() for line in text.splitlines()]
+    return "\n".join(line for line in dict.fromkeys(lines) if line)[-limit:]
