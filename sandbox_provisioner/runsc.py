@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
-from .errors import RunscError, RunscNotFoundError, RunscTooOldError, UserNamespacesForbiddenError
+from .errors import RunscError, RunscNotFoundError, RunscTooOldError, SandboxError, UserNamespacesForbiddenError
 
 OLDEST = date(2024, 7, 29)
 """Builds before this cannot checkpoint a process that polls a socket, which every kernel does."""
@@ -182,6 +182,17 @@ def checked(argv: Sequence[str], returncode: int | None, words: bytes) -> None:
     """Raise RunscError, with runsc's own words, unless the call succeeded."""
     if returncode != 0:
         raise RunscError(argv, returncode, plain_words(words))
+
+
+def explain(argv: Sequence[str], returncode: int | None, words: str) -> SandboxError:
+    """The error for a sandbox that did not come up: runsc's words, or a better explanation where we have one."""
+    if "unshare failed" in words or "unshare: write failed" in words:
+        return UserNamespacesForbiddenError(
+            f"This system forbids user namespaces to ordinary users ({words.strip()}).", namespace_remedy()
+        )
+    if "no space left on device" in words.lower():
+        return SandboxError(f"The disk is full: {words}.", "Free some space; `df -h /tmp` shows how much there is.")
+    return RunscError(argv, returncode, words, problem="The sandbox did not start: runsc")
 
 
 def plain_words(raw: bytes, limit: int = 2000) -> str:

@@ -1,0 +1,174 @@
+"""The OCI bundle of a sandbox as pure functions: what it sees of the host, and how PID 1 is started.
+
+A sandbox sees the system's programs and libraries and its interpreters' folders, read-only; the folders it was
+given; a home and a /tmp of its own in memory; an /etc of a few harmless files; and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import ConfigurationError
+
+GUEST = Path(__file__).parent / "guest"
+GUEST_INSIDE = "/.sandbox"
+
+SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+ETC_FOLDERS = ("/etc/alternatives", "/etc/fonts", "/etc/ssl/certs", "/etc/R")
+ETC_FILES = (
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/timezone",
+    "/etc/mime.types",
+    "/etc/os-release",
+    "/etc/debian_version",
+    "/etc/locale.alias",
+    "/etc/ssl/openssl.cnf",
+)
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/gai.conf", "/etc/services", "/etc/protocols")
+
+
+class Mount(NamedTuple):
+    """A folder or file of the host at a path in the sandbox; an empty source is a fresh folder in memory."""
+
+    source: str
+    destination: str
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class BundleSpec:
+    """All that a sandbox's configuration depends on. ``python`` runs PID 1 and needs only its standard library."""
+
+    python: str
+    home: str
+    user: str
+    mounts: tuple[Mount, ...] = ()
+    network: str = "none"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_mount(text: str) -> Mount:
+    """A mount from a setting: ``source[:destination][:ro|rw]``; ConfigurationError says what is wrong with it."""
+    parts = text.split(":")
+    mode = parts.pop() if parts[-1] in ("ro", "rw") else "ro"
+    if len(parts) not in (1, 2):
+        raise ConfigurationError(
+            "mounts", f"The mount {text!r} is not of the form source[:destination][:ro|rw].", "Correct the mounts setting."
+        )
+    source = os.path.expanduser(parts[0])
+    destination = parts[1] if len(parts) == 2 else source
+    for path in (source, destination):
+        if not os.path.isabs(path) or os.path.normpath(path) == "/":
+            raise ConfigurationError(
+                "mounts", f"The mount {text!r} has {path!r}, which is not an absolute path below /.", "Give a full path."
+            )
+    if not os.path.exists(source):
+        raise ConfigurationError(
+            "mounts", f"The mount {text!r} cannot be made: there is no {source}.", "Create it, or take it out of mounts."
+        )
+    return Mount(source, os.path.normpath(destination), mode == "rw")
+
+
+def arrange(mounts: Iterable[Mount]) -> list[Mount]:
+    """Outer before inner; one for each destination, the last given wins; none that its parent shows already."""
+    chosen = {mount.destination: mount for mount in mounts}
+    arranged: list[Mount] = []
+    for destination in sorted(chosen, key=lambda path: (path.count("/"), path)):
+        mount = chosen[destination]
+        above = _above(destination, arranged)
+        if above is None or not _shows(above, mount):
+            arranged.append(mount)
+    return arranged
+
+
+def _above(path: str, mounts: Iterable[Mount]) -> Mount | None:
+    """The innermost of ``mounts`` that ``path`` lies in."""
+    holding = [mount for mount in mounts if path.startswith(mount.destination.rstrip("/") + "/")]
+    return max(holding, key=lambda mount: len(mount.destination), default=None)
+
+
+def _shows(outer: Mount, inner: Mount) -> bool:
+    if not outer.source or not inner.source or outer.writable != inner.writable:
+        return False
+    return os.path.join(outer.source, os.path.relpath(inner.destination, outer.destination)) == inner.source
+
+
+def system_mounts() -> list[Mount]:
+    """The system's programs and libraries, and the parts of /etc they read."""
+    mounts = [Mount("/usr", "/usr")]
+    mounts += [Mount(path, path) for path in SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    return mounts + [Mount(path, path) for path in ETC_FOLDERS if os.path.isdir(path)]
+
+
+def all_mounts(spec: BundleSpec) -> list[Mount]:
+    """Every mount of the sandbox, in the order in which they are made."""
+    private = [Mount("", "/tmp", True), Mount("", spec.home, True), Mount("", "/run", True), Mount("", "/dev/shm", True)]
+    return arrange([*system_mounts(), *private, *spec.mounts])
+
+
+def config(spec: BundleSpec) -> dict[str, Any]:
+    """The bundle's config.json: no capability, no network unless given, PID 1 is our guest init."""
+    nothing: dict[str, list[str]] = {
+        kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")
+    }
+    namespaces = ["pid", "ipc", "uts", "mount"] + (["network"] if spec.network == "none" else [])
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": [spec.python, "-I", "-S", "-B", GUEST_INSIDE],
+            "env": [f"{name}={value}" for name, value in spec.environment.items()],
+            "cwd": "/",
+            "capabilities": nothing,
+            "noNewPrivileges": True,
+        },
+        "root": {"path": "rootfs"},
+        "hostname": "sandbox",
+        "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}, *map(_oci, all_mounts(spec))],
+        "linux": {"namespaces": [{"type": kind} for kind in namespaces]},
+    }
+
+
+def _oci(mount: Mount) -> dict[str, Any]:
+    if not mount.source:
+        mode = "mode=1777" if mount.destination in ("/tmp", "/dev/shm") else "mode=0700"
+        return {"destination": mount.destination, "type": "tmpfs", "source": "tmpfs", "options": [mode]}
+    options = ["rbind", "rw" if mount.writable else "ro"]
+    return {"destination": mount.destination, "type": "bind", "source": mount.source, "options": options}
+
+
+def etc(spec: BundleSpec) -> dict[str, str]:
+    """The files of the sandbox's /etc that are written, not copied. Inside, the user is number 0, without power."""
+    return {
+        "passwd": f"{spec.user}:x:0:0:{spec.user}:{spec.home}:/bin/sh\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
+        "group": f"{spec.user}:x:0:\nnogroup:x:65534:\n",
+        "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+        "hostname": "sandbox\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+    }
+
+
+def write(folder: Path, spec: BundleSpec) -> None:
+    """Write the bundle into ``folder``: config.json and a root folder that holds only what is not mounted."""
+    root = folder / "rootfs"
+    (root / "etc" / "ssl").mkdir(parents=True)
+    for path in SYSTEM:
+        if os.path.islink(path):
+            (root / path[1:]).symlink_to(os.readlink(path))
+    for name, text in etc(spec).items():
+        (root / "etc" / name).write_text(text)
+    for path in ETC_FILES + (NETWORK_FILES if spec.network != "none" else ()):
+        if os.path.isfile(path):
+            shutil.copyfile(path, root / path[1:])
+    guest = root / GUEST_INSIDE[1:]
+    guest.mkdir()
+    for source in GUEST.glob("*.py"):
+        shutil.copyfile(source, guest / source.name)
+    (folder / "config.json").write_text(json.dumps(config(spec)))

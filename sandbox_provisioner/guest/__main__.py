@@ -1,0 +1,418 @@
+"""PID 1 of the sandbox: starts processes, reaps them, and joins their sockets and pipes to the host's pipe.
+
+One thread, one epoll. The host is trusted and always reads, so writing to it may block; everything else may not.
+File descriptors 0 and 1 are the way to the host and are never closed: a restored sandbox gets new ones in their place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+from frames import (
+    AMOUNT,
+    CONTROL,
+    CREDIT,
+    DATA,
+    EOF,
+    MAX_PAYLOAD,
+    OPEN,
+    RESET,
+    VERSION,
+    WINDOW,
+    Decoder,
+    encode,
+    encode_credit,
+)
+
+HOST_IN, HOST_OUT = 0, 1
+CONNECT_RETRY = 0.01
+
+
+class HostGone(Exception):
+    """The other end of the pipe was closed."""
+
+
+class Endpoint:
+    """One stream: a file descriptor in the sandbox to read from, one to write to, and the credits between."""
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.reader = -1
+        self.writer = -1
+        self.owner: socket.socket | None = None
+        self.process: Process | None = None
+        self.credit = WINDOW
+        self.owed = 0
+        self.backlog = bytearray()
+        self.host_ended = False
+        self.ended = False
+
+
+class Process:
+    """A child that the host asked for, and the pipes to it."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.stdout = stdout
+        self.stderr = stderr
+
+
+class Init:
+    """The whole of PID 1."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self.decoder = Decoder()
+        self.endpoints: dict[int, Endpoint] = {}
+        self.connecting: dict[int, str] = {}
+        self.by_fd: dict[int, Endpoint] = {}
+        self.interest: dict[int, int] = {}
+        self.processes: dict[int, Process] = {}
+        self.waking, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.quiesced = False
+
+    def run(self) -> None:
+        """Serve until the host goes away; the sandbox ends with its PID 1."""
+        signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+        self.epoll.register(self.waking, select.EPOLLIN)
+        self.epoll.register(HOST_IN, select.EPOLLIN)
+        self.greet()
+        try:
+            while True:
+                self.turn()
+        except HostGone:
+            os._exit(0)
+
+    def turn(self) -> None:
+        if self.quiesced:
+            self.read_host()
+            return
+        for fd, events in self.epoll.poll(CONNECT_RETRY if self.connecting else -1):
+            if fd == HOST_IN:
+                self.read_host()
+                if self.quiesced:
+                    return
+            elif fd == self.waking:
+                self.reap()
+            else:
+                self.serve(fd, events)
+        for stream in list(self.connecting):
+            self.connect(stream)
+
+    # -- the host ----------------------------------------------------------------------------------------------
+
+    def send(self, frame: bytes) -> None:
+        view = memoryview(frame)
+        while view:
+            try:
+                view = view[os.write(HOST_OUT, view) :]
+            except OSError as error:
+                raise HostGone from error
+
+    def greet(self) -> None:
+        alive = [name for name, process in self.processes.items() if process.pid]
+        self.tell(op="hello", version=VERSION, processes=alive)
+
+    def tell(self, **message: Any) -> None:
+        self.send(encode(CONTROL, 0, json.dumps(message).encode()))
+
+    def read_host(self) -> None:
+        try:
+            data = os.read(HOST_IN, MAX_PAYLOAD)
+        except OSError as error:
+            raise HostGone from error
+        if not data:
+            raise HostGone
+        for kind, stream, payload in self.decoder.feed(data):
+            if kind == CONTROL:
+                self.obey(json.loads(payload))
+            elif kind == OPEN:
+                self.open(stream, payload.decode())
+            elif stream in self.endpoints:
+                self.receive(self.endpoints[stream], kind, payload)
+
+    def receive(self, endpoint: Endpoint, kind: int, payload: bytes) -> None:
+        if kind == DATA:
+            endpoint.backlog += payload
+            self.drain(endpoint)
+        elif kind == CREDIT:
+            endpoint.credit += AMOUNT.unpack(payload)[0]
+            self.watch(endpoint)
+        elif kind == EOF:
+            endpoint.host_ended = True
+            self.drain(endpoint)
+        elif kind == RESET:
+            endpoint.host_ended = True
+            self.end(endpoint, RESET)
+
+    def obey(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "spawn":
+            self.spawn(message)
+        elif op == "signal":
+            self.signal(message["process"], message["signal"])
+        elif op == "quiesce":
+            self.quiesced = True
+            self.tell(op="quiesced")
+        elif op == "resume":
+            self.quiesced = False
+            self.tell(op="resumed")
+        elif op == "adopt":
+            for endpoint in list(self.endpoints.values()):
+                self.forget(endpoint, keep_pipes=True)
+            self.quiesced = False
+            self.greet()
+
+    # -- processes ---------------------------------------------------------------------------------------------
+
+    def spawn(self, message: dict[str, Any]) -> None:
+        name = message["process"]
+        try:
+            for path, text in message["files"].items():
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                    file.write(text)
+            process = start(message["argv"], message["env"], message["cwd"], message["stdin"])
+        except OSError as error:
+            self.tell(op="failed", process=name, errno=error.errno, filename=str(error.filename))
+            return
+        self.processes[name] = process
+        self.tell(op="started", process=name)
+
+    def signal(self, name: int, signum: int) -> None:
+        process = self.processes.get(name)
+        if process is None or not process.pid:
+            return
+        try:
+            os.killpg(process.pid, signum)
+        except OSError:
+            pass
+
+    def reap(self) -> None:
+        try:
+            os.read(self.waking, 4096)
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            for name, process in self.processes.items():
+                if process.pid == pid:
+                    process.pid = 0
+                    self.tell(op="exited", process=name, status=os.waitstatus_to_exitcode(status))
+
+    # -- streams -----------------------------------------------------------------------------------------------
+
+    def open(self, stream: int, target: str) -> None:
+        kind, _, rest = target.partition(":")
+        endpoint = self.endpoints[stream] = Endpoint(stream)
+        if kind in ("unix", "tcp"):
+            self.connecting[stream] = target
+            self.connect(stream)
+            return
+        name, _, which = rest.partition(":")
+        process = self.processes.get(int(name)) if kind == "process" else None
+        if process is None:
+            self.end(endpoint, RESET)
+            return
+        endpoint.process = process
+        if which == "output":
+            endpoint.reader, endpoint.writer = process.stdout, process.stdin
+        else:
+            endpoint.reader = process.stderr
+        if endpoint.reader < 0:
+            self.end(endpoint, RESET)
+            return
+        self.watch(endpoint)
+
+    def connect(self, stream: int) -> None:
+        kind, _, address = self.connecting[stream].partition(":")
+        family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if kind == "unix":
+                sock.connect(address)
+            else:
+                host, _, port = address.rpartition(":")
+                sock.connect((host, int(port)))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            sock.close()
+            return
+        del self.connecting[stream]
+        sock.setblocking(False)
+        endpoint = self.endpoints[stream]
+        endpoint.owner, endpoint.reader, endpoint.writer = sock, sock.fileno(), sock.fileno()
+        self.drain(endpoint)
+
+    def watch(self, endpoint: Endpoint) -> None:
+        """Tell epoll what this endpoint can make use of now."""
+        wanted: dict[int, int] = {}
+        if endpoint.reader >= 0 and not endpoint.ended and endpoint.credit > 0:
+            wanted[endpoint.reader] = select.EPOLLIN
+        if endpoint.writer >= 0 and endpoint.backlog:
+            wanted[endpoint.writer] = wanted.get(endpoint.writer, 0) | select.EPOLLOUT
+        for fd in {endpoint.reader, endpoint.writer} - {-1}:
+            events, before = wanted.get(fd, 0), self.interest.get(fd, 0)
+            if events == before:
+                continue
+            if not before:
+                self.epoll.register(fd, events)
+            elif not events:
+                self.epoll.unregister(fd)
+            else:
+                self.epoll.modify(fd, events)
+            self.interest[fd] = events
+            self.by_fd[fd] = endpoint
+
+    def serve(self, fd: int, events: int) -> None:
+        endpoint = self.by_fd.get(fd)
+        if endpoint is None:
+            return
+        if fd == endpoint.writer and events & (select.EPOLLOUT | select.EPOLLERR):
+            self.drain(endpoint)
+        if fd == endpoint.reader and events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            self.fill(endpoint)
+
+    def fill(self, endpoint: Endpoint) -> None:
+        """Move bytes from the sandbox to the host, as far as there is credit."""
+        if endpoint.ended or endpoint.credit <= 0 or endpoint.reader < 0:
+            return
+        try:
+            data = os.read(endpoint.reader, min(MAX_PAYLOAD, endpoint.credit))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.end(endpoint, EOF if endpoint.owner is None else RESET)
+            return
+        endpoint.credit -= len(data)
+        self.send(encode(DATA, endpoint.stream, data))
+        if endpoint.credit <= 0:
+            self.watch(endpoint)
+
+    def drain(self, endpoint: Endpoint) -> None:
+        """Move bytes from the host to the sandbox, and give credit for what went."""
+        if endpoint.stream in self.connecting:
+            return
+        if endpoint.backlog:
+            try:
+                written = os.write(endpoint.writer, endpoint.backlog) if endpoint.writer >= 0 else len(endpoint.backlog)
+            except BlockingIOError:
+                written = 0
+            except OSError:
+                if endpoint.owner is not None:
+                    self.end(endpoint, RESET)
+                    return
+                written = len(endpoint.backlog)
+            del endpoint.backlog[:written]
+            endpoint.owed += written
+            if endpoint.owed >= WINDOW // 4:
+                self.send(encode_credit(endpoint.stream, endpoint.owed))
+                endpoint.owed = 0
+        if endpoint.host_ended and not endpoint.backlog:
+            self.close_writer(endpoint)
+        self.watch(endpoint)
+
+    def close_writer(self, endpoint: Endpoint) -> None:
+        if endpoint.owner is not None:
+            self.end(endpoint, RESET)
+            return
+        if endpoint.writer >= 0:
+            self.close(endpoint, endpoint.writer)
+            endpoint.writer = -1
+        if endpoint.ended:
+            self.forget(endpoint)
+
+    def end(self, endpoint: Endpoint, how: int) -> None:
+        """Tell the host once that no more comes; when both sides are done, the stream is forgotten."""
+        if not endpoint.ended:
+            endpoint.ended = True
+            self.send(encode(how, endpoint.stream))
+        if how == RESET or endpoint.host_ended:
+            self.forget(endpoint)
+        else:
+            self.watch(endpoint)
+
+    def forget(self, endpoint: Endpoint, keep_pipes: bool = False) -> None:
+        self.endpoints.pop(endpoint.stream, None)
+        self.connecting.pop(endpoint.stream, None)
+        for fd in {endpoint.reader, endpoint.writer} - {-1}:
+            self.release(fd)
+            if endpoint.process and not (keep_pipes and not endpoint.ended):
+                self.close(endpoint, fd)
+        if endpoint.owner is not None:
+            endpoint.owner.close()
+
+    def close(self, endpoint: Endpoint, fd: int) -> None:
+        """Close one of a process's pipes, here and in its record."""
+        self.release(fd)
+        os.close(fd)
+        process = endpoint.process
+        if process is None:
+            return
+        for pipe in ("stdin", "stdout", "stderr"):
+            if getattr(process, pipe) == fd:
+                setattr(process, pipe, -1)
+
+    def release(self, fd: int) -> None:
+        if self.interest.pop(fd, 0):
+            self.epoll.unregister(fd)
+        self.by_fd.pop(fd, None)
+
+
+def start(argv: list[str], env: dict[str, str], cwd: str, stdin: bool) -> Process:
+    """Start a child in a session of its own; OSError if it cannot be executed."""
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    in_read, in_write = os.pipe() if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
+    failed_read, failed_write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        step = cwd
+        try:
+            os.setsid()
+            os.chdir(cwd)
+            step = argv[0]
+            for source, target in ((in_read, 0), (out_write, 1), (err_write, 2)):
+                os.dup2(source, target)
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+                signal.signal(signum, signal.SIG_DFL)
+            os.execvpe(argv[0], argv, env)
+        except OSError as error:
+            os.write(failed_write, f"{error.errno} {step}".encode())
+        finally:
+            os._exit(127)
+    for fd in (out_write, err_write, in_read, failed_write):
+        os.close(fd)
+    failure = os.read(failed_read, 4096).decode("utf-8", "replace")
+    os.close(failed_read)
+    if failure:
+        for fd in (out_read, err_read, in_write):
+            if fd >= 0:
+                os.close(fd)
+        number, _, step = failure.partition(" ")
+        raise OSError(int(number), os.strerror(int(number)), step)
+    for fd in (out_read, err_read, in_write):
+        if fd >= 0:
+            os.set_blocking(fd, False)
+    return Process(pid, in_write, out_read, err_read)
+
+
+if __name__ == "__main__":
+    Init().run()

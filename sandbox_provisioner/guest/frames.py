@@ -1,0 +1,68 @@
+"""The frames that cross the sandbox's boundary: one codec for both sides of the pipe.
+
+A frame is a kind (1 byte), a stream id (4), a length (4) and that many bytes. Stream 0 is the connection itself
+and carries CONTROL messages, which are JSON objects with an "op". Every other stream is a pair of byte flows:
+
+    OPEN    the opener names a target ("unix:/run/kernel-1", "process:3:output"); the host's ids are odd, the guest's even
+    DATA    bytes, each of which the receiver had given credit for
+    CREDIT  the sender of this frame has consumed so many bytes and will take as many more
+    EOF     the sender will send no more DATA
+    RESET   the sender will neither send nor take any more; answered with RESET unless already closed
+
+A stream is over for a side that has sent EOF or RESET and received EOF or RESET.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+OPEN, DATA, CREDIT, EOF, RESET, CONTROL = range(1, 7)
+
+VERSION = 1
+HEADER = struct.Struct("!BII")
+AMOUNT = struct.Struct("!I")
+MAX_PAYLOAD = 1 << 18
+WINDOW = 1 << 20
+"""Bytes that one side may send on a stream before the other has given credit again."""
+
+
+class FrameError(ValueError):
+    """Bytes that are not frames."""
+
+
+def encode(kind: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return HEADER.pack(kind, stream, len(payload)) + payload
+
+
+def encode_credit(stream: int, amount: int) -> bytes:
+    """A CREDIT frame for ``amount`` bytes."""
+    return encode(CREDIT, stream, AMOUNT.pack(amount))
+
+
+class Decoder:
+    """Turns a byte stream, cut anywhere, back into frames."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (kind, stream, payload) for every frame completed by ``data``; FrameError for what is none."""
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        position, end = 0, len(data)
+        try:
+            while end - position >= HEADER.size:
+                kind, stream, length = HEADER.unpack_from(data, position)
+                if length > MAX_PAYLOAD or not OPEN <= kind <= CONTROL:
+                    raise FrameError(f"frame of kind {kind} and length {length}")
+                if end - position < HEADER.size + length:
+                    break
+                position += HEADER.size
+                payload = data[position : position + length]
+                position += length
+                yield kind, stream, payload
+        finally:
+            self._rest = data[position:]

@@ -1,0 +1,248 @@
+"""GVisorSandbox: the driver of one sandbox, with a strict state machine.
+
+It knows runsc and simple paths, and neither Jupyter nor where checkpoints are kept. ``sandbox_id`` is the name
+that stays; ``container_id`` is what runsc knows, new for every start and restore. All methods belong to one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from fcntl import F_SETPIPE_SZ, fcntl
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+from . import bundle
+from .bundle import BundleSpec
+from .errors import LinkClosedError, RunscError, SandboxError
+from .link import GuestLink, GuestProcess
+from .process import LocalProcess
+from .runsc import Runsc, checked, explain, plain_words
+from .runtime import RuntimeFolder
+from .states import Action, State, after
+
+T = TypeVar("T")
+
+START_TIMEOUT = 120.0
+COMMAND_TIMEOUT = 30.0
+CHECKPOINT_TIMEOUT = 600.0
+QUIESCE_TIMEOUT = 10.0
+PIPE_SIZE = 1 << 20
+WORDS_KEPT = 1 << 14
+
+
+class GVisorSandbox:
+    """One sandbox: ``start`` or ``restore`` it, ``execute`` in it, ``checkpoint`` it, ``delete`` it.
+
+    ``on_exit`` is called when a running sandbox ends without having been asked to.
+    """
+
+    def __init__(self, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str = "systrap") -> None:
+        self.sandbox_id = sandbox_id
+        self.container_id = ""
+        self.spec = spec
+        self.runsc = runsc
+        self.link = GuestLink()
+        self.on_exit: Callable[[], None] = lambda: None
+        self._platform = platform
+        self._state = State.INITIALIZED
+        self._acting = asyncio.Lock()
+        self._folder: RuntimeFolder | None = None
+        self._main: LocalProcess | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._words = bytearray()
+
+    @property
+    def state(self) -> State:
+        """Where the sandbox is in its life; see states.py."""
+        return self._state
+
+    def _enter(self, action: Action) -> None:
+        """The one place where the state changes."""
+        self._state = after(self.sandbox_id, action, self._state)
+
+    async def start(self) -> None:
+        """Start it afresh; returns when PID 1 answers. RunscError with runsc's words if it cannot."""
+        async with self._acting:
+            after(self.sandbox_id, Action.START, self._state)
+            try:
+                await self._launch("run", self.link.greeted)
+            except BaseException:
+                self._enter(Action.FAIL)
+                raise
+            self._enter(Action.START)
+
+    async def restore(self, image: Path) -> None:
+        """Bring it back from ``image``, in this or another process's name. On failure nothing has changed."""
+        async with self._acting:
+            after(self.sandbox_id, Action.RESTORE, self._state)
+            awaken = self.link.adopt if self.link.fresh else self.link.resume
+            await self._launch("restore", awaken, f"--image-path={image}")
+            self._enter(Action.RESTORE)
+
+    async def checkpoint(self, image: Path) -> None:
+        """Write its memory to the new folder ``image`` and end it. If that fails, it runs on and there is no image."""
+        async with self._acting:
+            after(self.sandbox_id, Action.CHECKPOINT, self._state)
+            if image.exists():
+                raise SandboxError(f"A checkpoint cannot be written to {image}: it exists already.")
+            partial = image.with_name(f".{image.name}.{uuid4().hex[:8]}")
+            try:
+                await self._quiesce()
+                await self._save(partial)
+                partial.rename(image)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                await self._carry_on()
+                raise
+            self._enter(Action.CHECKPOINT)
+            self.link.detach()
+            await self._end()
+
+    async def execute(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bool = True,
+        files: Mapping[str, str] | None = None,
+    ) -> GuestProcess:
+        """Run a further command in it, after writing ``files`` there; GuestError if it cannot be executed."""
+        after(self.sandbox_id, Action.EXECUTE, self._state)
+        environment = dict(self.spec.environment) | dict(env or {})
+        return await self.link.spawn(argv, environment, cwd or self.spec.home, stdin=stdin, files=files)
+
+    async def delete(self) -> None:
+        """End it, whatever its state, and leave nothing behind on this machine. May be called again."""
+        async with self._acting:
+            self._enter(Action.DELETE)
+            self.link.lose(LinkClosedError("it was deleted."))
+            await self._end()
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    async def _launch(self, command: str, awaken: Callable[[], Awaitable[None]], *arguments: str) -> None:
+        self._folder = RuntimeFolder.create()
+        self._words.clear()
+        self.container_id = uuid4().hex[:12]
+        try:
+            bundle.write(self._folder.bundle, self.spec)
+            await self._run_main(command, *arguments, f"--bundle={self._folder.bundle}", self.container_id)
+            await self._first(awaken)
+        except BaseException:
+            self.link.detach()
+            await asyncio.shield(self._end())
+            raise
+        self._watch = asyncio.create_task(self._watch_main())
+
+    async def _run_main(self, command: str, *arguments: str) -> None:
+        guest_in, to_guest = os.pipe()
+        from_guest, guest_out = os.pipe()
+        for pipe in (to_guest, from_guest):
+            with suppress(OSError):  # a courtesy that the user's pipe quota may refuse
+                fcntl(pipe, F_SETPIPE_SZ, PIPE_SIZE)
+        await self.link.attach(to_guest, from_guest)
+        try:
+            self._main = LocalProcess.start(self._argv(command, *arguments), stdin=guest_in, stdout=guest_out)
+        finally:
+            os.close(guest_in)
+            os.close(guest_out)
+
+    async def _first(self, awaken: Callable[[], Awaitable[None]]) -> None:
+        """Wait until the guest answers, unless runsc ends before or nothing happens at all."""
+        assert self._main is not None
+        listening = asyncio.create_task(self._listen(self._main))
+        answer = asyncio.ensure_future(awaken())
+        end = asyncio.create_task(self._main.wait())
+        try:
+            await asyncio.wait({answer, end}, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and not answer.exception():
+                return
+            if end.done():
+                await asyncio.wait({listening}, timeout=1)
+            raise explain(self._argv("..."), self._main.returncode, plain_words(bytes(self._words)))
+        finally:
+            for task in (answer, end):
+                task.cancel()
+            await asyncio.gather(answer, end, return_exceptions=True)
+
+    async def _listen(self, main: LocalProcess) -> None:
+        """Keep the end of what runsc says, for the error that may need it."""
+        async for piece in main.stream():
+            self._words += piece.data
+            del self._words[:-WORDS_KEPT]
+
+    async def _watch_main(self) -> None:
+        assert self._main is not None
+        await self._main.wait()
+        if self._state == State.RUNNING and not self._acting.locked():
+            self._enter(Action.EXIT)
+            self.link.lose(LinkClosedError("it ended by itself."))
+            self.on_exit()
+
+    # -- checkpointing -------------------------------------------------------------------------------------------
+
+    async def _quiesce(self) -> None:
+        try:
+            await asyncio.wait_for(self.link.quiesce(), QUIESCE_TIMEOUT)
+        except TimeoutError:
+            raise SandboxError(f"Sandbox {self.sandbox_id} did not come to rest for a checkpoint.") from None
+
+    async def _save(self, partial: Path) -> None:
+        partial.mkdir(mode=0o700, parents=True)
+        await self._command("pause", self.container_id)
+        await self._command(
+            "checkpoint",
+            "--leave-running",
+            "--compression=none",
+            "--exclude-committed-zero-pages",
+            f"--image-path={partial}",
+            self.container_id,
+            timeout=CHECKPOINT_TIMEOUT,
+        )
+
+    async def _carry_on(self) -> None:
+        """A checkpoint failed: let the sandbox run as before, or admit that it is lost."""
+        try:
+            with suppress(RunscError):  # it may never have been paused
+                await self._command("resume", self.container_id)
+            await asyncio.wait_for(self.link.resume(), QUIESCE_TIMEOUT)
+        except (SandboxError, TimeoutError) as error:
+            self._enter(Action.FAIL)
+            self.link.lose(LinkClosedError(f"it did not survive a failed checkpoint: {error}"))
+            await self._end()
+
+    # -- runsc ---------------------------------------------------------------------------------------------------
+
+    def _argv(self, *arguments: str) -> list[str]:
+        assert self._folder is not None
+        settings = (
+            f"--network={self.spec.network}",
+            f"--platform={self._platform}",
+            "--ignore-cgroups",
+            "--overlay2=root:memory",
+        )
+        return self.runsc.command(self._folder.state, *arguments, settings=settings)
+
+    async def _command(self, *arguments: str, timeout: float = COMMAND_TIMEOUT) -> bytes:
+        argv = self._argv(*arguments)
+        status, out, err = await LocalProcess.run(argv, timeout)
+        checked(argv, status, err or out)
+        return out
+
+    async def _end(self) -> None:
+        """Kill what runs, and remove the folder with everything in it."""
+        folder, main, watch = self._folder, self._main, self._watch
+        self._folder = self._main = self._watch = None
+        if watch:
+            watch.cancel()
+        if folder:
+            await asyncio.to_thread(folder.remove)
+        if main:
+            await main.stop(grace=0)
+            main.close()

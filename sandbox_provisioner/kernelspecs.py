@@ -1,0 +1,187 @@
+"""Twin kernelspecs: for a kernel NAME a NAME-sandbox, the same kernel inside a sandbox.
+
+A twin is recognised by a mark in its metadata, so that what a person wrote by hand is neither overwritten nor
+removed. What a person put into a twin's ``config`` stanza survives a refresh.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from jupyter_core.paths import jupyter_data_dir
+
+from .errors import SandboxError
+
+PROVISIONER = "sandbox-provisioner"
+SUFFIX = "-sandbox"
+MARK = "sandbox_twin_of"
+"""The key in a twin's metadata that names the kernel it was made from."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An installed kernel: its name, its folder and what its kernel.json says."""
+
+    name: str
+    folder: Path
+    spec: Mapping[str, Any]
+
+    @property
+    def display_name(self) -> str:
+        """The name a person picks it by."""
+        return str(self.spec.get("display_name") or self.name)
+
+    @property
+    def provisioner(self) -> str:
+        """The provisioner that its kernelspec asks for, or nothing."""
+        return str(_stanza(self.spec).get("provisioner_name", ""))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The settings for that provisioner."""
+        config = _stanza(self.spec).get("config")
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def sandboxed(self) -> bool:
+        """Whether it runs in a sandbox of ours."""
+        return self.provisioner == PROVISIONER
+
+    @property
+    def is_twin(self) -> bool:
+        """Whether we made it."""
+        return MARK in _metadata(self.spec)
+
+
+def _metadata(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = spec.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _stanza(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    stanza = _metadata(spec).get("kernel_provisioner")
+    return stanza if isinstance(stanza, dict) else {}
+
+
+def kernels() -> dict[str, Kernel]:
+    """Every kernel that Jupyter finds here and can read, by name."""
+    manager = KernelSpecManager()
+    found = {}
+    for name, folder in sorted(manager.find_kernel_specs().items()):
+        spec = _read(Path(folder))
+        if spec is None and not (Path(folder) / "kernel.json").exists():
+            spec = _built_in(manager, name)
+        if spec:
+            found[name] = Kernel(name, Path(folder), spec)
+    return found
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    try:
+        spec = json.loads((folder / "kernel.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return spec if isinstance(spec, dict) else None
+
+
+def _built_in(manager: KernelSpecManager, name: str) -> dict[str, Any] | None:
+    """ipykernel offers itself without a kernel.json where none is installed."""
+    try:
+        return dict(manager.get_kernel_spec(name).to_dict())
+    except NoSuchKernel:
+        return None
+
+
+def kernels_folder(sys_prefix: bool) -> Path:
+    """Where twins go: this environment's share/jupyter/kernels, or this user's."""
+    data = Path(sys.prefix) / "share" / "jupyter" if sys_prefix else Path(jupyter_data_dir())
+    return data / "kernels"
+
+
+def origins(names: Iterable[str] = ()) -> list[Kernel]:
+    """The kernels to make twins of: those named, or all that run on this machine outside a sandbox.
+
+    A kernel with a provisioner of its own other than Jupyter's runs elsewhere; a twin of it makes no sense.
+    """
+    found = kernels()
+    local = {name: kernel for name, kernel in found.items() if kernel.provisioner in ("", "local-provisioner")}
+    for name in names:
+        if name not in found:
+            raise SandboxError(
+                f"There is no kernel named {name}.", f"These can be sandboxed: {', '.join(local) or 'none'}."
+            )
+        if name not in local:
+            raise SandboxError(f"Kernel {name} has a provisioner of its own ({found[name].provisioner}).")
+    wanted = [local[name] for name in dict.fromkeys(names)] or list(local.values())
+    if not wanted:
+        raise SandboxError("No kernel is installed that could be sandboxed.", "`pip install ipykernel` adds Python's.")
+    return wanted
+
+
+def twin_spec(origin: Kernel, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the twin's kernel.json says: all that the original's says, in a sandbox."""
+    stanza = {"provisioner_name": PROVISIONER, "config": dict(config)}
+    metadata = {**_metadata(origin.spec), "kernel_provisioner": stanza, MARK: origin.name}
+    return {**origin.spec, "display_name": f"{origin.display_name} (sandbox)", "metadata": metadata}
+
+
+def install_twin(origin: Kernel, folder: Path) -> Kernel:
+    """Make or refresh the twin of ``origin`` in the kernels folder ``folder``.
+
+    Raises SandboxError if a kernelspec that we did not make has the twin's name.
+    """
+    place = folder / f"{origin.name}{SUFFIX}"
+    present = Kernel(place.name, place, _read(place) or {})
+    if place.exists() and not present.is_twin:
+        raise SandboxError(
+            f"{place} exists and was not made by `jupyter sandbox setup`.",
+            "It was left as it is; move it away to have a twin in its place.",
+        )
+    twin = Kernel(place.name, place, twin_spec(origin, present.config))
+    try:
+        _replace(place, origin.folder, twin.spec)
+    except (OSError, shutil.Error) as error:
+        raise SandboxError(f"The kernelspec {place} could not be written: {error}.") from error
+    return twin
+
+
+def _replace(place: Path, resources: Path, spec: Mapping[str, Any]) -> None:
+    """Build the folder beside the kernels folder, then swap it in; a failure leaves what was there."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=place.parent.parent) as staging:
+        new, old = Path(staging) / "new", Path(staging) / "old"
+        shutil.copytree(resources, new, ignore=shutil.ignore_patterns("__pycache__"), ignore_dangling_symlinks=True)
+        for path in (new, *new.rglob("*")):
+            path.chmod(path.stat().st_mode | 0o644 | (0o111 if path.is_dir() else 0))
+        (new / "kernel.json").write_text(json.dumps(spec, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if place.exists():
+            place.rename(old)
+        try:
+            new.rename(place)
+        except BaseException:
+            if old.exists():
+                old.rename(place)
+            raise
+
+
+def remove_twins(folder: Path, names: Iterable[str] = ()) -> list[Path]:
+    """Remove the twins in the kernels folder ``folder``: those of the kernels named (or all), and nothing else.
+
+    A twin may be named by its own name or by its original's.
+    """
+    wanted = {name.removesuffix(SUFFIX) + SUFFIX for name in names}
+    removed = []
+    for place in sorted(folder.glob(f"*{SUFFIX}")):
+        if (not wanted or place.name in wanted) and MARK in _metadata(_read(place) or {}):
+            with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=folder.parent) as bin_:
+                place.rename(Path(bin_) / place.name)
+            removed.append(place)
+    return removed

@@ -1,0 +1,469 @@
+"""GuestLink: the host's end of the framed pipe to a sandbox's PID 1.
+
+It opens streams, starts processes, and quiesces the traffic around a checkpoint. The guest is taken for hostile:
+every frame must have been earned (bytes by credit, credit by bytes, news by a question), so that what a guest can
+make us keep or do is bounded; one that breaks a rule loses its link, and with it the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from .errors import GuestError, LinkClosedError, ProtocolError
+from .guest.frames import (
+    AMOUNT,
+    CONTROL,
+    CREDIT,
+    DATA,
+    EOF,
+    MAX_PAYLOAD,
+    OPEN,
+    RESET,
+    VERSION,
+    WINDOW,
+    Decoder,
+    FrameError,
+    encode,
+    encode_credit,
+)
+from .process import Output, Process
+
+MAX_STREAMS = 4096
+MAX_REFUSED = 64
+"""How many streams a guest may try to open, where none is offered to it, before that is abuse."""
+
+
+class Stream:
+    """One flow of bytes to and from a target in the sandbox.
+
+    The owner sets the callbacks. It calls ``consumed`` for what it has disposed of, which is what lets the guest
+    send more, and should stop producing while ``ready`` is False; ``on_ready`` says when it may go on.
+    """
+
+    def __init__(self, link: GuestLink, number: int) -> None:
+        self.number = number
+        self.on_data: Callable[[bytes], None] = lambda data: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self._link = link
+        self._credit = WINDOW
+        self._allowance = WINDOW
+        self._owed = 0
+        self._backlog: deque[bytes] = deque()
+        self._closing: int | None = None
+        self._closed = False
+        self._ended = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether what is written now goes out now."""
+        return not self._backlog and self._credit > 0 and not self._link.quiet
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``, now or as soon as the guest has room for it."""
+        if not self._closed and self._closing is None:
+            self._backlog.append(data)
+            self._flush()
+
+    def consumed(self, amount: int) -> None:
+        """Give the guest credit for ``amount`` bytes it had sent."""
+        self._owed += amount
+        if self._owed >= WINDOW // 4 and not self._ended and not self._closed:
+            self._grant()
+
+    def end(self) -> None:
+        """Send no more, but go on receiving."""
+        self._close(EOF)
+
+    def reset(self) -> None:
+        """Have done with it, in both directions, at once."""
+        self._backlog.clear()
+        self._close(RESET)
+
+    def _grant(self) -> None:
+        if self._link.quiet or not self._owed:
+            return
+        self._allowance += self._owed
+        self._link._send(encode_credit(self.number, self._owed))
+        self._owed = 0
+
+    def _close(self, how: int) -> None:
+        if self._closed:
+            return
+        self._closing = max(how, self._closing or how)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._link.quiet:
+            return
+        while self._backlog and self._credit > 0:
+            data = self._backlog.popleft()
+            room = min(self._credit, MAX_PAYLOAD)
+            if len(data) > room:
+                self._backlog.appendleft(data[room:])
+                data = data[:room]
+            self._credit -= len(data)
+            self._link._send(encode(DATA, self.number, data))
+        if self._closing is not None and not self._backlog:
+            self._closed = True
+            self._link._send(encode(self._closing, self.number))
+            self._link._retire(self)
+
+    def _resume(self) -> None:
+        if self._owed >= WINDOW // 4 and not self._ended and not self._closed:
+            self._grant()
+        self._flush()
+        if self.ready and not self._closed:
+            self.on_ready()
+
+    def _received(self, kind: int, payload: bytes) -> None:
+        if kind == DATA:
+            self._allowance -= len(payload)
+            if self._ended or not payload or self._allowance < 0:
+                raise ProtocolError("The guest sent bytes that it had no credit for.")
+            if self._closed and self._closing == RESET:
+                return
+            self.on_data(payload)
+        elif kind == CREDIT:
+            if len(payload) != AMOUNT.size:
+                raise ProtocolError("The guest sent a malformed credit.")
+            (amount,) = AMOUNT.unpack(payload)
+            self._credit += amount
+            if not amount or self._credit > WINDOW:
+                raise ProtocolError("The guest gave credit for bytes that were never sent.")
+            self._flush()
+            if self.ready:
+                self.on_ready()
+        else:
+            self._end_received(kind)
+
+    def _end_received(self, kind: int) -> None:
+        if not self._ended:
+            self._ended = True
+            self.on_end()
+        if kind == RESET and not self._closed:
+            self.reset()
+        self._link._retire(self)
+
+
+class GuestProcess(Process):
+    """A command in the sandbox. Its signals go to its process group there."""
+
+    def __init__(self, link: GuestLink, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self._link = link
+        self._room = asyncio.Event()
+        self._stdio: Stream | None = None
+        self._streams: dict[str, Stream] = {}
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def send_signal(self, signum: int) -> None:
+        """Ask PID 1 to signal the process group."""
+        if not self._exit.done():
+            self._link.tell(op="signal", process=self.number, signal=int(signum))
+
+    async def write(self, data: bytes) -> None:
+        """Write to its stdin, waiting while the guest has no room."""
+        while self._stdio and not self._stdio._closed and not self._stdio.ready and not self._exit.done():
+            self._room.clear()
+            await self._room.wait()
+        if self._stdio is None or self._stdio._closed or self._exit.done():
+            raise BrokenPipeError("stdin is closed")
+        self._stdio.write(data)
+
+    def close_stdin(self) -> None:
+        """Close its stdin."""
+        if self._stdio:
+            self._stdio.end()
+
+    def _begin(self, stdin: bool) -> None:
+        for name, target in (("stdout", "output"), ("stderr", "errors")):
+            stream = self._link.open(f"process:{self.number}:{target}")
+            stream.on_data = lambda data, name=name: self._feed(Output(name, data))  # type: ignore[misc]
+            stream.on_end = self._output_ended
+            stream.on_ready = self._room.set
+            self._streams[name] = stream
+        self._open_outputs = 2
+        self._stdio = self._streams["stdout"]
+        self._streams["stderr"].end()
+        if not stdin:
+            self._stdio.end()
+
+    def _taken(self, piece: Output) -> None:
+        self._streams[piece.stream].consumed(len(piece.data))
+
+    def _exited(self, status: int) -> None:
+        super()._exited(status)
+        self._room.set()
+
+    def _lost(self, error: Exception) -> None:
+        if not self.started.done():
+            self.started.set_exception(error)
+            self.started.exception()
+        self._open_outputs = 0
+        self._news.set()
+        self._exited(-9)
+
+
+class GuestLink:
+    """The connection to one sandbox, through any number of checkpoints and restores of it."""
+
+    def __init__(self) -> None:
+        self.quiet = True
+        self.error: Exception | None = None
+        self.on_lost: Callable[[Exception], None] = lambda error: None
+        self._loop = asyncio.get_running_loop()
+        self._decoder = Decoder()
+        self._streams: dict[int, Stream] = {}
+        self._processes: dict[int, GuestProcess] = {}
+        self._next_stream = 1
+        self._next_process = 1
+        self._refused = 0
+        self._late_frames = 0
+        self._hello: asyncio.Future[None] = self._loop.create_future()
+        self._quiesced: asyncio.Future[None] | None = None
+        self._resumed: asyncio.Future[None] | None = None
+        self._incoming_pipe: _Incoming | None = None
+        self._reader: asyncio.ReadTransport | None = None
+        self._writer: asyncio.WriteTransport | None = None
+
+    # -- the pipe ----------------------------------------------------------------------------------------------
+
+    async def attach(self, to_guest: int, from_guest: int) -> None:
+        """Take over these two descriptors, the pipes to and from a sandbox that is about to start."""
+        incoming = self._incoming_pipe = _Incoming(self)
+        reader, _ = await self._loop.connect_read_pipe(lambda: incoming, os.fdopen(from_guest, "rb", 0))
+        writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(to_guest, "wb", 0))
+        self._reader, self._writer = reader, cast(asyncio.WriteTransport, writer)
+
+    async def greeted(self) -> None:
+        """Wait for the guest's first words."""
+        await asyncio.shield(self._hello)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no guest was ever at the other end."""
+        return not self._hello.done()
+
+    async def adopt(self) -> None:
+        """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
+        self.tell(op="adopt")
+        await self.greeted()
+
+    def detach(self) -> None:
+        """Let go of the pipes, keeping the streams: the sandbox is checkpointed and will be restored."""
+        if self._reader:
+            self._reader.close()
+        if self._writer:
+            self._writer.abort()
+        self._reader = self._writer = self._incoming_pipe = None
+
+    def lose(self, error: Exception) -> None:
+        """The guest is gone, or is cut off: everything that depends on it learns so, once."""
+        if self.error:
+            return
+        self.error = error
+        self.quiet = True
+        self.detach()
+        if not self._hello.done():
+            self._hello.set_exception(error)
+            self._hello.exception()
+        for pending in (self._quiesced, self._resumed):
+            if pending and not pending.done():
+                pending.set_exception(error)
+        for stream in list(self._streams.values()):
+            stream._closed = True
+            if not stream._ended:
+                stream._ended = True
+                stream.on_end()
+        self._streams.clear()
+        for process in list(self._processes.values()):
+            process._lost(error)
+        self._processes.clear()
+        self.on_lost(error)
+
+    async def quiesce(self) -> None:
+        """Stop the traffic at a frame's end in both directions: what was sent is in the sandbox, what came is here."""
+        self.quiet = True
+        self._quiesced = self._loop.create_future()
+        self.tell(op="quiesce")
+        try:
+            await self._quiesced
+        finally:
+            self._quiesced = None
+
+    async def resume(self) -> None:
+        """Let the traffic flow again, once the guest answers: after a restore, or a checkpoint that failed."""
+        self._resumed = self._loop.create_future()
+        self.tell(op="resume")
+        try:
+            await self._resumed
+        finally:
+            self._resumed = None
+        self.quiet = False
+        for stream in list(self._streams.values()):
+            stream._resume()
+
+    # -- streams and processes -----------------------------------------------------------------------------------
+
+    def open(self, target: str) -> Stream:
+        """Open a stream to ``target``, such as "unix:/path", "tcp:127.0.0.1:5000" or "process:1:output"."""
+        self._require_open()
+        if len(self._streams) >= MAX_STREAMS:
+            raise GuestError(f"The sandbox has {MAX_STREAMS} streams open, and may have no more.")
+        stream = Stream(self, self._next_stream)
+        self._next_stream += 2
+        self._streams[stream.number] = stream
+        self._send(encode(OPEN, stream.number, target.encode()))
+        return stream
+
+    async def spawn(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        *,
+        stdin: bool = True,
+        files: Mapping[str, str] | None = None,
+    ) -> GuestProcess:
+        """Start a process in the sandbox, after writing ``files`` there; GuestError if it cannot be executed."""
+        self._require_open()
+        process = GuestProcess(self, self._next_process)
+        self._next_process += 1
+        self._processes[process.number] = process
+        self.tell(
+            op="spawn",
+            process=process.number,
+            argv=list(argv),
+            env=dict(env),
+            cwd=cwd,
+            stdin=stdin,
+            files=dict(files or {}),
+        )
+        await process.started
+        process._begin(stdin)
+        return process
+
+    def process(self, number: int) -> GuestProcess | None:
+        """The running process of that number, such as one that a restored sandbox brought with it."""
+        return self._processes.get(number)
+
+    def _adopt(self, number: int) -> None:
+        if not 0 < number < 1 << 31 or len(self._processes) >= MAX_STREAMS:
+            raise ProtocolError(f"The guest claims to have a process {number}.")
+        process = self._processes[number] = GuestProcess(self, number)
+        process.started.set_result(None)
+        process._begin(stdin=True)
+        self._next_process = max(self._next_process, number + 1)
+
+    def tell(self, **message: Any) -> None:
+        """Send PID 1 a control message."""
+        self._require_open()
+        self._send(encode(CONTROL, 0, json.dumps(message).encode()))
+
+    def _require_open(self) -> None:
+        if self.error:
+            raise LinkClosedError(f"The sandbox is gone: {self.error}")
+
+    def _send(self, frame: bytes) -> None:
+        if self._writer:
+            self._writer.write(frame)
+
+    def _retire(self, stream: Stream) -> None:
+        if stream._closed and stream._ended:
+            self._streams.pop(stream.number, None)
+
+    def _disconnected(self, incoming: _Incoming) -> None:
+        """The pipe broke. While a restore is under way that is the restore's failure, and the streams stay."""
+        if self._incoming_pipe is incoming and not self._resumed:
+            self.lose(LinkClosedError("its PID 1 has ended."))
+
+    # -- what the guest sends --------------------------------------------------------------------------------------
+
+    def _incoming(self, data: bytes) -> None:
+        try:
+            for kind, number, payload in self._decoder.feed(data):
+                self._frame(kind, number, payload)
+                if self.error:
+                    return
+        except FrameError as error:
+            self.lose(ProtocolError(f"The guest sent what is not a frame: {error}."))
+        except ProtocolError as error:
+            self.lose(error)
+
+    def _frame(self, kind: int, number: int, payload: bytes) -> None:
+        if kind == CONTROL:
+            self._news(payload)
+        elif kind == OPEN:
+            self._refused += 1
+            if self._refused > MAX_REFUSED or number % 2:
+                raise ProtocolError("The guest keeps opening streams that it was refused.")
+            self._send(encode(RESET, number))
+        elif stream := self._streams.get(number):
+            stream._received(kind, payload)
+        elif kind == DATA or not 0 < number < self._next_stream:
+            raise ProtocolError(f"The guest sent a frame of kind {kind} for stream {number}, which is not open.")
+        else:
+            self._late_frames += 1  # a CREDIT or an end that crossed our own
+            if self._late_frames > 8 * self._next_stream:
+                raise ProtocolError("The guest keeps sending frames for streams that are over.")
+
+    def _news(self, payload: bytes) -> None:
+        try:
+            message = json.loads(payload)
+            op = message["op"]
+            process = self._processes.get(message["process"]) if "process" in message else None
+            self._react(op, message, process)
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"The guest sent a message that makes no sense: {error!r}.") from error
+
+    def _react(self, op: str, message: dict[str, Any], process: GuestProcess | None) -> None:
+        if op == "hello" and not self._hello.done():
+            if message["version"] != VERSION:
+                raise ProtocolError(f"The guest speaks version {message['version']!r}, not {VERSION}.")
+            for number in message["processes"]:
+                self._adopt(int(number))
+            self.quiet = False
+            self._hello.set_result(None)
+        elif op == "quiesced" and self._quiesced and not self._quiesced.done():
+            self._quiesced.set_result(None)
+        elif op == "resumed" and self._resumed and not self._resumed.done():
+            self._resumed.set_result(None)
+        elif process and op == "started" and not process.started.done():
+            process.started.set_result(None)
+        elif process and op == "failed" and not process.started.done():
+            del self._processes[process.number]
+            number = int(message["errno"])
+            words = f"{os.strerror(number)}: {str(message['filename'])[:500]}"
+            process.started.set_exception(GuestError(f"The command could not be started in the sandbox: {words}.", number))
+        elif process and op == "exited" and process.started.done():
+            del self._processes[process.number]
+            process._exited(_status(message["status"]))
+        else:
+            raise ProtocolError(f"The guest said {op!r}, which nobody had asked for.")
+
+
+def _status(value: Any) -> int:
+    status = int(value)
+    if not -128 < status < 256:
+        raise ValueError(f"exit status {status}")
+    return status
+
+
+class _Incoming(asyncio.Protocol):
+    """Hands what comes out of the pipe to its link."""
+
+    def __init__(self, link: GuestLink) -> None:
+        self._link = link
+
+    def data_received(self, data: bytes) -> None:
+        self._link._incoming(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._link._disconnected(self)

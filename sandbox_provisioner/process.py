@@ -1,0 +1,220 @@
+"""Process: an async child, started, streamed, written to, waited for and stopped in one way.
+
+``Process`` is the interface; ``LocalProcess`` is a child of ours on the host. (A command inside a sandbox is a
+``GuestProcess``, in link.py.) Output is bytes, kept until somebody takes it and never more than ``BUFFER`` of it:
+a child that writes faster than it is read waits, and loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import IO, NamedTuple
+
+BUFFER = 1 << 20
+
+
+class Output(NamedTuple):
+    """A piece of output and where it was written: "stdout" or "stderr"."""
+
+    stream: str
+    data: bytes
+
+
+class Process(ABC):
+    """A child process, wherever it runs."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[Output] = deque()
+        self._size = 0
+        self._open_outputs = 0
+        self._news = asyncio.Event()
+        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._exit.result() if self._exit.done() and not self._exit.exception() else None
+
+    async def wait(self) -> int:
+        """Wait for the end; says nothing of output that has not been read yet."""
+        return await asyncio.shield(self._exit)
+
+    async def stream(self) -> AsyncIterator[Output]:
+        """Everything it writes, as it comes, until it has closed its outputs. What was taken is not given twice."""
+        while self._pieces or self._open_outputs:
+            if self._pieces:
+                piece = self._pieces.popleft()
+                self._size -= len(piece.data)
+                self._taken(piece)
+                yield piece
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+    async def read(self) -> tuple[bytes, bytes]:
+        """All the rest of stdout and of stderr."""
+        parts: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+        async for piece in self.stream():
+            parts[piece.stream].append(piece.data)
+        return b"".join(parts["stdout"]), b"".join(parts["stderr"])
+
+    async def stop(self, grace: float = 5.0) -> int:
+        """End it: politely, and after ``grace`` seconds by force. Returns the exit status."""
+        if not self._exit.done():
+            self.send_signal(signal.SIGTERM)
+            try:
+                return await asyncio.wait_for(self.wait(), grace)
+            except TimeoutError:
+                self.send_signal(signal.SIGKILL)
+        return await self.wait()
+
+    @abstractmethod
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to the process and those it started; nothing happens if it has ended."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Write to its stdin, waiting until it was accepted; BrokenPipeError if nobody reads there any more."""
+
+    @abstractmethod
+    def close_stdin(self) -> None:
+        """Say that no more input comes."""
+
+    def _taken(self, piece: Output) -> None:
+        """A reader took ``piece``: a producer that was held back may go on."""
+
+    def _feed(self, piece: Output) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece.data)
+        self._news.set()
+
+    def _output_ended(self) -> None:
+        self._open_outputs -= 1
+        self._news.set()
+
+    def _exited(self, status: int) -> None:
+        if not self._exit.done():
+            self._exit.set_result(status)
+
+
+class LocalProcess(Process):
+    """A child of this process, in a session of its own, so that a Ctrl-C in the terminal is not for it."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        super().__init__()
+        self._child = child
+        self._loop = asyncio.get_running_loop()
+        self._outputs: dict[str, IO[bytes]] = {}
+        self._held: set[str] = set()
+        self.pid = child.pid
+        if child.stdin:
+            os.set_blocking(child.stdin.fileno(), False)
+        for name, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
+            if pipe:
+                os.set_blocking(pipe.fileno(), False)
+                self._outputs[name] = pipe
+                self._loop.add_reader(pipe.fileno(), self._readable, name)
+        self._open_outputs = len(self._outputs)
+        self._pidfd = os.pidfd_open(child.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+
+    @classmethod
+    def start(
+        cls,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+    ) -> LocalProcess:
+        """Start ``argv``; OSError if there is no such program. The descriptors are as for subprocess.Popen."""
+        child = subprocess.Popen(
+            argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True
+        )
+        return cls(child)
+
+    @classmethod
+    async def run(
+        cls, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
+    ) -> tuple[int | None, bytes, bytes]:
+        """Run a command to its end: status (None if it took longer than ``timeout``), stdout, stderr."""
+        process = cls.start(argv, env=env)
+        try:
+            out, err = await asyncio.wait_for(process.read(), timeout)
+            return await asyncio.wait_for(process.wait(), timeout), out, err
+        except TimeoutError:
+            return None, b"", b""
+        finally:
+            await process.stop(grace=0)
+            process.close()
+
+    def send_signal(self, signum: int) -> None:
+        """Signal the child's whole session."""
+        if not self._exit.done():
+            os.killpg(self.pid, signum)
+
+    async def write(self, data: bytes) -> None:
+        """Write all of ``data`` to its stdin."""
+        view = memoryview(data)
+        while view:
+            if self._child.stdin is None or self._child.stdin.closed:
+                raise BrokenPipeError("stdin is closed")
+            fd = self._child.stdin.fileno()
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:
+                writable = self._loop.create_future()
+                self._loop.add_writer(fd, lambda: writable.done() or writable.set_result(None))
+                try:
+                    await writable
+                finally:
+                    self._loop.remove_writer(fd)
+
+    def close_stdin(self) -> None:
+        """Close its stdin."""
+        if self._child.stdin:
+            self._child.stdin.close()
+
+    def close(self) -> None:
+        """Close our ends of its pipes; what it had written and nobody read is gone."""
+        self.close_stdin()
+        for name in list(self._outputs):
+            self._drop(name)
+
+    def _readable(self, name: str) -> None:
+        try:
+            data = os.read(self._outputs[name].fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._drop(name)
+            return
+        self._feed(Output(name, data))
+        if self._size >= BUFFER:
+            self._held |= set(self._outputs)
+            for pipe in self._outputs.values():
+                self._loop.remove_reader(pipe.fileno())
+
+    def _taken(self, piece: Output) -> None:
+        if self._held and self._size < BUFFER // 2:
+            for name in self._held & set(self._outputs):
+                self._loop.add_reader(self._outputs[name].fileno(), self._readable, name)
+            self._held.clear()
+
+    def _drop(self, name: str) -> None:
+        pipe = self._outputs.pop(name)
+        self._loop.remove_reader(pipe.fileno())
+        pipe.close()
+        self._output_ended()
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._exited(self._child.wait())

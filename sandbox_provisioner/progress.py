@@ -1,0 +1,102 @@
+"""What a person sees while a long step runs: a moving line on a terminal, a line every ten seconds in a log."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from .errors import SandboxError
+
+LOG_INTERVAL = 10.0
+TERMINAL_INTERVAL = 0.2
+SPINNER = "|/-\\"
+
+Note = Callable[[str], None]
+"""Tells the running step what it is doing right now; the newest note is shown."""
+
+
+def marks(stream: TextIO) -> tuple[str, str]:
+    """The signs for good and bad that ``stream`` can print."""
+    try:
+        "✓✗".encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "ok", "NO"
+    return "✓", "✗"
+
+
+class Progress:
+    """Reports steps on ``stream``, one line each when done, and shows that a long one is alive.
+
+    A step that raises SandboxError is reported as failed, in one line, and the error goes on to the caller.
+    """
+
+    def __init__(self, stream: TextIO, log_interval: float = LOG_INTERVAL) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._interval = TERMINAL_INTERVAL if self._terminal else log_interval
+        self._good, self._bad = marks(stream)
+
+    def say(self, text: str) -> None:
+        """Print one line for good."""
+        clear = "\r\x1b[K" if self._terminal else ""
+        print(f"{clear}{text}", file=self._stream, flush=True)
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[Step]:
+        """Run the body as a step: ``with progress.step("Fetching") as step: ... step.result = "12 MB"``."""
+        step = Step(title)
+        ended = threading.Event()
+        ticker = threading.Thread(target=self._tick, args=(step, ended), daemon=True)
+        ticker.start()
+        try:
+            yield step
+        except SandboxError as error:
+            outcome = f"{self._bad} {title}: {error.problem}"
+            raise
+        except BaseException:
+            outcome = f"{self._bad} {title}: interrupted"
+            raise
+        else:
+            outcome = f"{self._good} {title}{': ' if step.result else ''}{step.result}{step.took()}"
+        finally:
+            ended.set()
+            ticker.join()
+            self.say(outcome)
+
+    def _tick(self, step: Step, ended: threading.Event) -> None:
+        count = 0
+        while not ended.wait(self._interval):
+            alive = f"{step.title}, {step.seconds():.0f} s{' - ' if step.newest else ''}{step.newest}"
+            if self._terminal:
+                width = max(shutil.get_terminal_size().columns - 4, 20)
+                self._stream.write(f"\r\x1b[K{SPINNER[count % len(SPINNER)]} {alive[:width]}")
+                self._stream.flush()
+            else:
+                self.say(f"  {alive}")
+            count += 1
+
+
+class Step:
+    """One running step: ``note`` what it does, set ``result`` to what it came to."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.result = ""
+        self.newest = ""
+        self._started = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """Show ``text`` as what the step is doing now."""
+        self.newest = " ".join(text.split())[:160]
+
+    def seconds(self) -> float:
+        """How long the step has run."""
+        return time.monotonic() - self._started
+
+    def took(self) -> str:
+        """The time it took, where that is worth a word."""
+        return f" ({self.seconds():.1f} s)" if self.seconds() >= 1 else ""

@@ -1,0 +1,182 @@
+"""ChannelRelay: the host's side of the data path, where clients connect to a kernel's five channels.
+
+It moves bytes and knows nothing of ZeroMQ, so signing, CurveZMQ and every kernel's dialect pass through unchanged.
+Its listeners outlive the kernel: clients that come while none is up are held, and served when one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from .errors import GuestError, SandboxError
+from .link import GuestLink, Stream
+
+CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+MAX_CLIENTS = 1000
+"""Connections at once to one kernel; a kernel has five for each client."""
+
+
+class ChannelRelay:
+    """Listens for clients on the host and joins each connection to a stream into the sandbox."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, asyncio.Server] = {}
+        self._addresses: dict[str, str | int] = {}
+        self._clients: set[_Client] = set()
+        self._link: GuestLink | None = None
+        self._targets: Mapping[str, str] = {}
+
+    async def listen_tcp(self, ip: str, ports: Mapping[str, int]) -> dict[str, int]:
+        """Listen on these ports of a loopback address, 0 for any; returns the ports. Those held already are kept."""
+        if self._servers and dict(ports) == self._addresses:
+            return dict(ports)
+        await self.close()
+        for channel in CHANNELS:
+            listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            await self._listen(channel, listener, (ip, ports[channel]))
+            self._addresses[channel] = listener.getsockname()[1]
+        return cast(dict[str, int], dict(self._addresses))
+
+    async def listen_ipc(self, paths: Mapping[str, str]) -> None:
+        """Listen on unix sockets at these paths, for this user only."""
+        if self._servers and dict(paths) == self._addresses and all(Path(path).exists() for path in paths.values()):
+            return
+        await self.close()
+        for channel in CHANNELS:
+            Path(paths[channel]).unlink(missing_ok=True)
+            await self._listen(channel, socket.socket(socket.AF_UNIX), paths[channel])
+            self._addresses[channel] = paths[channel]
+
+    async def _listen(self, channel: str, listener: socket.socket, address: str | tuple[str, int]) -> None:
+        try:
+            listener.bind(address)
+            if isinstance(address, str):
+                Path(address).chmod(0o600)
+        except OSError as error:
+            listener.close()
+            await self.close()
+            raise SandboxError(f"The {channel} channel cannot listen on {address}: {error.strerror or error}.") from error
+        loop = asyncio.get_running_loop()
+        create = loop.create_unix_server if isinstance(address, str) else loop.create_server
+        self._servers[channel] = await create(lambda: _Client(self, channel), sock=listener, backlog=MAX_CLIENTS)
+
+    def connect(self, link: GuestLink, targets: Mapping[str, str]) -> None:
+        """A kernel is (coming) up behind ``link``: join every client, waiting or new, to its channel's target."""
+        self._link, self._targets = link, targets
+        for client in list(self._clients):
+            client.join()
+
+    def disconnect(self) -> None:
+        """The kernel is gone: close its clients' connections, as its own sockets would; the listeners stay."""
+        self._link = None
+        for client in list(self._clients):
+            client.drop()
+
+    async def close(self) -> None:
+        """Close everything; nothing listens any more when this returns."""
+        self.disconnect()
+        for client in list(self._clients):
+            client.abandon()
+        for server in self._servers.values():
+            server.close()
+        for path in self._addresses.values():
+            if isinstance(path, str):
+                Path(path).unlink(missing_ok=True)
+        self._servers.clear()
+        self._addresses.clear()
+        await asyncio.sleep(0)  # the closed transports' last callbacks
+
+    def _admit(self, client: _Client) -> bool:
+        if len(self._clients) >= MAX_CLIENTS:
+            return False
+        self._clients.add(client)
+        return True
+
+    def _open(self, channel: str) -> Stream | None:
+        if self._link is None or self._link.error:
+            return None
+        try:
+            return self._link.open(self._targets[channel])
+        except GuestError as error:
+            raise ConnectionError(errno.EMFILE, str(error)) from error
+
+
+class _Client(asyncio.Protocol):
+    """One client's connection to one channel."""
+
+    def __init__(self, relay: ChannelRelay, channel: str) -> None:
+        self._relay = relay
+        self._channel = channel
+        self._stream: Stream | None = None
+        self._unsent = 0
+
+    # -- called by asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(0)
+        if not self._relay._admit(self):
+            self._transport.abort()
+            return
+        self._transport.pause_reading()
+        self.join()
+
+    def data_received(self, data: bytes) -> None:
+        if self._stream is None:
+            return
+        self._stream.write(data)
+        if not self._stream.ready:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._settle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._relay._clients.discard(self)
+        if self._stream:
+            self._stream.reset()
+            self._stream = None
+
+    # -- called by the relay and by the stream
+
+    def join(self) -> None:
+        if self._stream or self._transport.is_closing():
+            return
+        try:
+            self._stream = self._relay._open(self._channel)
+        except ConnectionError:
+            self._transport.abort()
+            return
+        if self._stream:
+            self._stream.on_data = self._deliver
+            self._stream.on_end = self._transport.close
+            self._stream.on_ready = self._transport.resume_reading
+            self._transport.resume_reading()
+
+    def drop(self) -> None:
+        if self._stream:
+            self._transport.close()
+
+    def abandon(self) -> None:
+        """Close, without waiting for a client that does not read."""
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self._transport.close()
+
+    def _deliver(self, data: bytes) -> None:
+        self._unsent += len(data)
+        self._transport.write(data)
+        if not self._transport.get_write_buffer_size():
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._stream and self._unsent:
+            self._stream.consumed(self._unsent)
+        self._unsent = 0

