@@ -64,6 +64,17 @@ class StateError(SandboxError):
         super().__init__(f"Cannot {action} sandbox {sandbox_id}: it is {state}.")
 
 
+class CommandNotFoundError(SandboxError, FileNotFoundError):
+    """A kernelspec names a program that is not on this machine."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        super().__init__(
+            f"The kernel's program {command!r} was not found on this machine.",
+            "`jupyter kernelspec list` shows where its kernelspec is; correct argv there, or install the program.",
+        )
+
+
 class GuestError(SandboxError):
     """The guest refused a request, such as a command that does not exist; ``errno`` if there was one."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,6 +23,10 @@ class IOThread:
     """Held by everything that has I/O under way; see ``hold`` and ``release``."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as a forked child must: the parent's thread and holders are not its own."""
         self._guard = threading.Lock()
         self._holders: dict[object, Callable[[], Awaitable[object]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -39,6 +44,10 @@ class IOThread:
                 )
                 self._thread.start()
                 started.wait()
+
+    def held_by(self, holder: object) -> bool:
+        """Whether ``holder`` holds it."""
+        return holder in self._holders
 
     def release(self, holder: object) -> None:
         """Let go, from any thread but this one; the last to do so ends the thread and waits for its end."""
@@ -92,4 +101,5 @@ class IOThread:
 
 
 IO = IOThread()
+os.register_at_fork(after_in_child=IO.reset)
 atexit.register(IO.close)

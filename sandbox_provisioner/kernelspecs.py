@@ -21,6 +21,7 @@ from jupyter_core.paths import jupyter_data_dir
 from .errors import SandboxError
 
 PROVISIONER = "sandbox-provisioner"
+LOCAL = ("", "local-provisioner")
 SUFFIX = "-sandbox"
 MARK = "sandbox_twin_of"
 """The key in a twin's metadata that names the kernel it was made from."""
@@ -112,7 +113,7 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
     A kernel with a provisioner of its own other than Jupyter's runs elsewhere; a twin of it makes no sense.
     """
     found = kernels()
-    local = {name: kernel for name, kernel in found.items() if kernel.provisioner in ("", "local-provisioner")}
+    local = {name: kernel for name, kernel in found.items() if kernel.provisioner in LOCAL}
     for name in names:
         if name not in found:
             raise SandboxError(
@@ -122,7 +123,7 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
             raise SandboxError(f"Kernel {name} has a provisioner of its own ({found[name].provisioner}).")
     wanted = [local[name] for name in dict.fromkeys(names)] or list(local.values())
     if not wanted:
-        raise SandboxError("No kernel is installed that could be sandboxed.", "`pip install ipykernel` adds Python's.")
+        raise SandboxError("No kernel is installed here.", "`pip install ipykernel` adds Python's.")
     return wanted
 
 
@@ -158,10 +159,11 @@ def _replace(place: Path, resources: Path, spec: Mapping[str, Any]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=place.parent.parent) as staging:
         new, old = Path(staging) / "new", Path(staging) / "old"
-        shutil.copytree(resources, new, ignore=shutil.ignore_patterns("__pycache__"), ignore_dangling_symlinks=True)
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(resources, new, ignore=unwanted, ignore_dangling_symlinks=True)
         for path in (new, *new.rglob("*")):
             path.chmod(path.stat().st_mode | 0o644 | (0o111 if path.is_dir() else 0))
-        (new / "kernel.json").write_text(json.dumps(spec, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (new / "kernel.json").write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
         if place.exists():
             place.rename(old)
         try:
@@ -173,7 +175,7 @@ def _replace(place: Path, resources: Path, spec: Mapping[str, Any]) -> None:
 
 
 def remove_twins(folder: Path, names: Iterable[str] = ()) -> list[Path]:
-    """Remove the twins in the kernels folder ``folder``: those of the kernels named (or all), and nothing else.
+    """Remove the twins in the kernels folder ``folder``: those of the kernels named, or all of them.
 
     A twin may be named by its own name or by its original's.
     """

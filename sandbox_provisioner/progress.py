@@ -1,4 +1,4 @@
-"""What a person sees while a long step runs: a moving line on a terminal, a line every ten seconds in a log."""
+"""What a person sees of a long step: a moving line on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class Progress:
         """Print one line for good."""
         clear = "\r\x1b[K" if self._terminal else ""
         print(f"{clear}{text}", file=self._stream, flush=True)
+
+    def done(self, text: str) -> None:
+        """Print one line about something that is good."""
+        self.say(f"{self._good} {text}")
 
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:

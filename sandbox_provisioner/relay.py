@@ -78,6 +78,11 @@ class ChannelRelay:
         for client in list(self._clients):
             client.drop()
 
+    async def drained(self) -> None:
+        """Wait until the kernel has closed all its connections, so that nothing of it is still on the way."""
+        while any(client.joined for client in self._clients):
+            await asyncio.sleep(0.01)
+
     async def close(self) -> None:
         """Close everything; nothing listens any more when this returns."""
         self.disconnect()
@@ -158,6 +163,10 @@ class _Client(asyncio.Protocol):
             self._stream.on_end = self._transport.close
             self._stream.on_ready = self._transport.resume_reading
             self._transport.resume_reading()
+
+    @property
+    def joined(self) -> bool:
+        return self._stream is not None and not self._transport.is_closing()
 
     def drop(self) -> None:
         if self._stream:

@@ -7,9 +7,11 @@ The one difference between root and an ordinary user is here: an ordinary user's
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -31,6 +33,16 @@ def bin_folder() -> Path:
     return Path(jupyter_data_dir()) / "sandbox" / "bin"
 
 
+def bin_folders() -> list[Path]:
+    """Every folder where a setup may have put one for this user, also where HOME or Jupyter's paths are changed."""
+    try:
+        home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:
+        home = Path("~").expanduser()
+    fixed = (home / ".local" / "share" / "jupyter", Path(sys.prefix, "share", "jupyter"))
+    return [bin_folder(), *map(Path, jupyter_path("sandbox", "bin")), *(path / "sandbox" / "bin" for path in fixed)]
+
+
 def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
     """Every place a runsc may be, best first, each with the name of what points there.
 
@@ -46,9 +58,8 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
     on_path = shutil.which("runsc", path=environ.get("PATH"))
     if on_path:
         yield "PATH", Path(on_path)
-    home = Path("~/.local/share/jupyter").expanduser()
-    for folder in dict.fromkeys([str(bin_folder()), *jupyter_path("sandbox", "bin"), str(home / "sandbox" / "bin")]):
-        path = Path(folder) / "runsc"
+    for folder in dict.fromkeys(bin_folders()):
+        path = folder / "runsc"
         if path.is_file():
             yield "jupyter sandbox setup", path
 
@@ -62,9 +73,10 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
     passed_over: RunscTooOldError | None = None
     for origin, path in candidates(setting, environ):
         explicit = origin not in ("PATH", "jupyter sandbox setup")
+        remedy = f"Correct or unset {origin}, then run `jupyter sandbox setup`." if explicit else SETUP_HINT
         try:
-            runsc = inspect(path, origin)
-            runsc.require_new_enough()
+            runsc = inspect(path, origin, remedy)
+            runsc.require_new_enough(remedy)
         except RunscTooOldError as error:
             if explicit:
                 raise
@@ -79,31 +91,31 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
     raise RunscNotFoundError("No runsc (gVisor) was found on this machine.", SETUP_HINT)
 
 
-def inspect(path: Path, origin: str = "") -> Runsc:
+def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
     """Ask the binary at ``path`` what it is, without judging its age."""
     named = f"{path} ({origin})" if origin else str(path)
     if not path.is_file():
-        raise RunscNotFoundError(f"There is no runsc at {named}.", SETUP_HINT)
+        raise RunscNotFoundError(f"There is no runsc at {named}.", remedy)
     if not os.access(path, os.X_OK):
         raise RunscNotFoundError(f"{named} is not executable.", f"`chmod +x {path}` makes it so.")
-    version = _ask_version(path, path.stat())
+    version = _ask_version(path, path.stat(), remedy)
     return Runsc(path.absolute(), version)
 
 
 _versions: dict[tuple[str, int, int], str] = {}
 
 
-def _ask_version(path: Path, stat: os.stat_result) -> str:
+def _ask_version(path: Path, stat: os.stat_result, remedy: str) -> str:
     key = (str(path), stat.st_mtime_ns, stat.st_size)
     if key not in _versions:
         try:
             answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise RunscNotFoundError(f"{path} could not be run: {error}.", SETUP_HINT) from error
+            raise RunscNotFoundError(f"{path} could not be run: {error}.", remedy) from error
         found = re.search(r"version (\S+)", answer.stdout)
         if answer.returncode or not found:
             words = (answer.stderr or answer.stdout).strip()[:200]
-            raise RunscNotFoundError(f"{path} does not answer as runsc does: {words!r}.", SETUP_HINT)
+            raise RunscNotFoundError(f"{path} does not answer as runsc does: {words!r}.", remedy)
         _versions[key] = found[1]
     return _versions[key]
 
@@ -124,7 +136,7 @@ class Runsc:
         except ValueError:
             return None
 
-    def require_new_enough(self) -> None:
+    def require_new_enough(self, remedy: str = SETUP_HINT) -> None:
         """Raise RunscTooOldError for a build that is known to fail; a build without a date is trusted."""
         if self.built and self.built < OLDEST:
             raise RunscTooOldError(
@@ -132,7 +144,7 @@ class Runsc:
                 self.version,
                 f"{self.path} is runsc {self.version}, which cannot checkpoint a Jupyter kernel: "
                 f"{OLDEST:%Y-%m-%d} or newer is needed.",
-                SETUP_HINT,
+                remedy,
             )
 
     def command(self, root: Path, *arguments: str, settings: Sequence[str] = ()) -> list[str]:

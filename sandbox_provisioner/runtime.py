@@ -15,6 +15,7 @@ import subprocess
 import time
 from pathlib import Path
 from uuid import uuid4
+from weakref import WeakSet
 
 from .errors import ConfigurationError
 
@@ -36,6 +37,9 @@ def runtime_root() -> Path:
     return root
 
 
+_held: WeakSet[RuntimeFolder] = WeakSet()
+
+
 class RuntimeFolder:
     """The folder of one sandbox on this machine, for as long as it runs there."""
 
@@ -44,6 +48,7 @@ class RuntimeFolder:
         self.bundle = path / "bundle"
         self.state = path / "runsc"
         self._lock = lock
+        _held.add(self)
 
     @classmethod
     def create(cls) -> RuntimeFolder:
@@ -68,9 +73,21 @@ class RuntimeFolder:
         for mounted in mounts_below(self.path):
             subprocess.run(["umount", "-l", mounted], capture_output=True)
         shutil.rmtree(self.path, ignore_errors=True)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close our hold on the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _let_go_of_all() -> None:
+    for folder in list(_held):
+        folder.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def sweep() -> list[str]:

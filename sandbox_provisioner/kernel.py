@@ -1,0 +1,115 @@
+"""SandboxedKernel: a kernel process in a sandbox, joined to its clients. Lives in the I/O thread; knows no Jupyter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from signal import SIGKILL
+
+from .handle import SandboxHandle
+from .link import GuestProcess
+from .process import Process
+from .relay import ChannelRelay
+from .runtime import sweep
+
+LAST_OUTPUT = 1.0
+"""Seconds that an ended kernel's last messages and output have to get through."""
+LAST_WORDS = 2000
+
+Sinks = Mapping[str, int | None]
+"""The descriptors that a kernel's stdout and stderr are copied to; None drops them."""
+
+
+class SandboxedKernel:
+    """One kernel after another behind the same listeners: ``launch`` is legal again once ``ended`` has returned."""
+
+    def __init__(self) -> None:
+        self.relay = ChannelRelay()
+        self.handle: SandboxHandle | None = None
+        self.status: int | None = 0
+        self.last_words = b""
+        self._process: GuestProcess | None = None
+        self._life: asyncio.Task[None] | None = None
+
+    async def launch(
+        self,
+        handle: SandboxHandle,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str,
+        files: Mapping[str, str],
+        targets: Mapping[str, str],
+        sinks: Sinks,
+        on_end: Callable[[int], None],
+    ) -> None:
+        """Start the sandbox and the kernel in it, and join the clients to its ``targets``. All or nothing."""
+        _sweep_once()
+        self.handle = handle
+        try:
+            await handle.instance.start()
+            self._process = await handle.instance.execute(argv, env=env, cwd=cwd, stdin=False, files=files)
+        except BaseException:
+            await asyncio.shield(handle.instance.delete())
+            raise
+        self.status = None
+        self.last_words = b""
+        self.relay.connect(handle.instance.link, targets)
+        self._life = asyncio.create_task(self._live(handle, self._process, sinks, on_end))
+
+    async def signal(self, signum: int) -> None:
+        """Signal the kernel's process group; SIGKILL ends the whole sandbox, which no guest can resist."""
+        if signum == SIGKILL:
+            await self.kill()
+        elif self._process and self.status is None:
+            self._process.send_signal(signum)
+
+    async def kill(self) -> None:
+        """End the kernel and its sandbox now."""
+        if self.handle:
+            await self.handle.instance.delete()
+
+    async def ended(self) -> int:
+        """Wait until the kernel has ended and nothing of its sandbox is left; its exit status."""
+        if self._life:
+            await asyncio.shield(self._life)
+        return self.status or 0
+
+    async def close(self) -> None:
+        """End the kernel, if one runs, and its listeners."""
+        await self.kill()
+        await self.ended()
+        await self.relay.close()
+
+    async def _live(
+        self, handle: SandboxHandle, process: GuestProcess, sinks: Sinks, on_end: Callable[[int], None]
+    ) -> None:
+        copying = asyncio.create_task(self._copy(process, sinks))
+        status = await process.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.relay.drained(), LAST_OUTPUT)
+        await asyncio.wait({copying}, timeout=LAST_OUTPUT)
+        copying.cancel()
+        self.status = status
+        self.relay.disconnect()
+        await handle.instance.delete()
+        on_end(status)
+
+    async def _copy(self, process: Process, sinks: Sinks) -> None:
+        async for piece in process.stream():
+            self.last_words = (self.last_words + piece.data)[-LAST_WORDS:]
+            sink = sinks.get(piece.stream)
+            if sink is not None:
+                with suppress(OSError):
+                    await asyncio.to_thread(os.write, sink, piece.data)
+
+
+_sweeping: dict[int, asyncio.Task[list[str]]] = {}
+
+
+def _sweep_once() -> None:
+    """On this process's first launch, remove in the background what dead servers left."""
+    if os.getpid() not in _sweeping:
+        _sweeping[os.getpid()] = asyncio.create_task(asyncio.to_thread(sweep))

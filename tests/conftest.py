@@ -1,0 +1,144 @@
+"""What the tests share: a runtime folder of their own, a notebook folder, kernels, and a check that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+from sandbox_provisioner.bundle import BundleSpec, Mount
+from sandbox_provisioner.interpreter import QUERY
+from sandbox_provisioner.runsc import Runsc, find
+
+READY = 90
+
+
+def leftovers(runtime: Path) -> list[str]:
+    """Processes, mounts and folders that belong to sandboxes of this runtime folder."""
+    found = [f"folder {path.name}" for path in runtime.iterdir()]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if f"--root={runtime}/" in command:
+                found.append(f"process {entry.name}: {command[:120]}")
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return found + [f"mount {line.split()[4]}" for line in mounts if str(runtime) in line]
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder for this test alone; whatever the test did, nothing may be left in it."""
+    folder = tmp_path_factory.mktemp("run")
+    folder.chmod(0o700)
+    monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(folder))
+    yield folder
+    assert leftovers(folder) == []
+
+
+@pytest.fixture(scope="session")
+def runsc() -> Runsc:
+    """The runsc under test."""
+    return find()
+
+
+@pytest.fixture(scope="session")
+def spec() -> BundleSpec:
+    """A sandbox in which this test run's Python works, and nothing else was asked for."""
+    folders = json.loads(subprocess.check_output([sys.executable, "-c", QUERY]))
+    prefixes = dict.fromkeys([*folders[:2], os.path.realpath(folders[1])])
+    return BundleSpec(
+        python=os.path.realpath(sys.executable),
+        home="/home/tester",
+        user="tester",
+        mounts=tuple(Mount(folder, folder) for folder in prefixes),
+        environment={"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/tester"},
+    )
+
+
+@pytest.fixture
+def notebook_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that kernels work in."""
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def kernelspecs(tmp_path: Path) -> KernelSpecManager:
+    """Kernelspecs of this test alone, beside those of the environment."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    manager = KernelSpecManager()
+    manager.kernel_dirs = [str(folder), *manager.kernel_dirs]
+    return manager
+
+
+@pytest.fixture
+def sandboxed(kernelspecs: KernelSpecManager) -> Callable[..., str]:
+    """Makes a sandboxed twin of a kernelspec, with provisioner settings; returns its name."""
+
+    def make(name: str = "python3", spec: dict[str, Any] | None = None, **config: Any) -> str:
+        content = dict(spec) if spec else kernelspecs.get_kernel_spec(name).to_dict()
+        stanza = {"provisioner_name": "sandbox-provisioner", "config": config}
+        content["metadata"] = {**content.get("metadata", {}), "kernel_provisioner": stanza}
+        folder = Path(kernelspecs.kernel_dirs[0], f"{name}-sandbox")
+        folder.mkdir(exist_ok=True)
+        (folder / "kernel.json").write_text(json.dumps(content))
+        return folder.name
+
+    return make
+
+
+@pytest.fixture
+def start_kernel(
+    kernelspecs: KernelSpecManager, notebook_folder: Path
+) -> Iterator[Callable[..., tuple[KernelManager, BlockingKernelClient]]]:
+    """Starts kernels by name and waits until they answer; ends them all after the test."""
+    started: list[tuple[KernelManager, BlockingKernelClient]] = []
+
+    def start(
+        name: str, manager: dict[str, Any] | None = None, **launch: Any
+    ) -> tuple[KernelManager, BlockingKernelClient]:
+        km = KernelManager(kernel_name=name, kernel_spec_manager=kernelspecs, **(manager or {}))
+        km.start_kernel(**launch)
+        kc = km.client()
+        started.append((km, kc))
+        kc.start_channels()
+        kc.wait_for_ready(timeout=READY)
+        return km, kc
+
+    yield start
+    for km, kc in started:
+        kc.stop_channels()
+        if km.has_kernel:
+            km.shutdown_kernel(now=True)
+
+
+def run(kc: BlockingKernelClient, code: str, timeout: float = 60) -> str:
+    """Execute ``code``; returns what it printed and its result as text, and fails on an error."""
+    pieces: list[str] = []
+
+    def collect(message: dict[str, Any]) -> None:
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            pieces.append(content["text"])
+        elif message["msg_type"] == "execute_result":
+            pieces.append(content["data"]["text/plain"])
+
+    reply = kc.execute_interactive(code, timeout=timeout, output_hook=collect)
+    if reply["content"]["status"] != "ok":
+        raise AssertionError("\n".join(reply["content"]["traceback"]))
+    return "".join(pieces)
