@@ -60,18 +60,24 @@ def parse_mount(text: str) -> Mount:
     mode = parts.pop() if parts[-1] in ("ro", "rw") else "ro"
     if len(parts) not in (1, 2):
         raise ConfigurationError(
-            "mounts", f"The mount {text!r} is not of the form source[:destination][:ro|rw].", "Correct the mounts setting."
+            "mounts",
+            f"The mount {text!r} is not of the form source[:destination][:ro|rw].",
+            "Correct the mounts setting.",
         )
     source = os.path.expanduser(parts[0])
     destination = parts[1] if len(parts) == 2 else source
     for path in (source, destination):
         if not os.path.isabs(path) or os.path.normpath(path) == "/":
             raise ConfigurationError(
-                "mounts", f"The mount {text!r} has {path!r}, which is not an absolute path below /.", "Give a full path."
+                "mounts",
+                f"The mount {text!r} has {path!r}, which is not an absolute path below /.",
+                "Give a full path.",
             )
     if not os.path.exists(source):
         raise ConfigurationError(
-            "mounts", f"The mount {text!r} cannot be made: there is no {source}.", "Create it, or take it out of mounts."
+            "mounts",
+            f"The mount {text!r} cannot be made: there is no {source}.",
+            "Create it, or take it out of mounts.",
         )
     return Mount(source, os.path.normpath(destination), mode == "rw")
 
@@ -109,7 +115,12 @@ def system_mounts() -> list[Mount]:
 
 def all_mounts(spec: BundleSpec) -> list[Mount]:
     """Every mount of the sandbox, in the order in which they are made."""
-    private = [Mount("", "/tmp", True), Mount("", spec.home, True), Mount("", "/run", True), Mount("", "/dev/shm", True)]
+    private = [
+        Mount("", "/tmp", True),
+        Mount("", spec.home, True),
+        Mount("", "/run", True),
+        Mount("", "/dev/shm", True),
+    ]
     return arrange([*system_mounts(), *private, *spec.mounts])
 
 
@@ -147,7 +158,7 @@ def _oci(mount: Mount) -> dict[str, Any]:
 def etc(spec: BundleSpec) -> dict[str, str]:
     """The files of the sandbox's /etc that are written, not copied. Inside, the user is number 0, without power."""
     return {
-        "passwd": f"{spec.user}:x:0:0:{spec.user}:{spec.home}:/bin/sh\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
+        "passwd": f"{spec.user}:x:0:0::{spec.home}:/bin/sh\nnobody:x:65534:65534::/:/usr/sbin/nologin\n",
         "group": f"{spec.user}:x:0:\nnogroup:x:65534:\n",
         "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
         "hostname": "sandbox\n",

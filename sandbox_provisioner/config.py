@@ -25,7 +25,9 @@ def flag(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
     """A yes or no; ConfigurationError names a value that is neither."""
     value = environ.get(variable, "").strip().lower()
     if value not in YES + NO:
-        raise ConfigurationError(variable, f"{variable} is {value!r}, which is neither yes nor no.", "Set it to 1 or 0.")
+        raise ConfigurationError(
+            variable, f"{variable} is {value!r}, which is neither yes nor no.", "Set it to 1 or 0."
+        )
     return value in YES
 
 

@@ -19,7 +19,8 @@ from uuid import uuid4
 from . import bundle
 from .bundle import BundleSpec
 from .errors import LinkClosedError, RunscError, SandboxError
-from .link import GuestLink, GuestProcess
+from .guestprocess import GuestProcess
+from .link import GuestLink
 from .process import LocalProcess
 from .runsc import Runsc, checked, explain, plain_words
 from .runtime import RuntimeFolder

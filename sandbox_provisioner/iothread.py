@@ -23,14 +23,21 @@ class IOThread:
     """Held by everything that has I/O under way; see ``hold`` and ``release``."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin anew, as a forked child must: the parent's thread and holders are not its own."""
         self._guard = threading.Lock()
         self._holders: dict[object, Callable[[], Awaitable[object]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._inherited: list[object] = []
+
+    def begin_anew(self) -> None:
+        """Called in a forked child: its parent's loop is not its own, and is kept only so that nothing closes it.
+
+        Both share the loop's epoll set: closing a socket of it here would take it away from the parent.
+        """
+        self._inherited += [self._loop, self._holders]
+        self._guard = threading.Lock()
+        self._holders = {}
+        self._loop = self._thread = None
 
     def hold(self, holder: object, at_exit: Callable[[], Awaitable[object]]) -> None:
         """Start the thread if need be and keep it; ``at_exit`` is called in it if the interpreter ends first."""
@@ -101,5 +108,5 @@ class IOThread:
 
 
 IO = IOThread()
-os.register_at_fork(after_in_child=IO.reset)
+os.register_at_fork(after_in_child=IO.begin_anew)
 atexit.register(IO.close)

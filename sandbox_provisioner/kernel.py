@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from signal import SIGKILL
 
+from .guestprocess import GuestProcess
 from .handle import SandboxHandle
-from .link import GuestProcess
 from .process import Process
 from .relay import ChannelRelay
 from .runtime import sweep

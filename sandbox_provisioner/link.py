@@ -10,205 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from .errors import GuestError, LinkClosedError, ProtocolError
-from .guest.frames import (
-    AMOUNT,
-    CONTROL,
-    CREDIT,
-    DATA,
-    EOF,
-    MAX_PAYLOAD,
-    OPEN,
-    RESET,
-    VERSION,
-    WINDOW,
-    Decoder,
-    FrameError,
-    encode,
-    encode_credit,
-)
-from .process import Output, Process
+from .guest.frames import CONTROL, DATA, OPEN, RESET, VERSION, Decoder, FrameError, encode
+from .guestprocess import GuestProcess
+from .stream import Stream
 
 MAX_STREAMS = 4096
 MAX_REFUSED = 64
 """How many streams a guest may try to open, where none is offered to it, before that is abuse."""
-
-
-class Stream:
-    """One flow of bytes to and from a target in the sandbox.
-
-    The owner sets the callbacks. It calls ``consumed`` for what it has disposed of, which is what lets the guest
-    send more, and should stop producing while ``ready`` is False; ``on_ready`` says when it may go on.
-    """
-
-    def __init__(self, link: GuestLink, number: int) -> None:
-        self.number = number
-        self.on_data: Callable[[bytes], None] = lambda data: None
-        self.on_end: Callable[[], None] = lambda: None
-        self.on_ready: Callable[[], None] = lambda: None
-        self._link = link
-        self._credit = WINDOW
-        self._allowance = WINDOW
-        self._owed = 0
-        self._backlog: deque[bytes] = deque()
-        self._closing: int | None = None
-        self._closed = False
-        self._ended = False
-
-    @property
-    def ready(self) -> bool:
-        """Whether what is written now goes out now."""
-        return not self._backlog and self._credit > 0 and not self._link.quiet
-
-    def write(self, data: bytes) -> None:
-        """Send ``data``, now or as soon as the guest has room for it."""
-        if not self._closed and self._closing is None:
-            self._backlog.append(data)
-            self._flush()
-
-    def consumed(self, amount: int) -> None:
-        """Give the guest credit for ``amount`` bytes it had sent."""
-        self._owed += amount
-        if self._owed >= WINDOW // 4 and not self._ended and not self._closed:
-            self._grant()
-
-    def end(self) -> None:
-        """Send no more, but go on receiving."""
-        self._close(EOF)
-
-    def reset(self) -> None:
-        """Have done with it, in both directions, at once."""
-        self._backlog.clear()
-        self._close(RESET)
-
-    def _grant(self) -> None:
-        if self._link.quiet or not self._owed:
-            return
-        self._allowance += self._owed
-        self._link._send(encode_credit(self.number, self._owed))
-        self._owed = 0
-
-    def _close(self, how: int) -> None:
-        if self._closed:
-            return
-        self._closing = max(how, self._closing or how)
-        self._flush()
-
-    def _flush(self) -> None:
-        if self._link.quiet:
-            return
-        while self._backlog and self._credit > 0:
-            data = self._backlog.popleft()
-            room = min(self._credit, MAX_PAYLOAD)
-            if len(data) > room:
-                self._backlog.appendleft(data[room:])
-                data = data[:room]
-            self._credit -= len(data)
-            self._link._send(encode(DATA, self.number, data))
-        if self._closing is not None and not self._backlog:
-            self._closed = True
-            self._link._send(encode(self._closing, self.number))
-            self._link._retire(self)
-
-    def _resume(self) -> None:
-        if self._owed >= WINDOW // 4 and not self._ended and not self._closed:
-            self._grant()
-        self._flush()
-        if self.ready and not self._closed:
-            self.on_ready()
-
-    def _received(self, kind: int, payload: bytes) -> None:
-        if kind == DATA:
-            self._allowance -= len(payload)
-            if self._ended or not payload or self._allowance < 0:
-                raise ProtocolError("The guest sent bytes that it had no credit for.")
-            if self._closed and self._closing == RESET:
-                return
-            self.on_data(payload)
-        elif kind == CREDIT:
-            if len(payload) != AMOUNT.size:
-                raise ProtocolError("The guest sent a malformed credit.")
-            (amount,) = AMOUNT.unpack(payload)
-            self._credit += amount
-            if not amount or self._credit > WINDOW:
-                raise ProtocolError("The guest gave credit for bytes that were never sent.")
-            self._flush()
-            if self.ready:
-                self.on_ready()
-        else:
-            self._end_received(kind)
-
-    def _end_received(self, kind: int) -> None:
-        if not self._ended:
-            self._ended = True
-            self.on_end()
-        if kind == RESET and not self._closed:
-            self.reset()
-        self._link._retire(self)
-
-
-class GuestProcess(Process):
-    """A command in the sandbox. Its signals go to its process group there."""
-
-    def __init__(self, link: GuestLink, number: int) -> None:
-        super().__init__()
-        self.number = number
-        self._link = link
-        self._room = asyncio.Event()
-        self._stdio: Stream | None = None
-        self._streams: dict[str, Stream] = {}
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def send_signal(self, signum: int) -> None:
-        """Ask PID 1 to signal the process group."""
-        if not self._exit.done():
-            self._link.tell(op="signal", process=self.number, signal=int(signum))
-
-    async def write(self, data: bytes) -> None:
-        """Write to its stdin, waiting while the guest has no room."""
-        while self._stdio and not self._stdio._closed and not self._stdio.ready and not self._exit.done():
-            self._room.clear()
-            await self._room.wait()
-        if self._stdio is None or self._stdio._closed or self._exit.done():
-            raise BrokenPipeError("stdin is closed")
-        self._stdio.write(data)
-
-    def close_stdin(self) -> None:
-        """Close its stdin."""
-        if self._stdio:
-            self._stdio.end()
-
-    def _begin(self, stdin: bool) -> None:
-        for name, target in (("stdout", "output"), ("stderr", "errors")):
-            stream = self._link.open(f"process:{self.number}:{target}")
-            stream.on_data = lambda data, name=name: self._feed(Output(name, data))  # type: ignore[misc]
-            stream.on_end = self._output_ended
-            stream.on_ready = self._room.set
-            self._streams[name] = stream
-        self._open_outputs = 2
-        self._stdio = self._streams["stdout"]
-        self._streams["stderr"].end()
-        if not stdin:
-            self._stdio.end()
-
-    def _taken(self, piece: Output) -> None:
-        self._streams[piece.stream].consumed(len(piece.data))
-
-    def _exited(self, status: int) -> None:
-        super()._exited(status)
-        self._room.set()
-
-    def _lost(self, error: Exception) -> None:
-        if not self.started.done():
-            self.started.set_exception(error)
-            self.started.exception()
-        self._open_outputs = 0
-        self._news.set()
-        self._exited(-9)
 
 
 class GuestLink:
@@ -240,7 +52,7 @@ class GuestLink:
         incoming = self._incoming_pipe = _Incoming(self)
         reader, _ = await self._loop.connect_read_pipe(lambda: incoming, os.fdopen(from_guest, "rb", 0))
         writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(to_guest, "wb", 0))
-        self._reader, self._writer = reader, cast(asyncio.WriteTransport, writer)
+        self._reader, self._writer = reader, writer
 
     async def greeted(self) -> None:
         """Wait for the guest's first words."""
@@ -441,7 +253,9 @@ class GuestLink:
             del self._processes[process.number]
             number = int(message["errno"])
             words = f"{os.strerror(number)}: {str(message['filename'])[:500]}"
-            process.started.set_exception(GuestError(f"The command could not be started in the sandbox: {words}.", number))
+            process.started.set_exception(
+                GuestError(f"The command could not be started in the sandbox: {words}.", number)
+            )
         elif process and op == "exited" and process.started.done():
             del self._processes[process.number]
             process._exited(_status(message["status"]))

@@ -1,7 +1,7 @@
 """Process: an async child, started, streamed, written to, waited for and stopped in one way.
 
 ``Process`` is the interface; ``LocalProcess`` is a child of ours on the host. (A command inside a sandbox is a
-``GuestProcess``, in link.py.) Output is bytes, kept until somebody takes it and never more than ``BUFFER`` of it:
+``GuestProcess``.) Output is bytes, kept until somebody takes it and never more than ``BUFFER`` of it:
 a child that writes faster than it is read waits, and loses nothing.
 """
 
@@ -86,6 +86,7 @@ class Process(ABC):
     def close_stdin(self) -> None:
         """Say that no more input comes."""
 
+    @abstractmethod
     def _taken(self, piece: Output) -> None:
         """A reader took ``piece``: a producer that was held back may go on."""
 
@@ -170,10 +171,10 @@ class LocalProcess(Process):
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:
-                writable = self._loop.create_future()
-                self._loop.add_writer(fd, lambda: writable.done() or writable.set_result(None))
+                writable = asyncio.Event()
+                self._loop.add_writer(fd, writable.set)
                 try:
-                    await writable
+                    await writable.wait()
                 finally:
                     self._loop.remove_writer(fd)
 

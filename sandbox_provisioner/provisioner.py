@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
-from jupyter_client.provisioning import LocalProvisioner
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.paths import jupyter_runtime_dir
 from traitlets import Bool, Enum, List, Unicode, default
 
 from . import config
 from .bundle import BundleSpec, Mount, parse_mount
 from .errors import ConfigurationError, SandboxError
+from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
 from .interpreter import homes, resolve, visible
 from .iothread import IO
@@ -43,7 +44,7 @@ GUEST_RUNTIME = "/run/jupyter"
 STABLE_START = 20.0
 
 
-class SandboxProvisioner(LocalProvisioner):  # type: ignore[misc]
+class SandboxProvisioner(LocalProvisioner):
     """Starts a kernel inside a gVisor sandbox.
 
     Every setting can be given in the kernelspec (metadata.kernel_provisioner.config), in Jupyter's configuration
@@ -52,7 +53,8 @@ class SandboxProvisioner(LocalProvisioner):  # type: ignore[misc]
 
     runsc = Unicode(
         config=True,
-        help="The runsc binary; empty looks on PATH and where `jupyter sandbox setup` puts it. Environment: SANDBOX_RUNSC",
+        help="The runsc binary; empty looks on PATH and where `jupyter sandbox setup` puts it. "
+        "Environment: SANDBOX_RUNSC",
     )
     mounts = List(
         Unicode(),
@@ -73,7 +75,9 @@ class SandboxProvisioner(LocalProvisioner):  # type: ignore[misc]
         "Environment: SANDBOX_NETWORK",
     )
     platform = Enum(
-        ("systrap", "ptrace", "kvm"), config=True, help="How gVisor intercepts system calls. Environment: SANDBOX_PLATFORM"
+        ("systrap", "ptrace", "kvm"),
+        config=True,
+        help="How gVisor intercepts system calls. Environment: SANDBOX_PLATFORM",
     )
     guest_transport = Enum(
         ("ipc", "tcp"),
@@ -120,13 +124,17 @@ class SandboxProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _default_allow_home(self) -> bool:
         return config.flag("SANDBOX_ALLOW_HOME")
 
+    parent: Any
+
     def __init__(self, **kwargs: Any) -> None:
         known = set(self.trait_names())
         for name in kwargs:
             if name not in known:
                 settings = ", ".join(sorted(self.trait_names(config=True)))
                 raise ConfigurationError(
-                    name, f"The kernelspec gives the sandbox a setting {name!r}, which there is not.", f"There are: {settings}."
+                    name,
+                    f"The kernelspec gives the sandbox a setting {name!r}, which there is not.",
+                    f"There are: {settings}.",
                 )
         super().__init__(**kwargs)
         self._kernel = SandboxedKernel()
@@ -175,7 +183,7 @@ class SandboxProvisioner(LocalProvisioner):  # type: ignore[misc]
         try:
             await self._listen()
             self.ports_cached = True
-            return await super().pre_launch(**kwargs)  # type: ignore[no-any-return]
+            return await super().pre_launch(**kwargs)
         except BaseException:
             await self._release()
             raise
@@ -194,14 +202,18 @@ class SandboxProvisioner(LocalProvisioner):  # type: ignore[misc]
     async def get_provisioner_info(self) -> dict[str, Any]:
         """What identifies this kernel's sandbox, besides the connection."""
         info: dict[str, Any] = await super().get_provisioner_info()
-        handle = self._kernel.handle
-        if handle:
-            info.update(sandbox_id=handle.sandbox_id, container_id=handle.instance.container_id)
+        if self.sandbox:
+            info.update(sandbox_id=self.sandbox.sandbox_id, container_id=self.sandbox.container_id)
         return info
 
     def get_stable_start_time(self, recommended: float = 10.0) -> float:
         """A start takes longer in a sandbox, the more so when many start at once."""
         return max(recommended, STABLE_START)
+
+    @property
+    def sandbox(self) -> GVisorSandbox | None:
+        """The driver of the sandbox that the present kernel runs in; call its methods through ``iothread.IO.run``."""
+        return self._kernel.handle.instance if self._kernel.handle else None
 
     # -- how -----------------------------------------------------------------------------------------------------
 
@@ -323,7 +335,9 @@ def _masks(mounts: list[Mount], home: str) -> list[Mount]:
     return [
         Mount("", path, True)
         for path in sorted(secret)
-        if os.path.isdir(path) and path not in given and any(path.startswith(f"{mount.destination}/") for mount in mounts)
+        if os.path.isdir(path)
+        and path not in given
+        and any(path.startswith(f"{mount.destination}/") for mount in mounts)
     ]
 
 

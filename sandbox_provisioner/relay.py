@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import cast
 
 from .errors import GuestError, SandboxError
-from .link import GuestLink, Stream
+from .link import GuestLink
+from .stream import Stream
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 MAX_CLIENTS = 1000
 """Connections at once to one kernel; a kernel has five for each client."""
+
+
+MAX_EARLY = 1 << 16
+"""What is kept of a client that talks before there is a kernel; reading on is how we notice that it hangs up."""
 
 
 class ChannelRelay:
@@ -61,7 +66,9 @@ class ChannelRelay:
         except OSError as error:
             listener.close()
             await self.close()
-            raise SandboxError(f"The {channel} channel cannot listen on {address}: {error.strerror or error}.") from error
+            raise SandboxError(
+                f"The {channel} channel cannot listen on {address}: {error.strerror or error}."
+            ) from error
         loop = asyncio.get_running_loop()
         create = loop.create_unix_server if isinstance(address, str) else loop.create_server
         self._servers[channel] = await create(lambda: _Client(self, channel), sock=listener, backlog=MAX_CLIENTS)
@@ -119,6 +126,7 @@ class _Client(asyncio.Protocol):
         self._relay = relay
         self._channel = channel
         self._stream: Stream | None = None
+        self._early = b""
         self._unsent = 0
 
     # -- called by asyncio
@@ -129,14 +137,14 @@ class _Client(asyncio.Protocol):
         if not self._relay._admit(self):
             self._transport.abort()
             return
-        self._transport.pause_reading()
         self.join()
 
     def data_received(self, data: bytes) -> None:
-        if self._stream is None:
-            return
-        self._stream.write(data)
-        if not self._stream.ready:
+        if self._stream:
+            self._stream.write(data)
+        else:
+            self._early += data
+        if not (self._stream.ready if self._stream else len(self._early) < MAX_EARLY):
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
@@ -163,6 +171,9 @@ class _Client(asyncio.Protocol):
             self._stream.on_end = self._transport.close
             self._stream.on_ready = self._transport.resume_reading
             self._transport.resume_reading()
+            if self._early:
+                early, self._early = self._early, b""
+                self.data_received(early)
 
     @property
     def joined(self) -> bool:

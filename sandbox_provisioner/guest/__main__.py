@@ -28,6 +28,7 @@ from frames import (
     encode,
     encode_credit,
 )
+from processes import Process, start
 
 HOST_IN, HOST_OUT = 0, 1
 CONNECT_RETRY = 0.01
@@ -51,16 +52,6 @@ class Endpoint:
         self.backlog = bytearray()
         self.host_ended = False
         self.ended = False
-
-
-class Process:
-    """A child that the host asked for, and the pipes to it."""
-
-    def __init__(self, pid: int, stdin: int, stdout: int, stderr: int) -> None:
-        self.pid = pid
-        self.stdin = stdin
-        self.stdout = stdout
-        self.stderr = stderr
 
 
 class Init:
@@ -373,45 +364,6 @@ class Init:
         if self.interest.pop(fd, 0):
             self.epoll.unregister(fd)
         self.by_fd.pop(fd, None)
-
-
-def start(argv: list[str], env: dict[str, str], cwd: str, stdin: bool) -> Process:
-    """Start a child in a session of its own; OSError if it cannot be executed."""
-    out_read, out_write = os.pipe()
-    err_read, err_write = os.pipe()
-    in_read, in_write = os.pipe() if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
-    failed_read, failed_write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        step = cwd
-        try:
-            os.setsid()
-            os.chdir(cwd)
-            step = argv[0]
-            for source, target in ((in_read, 0), (out_write, 1), (err_write, 2)):
-                os.dup2(source, target)
-            signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
-                signal.signal(signum, signal.SIG_DFL)
-            os.execvpe(argv[0], argv, env)
-        except OSError as error:
-            os.write(failed_write, f"{error.errno} {step}".encode())
-        finally:
-            os._exit(127)
-    for fd in (out_write, err_write, in_read, failed_write):
-        os.close(fd)
-    failure = os.read(failed_read, 4096).decode("utf-8", "replace")
-    os.close(failed_read)
-    if failure:
-        for fd in (out_read, err_read, in_write):
-            if fd >= 0:
-                os.close(fd)
-        number, _, step = failure.partition(" ")
-        raise OSError(int(number), os.strerror(int(number)), step)
-    for fd in (out_read, err_read, in_write):
-        if fd >= 0:
-            os.set_blocking(fd, False)
-    return Process(pid, in_write, out_read, err_read)
 
 
 if __name__ == "__main__":

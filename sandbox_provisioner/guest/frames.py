@@ -3,7 +3,7 @@
 A frame is a kind (1 byte), a stream id (4), a length (4) and that many bytes. Stream 0 is the connection itself
 and carries CONTROL messages, which are JSON objects with an "op". Every other stream is a pair of byte flows:
 
-    OPEN    the opener names a target ("unix:/run/kernel-1", "process:3:output"); the host's ids are odd, the guest's even
+    OPEN    the opener names a target ("unix:/run/kernel-1", "process:3:output"); the host's ids are odd
     DATA    bytes, each of which the receiver had given credit for
     CREDIT  the sender of this frame has consumed so many bytes and will take as many more
     EOF     the sender will send no more DATA

@@ -1,0 +1,61 @@
+# Everything happens in .venv; `make clean` undoes it all.
+PYTHON ?= python3
+BIN := .venv/bin
+DEBIAN := .venv/debian
+
+.PHONY: help setup demo lab test test-slow test-debian check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup   get gVisor and install the sandboxed kernels (the other targets do it by themselves)"
+	@echo "make demo    see a plain and a sandboxed kernel side by side"
+	@echo "make lab     open JupyterLab with the sandboxed kernel in the picker"
+	@echo "make test    run the tests; test-slow: those that take minutes; test-debian: with Debian's runsc"
+	@echo "make check   lint and types"
+	@echo "make bench   measure, beside a plain kernel and gVisor without our relay"
+	@echo "make clean   remove .venv and everything in it"
+
+$(BIN)/python:
+	@sh tools/make-venv $(PYTHON) .venv
+
+# One stamp for each set of dependencies, so that the demo does not wait for the test tools.
+.venv/.demo .venv/.lab .venv/.test: .venv/.%: pyproject.toml | $(BIN)/python
+	@echo "Installing what '$*' needs ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+.venv/.ready: .venv/.demo
+	@$(BIN)/jupyter-sandbox setup --sys-prefix
+	@touch $@
+
+setup: .venv/.demo
+	@$(BIN)/jupyter-sandbox setup --sys-prefix
+	@touch .venv/.ready
+
+demo: .venv/.ready
+	@$(BIN)/python examples/demo.py
+
+lab: .venv/.lab .venv/.ready
+	@mkdir -p notebooks
+	@$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB)
+
+test: .venv/.test .venv/.ready
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+
+test-slow: .venv/.test .venv/.ready
+	@$(BIN)/python -m pytest -m slow --timeout=900 $(PYTEST)
+
+test-debian: .venv/.test
+	@JUPYTER_DATA_DIR=$(DEBIAN) $(BIN)/jupyter-sandbox setup --source debian --kernel python3
+	@SANDBOX_RUNSC=$(CURDIR)/$(DEBIAN)/sandbox/bin/runsc $(BIN)/python -m pytest -m "runsc and not slow" $(PYTEST)
+
+check: .venv/.test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: .venv/.test .venv/.ready
+	@$(BIN)/python benchmarks/kernels.py
+
+clean:
+	rm -rf .venv notebooks .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,59 @@
+"""The proof that this machine can do what a kernel needs: start, execute, checkpoint, restore, for real, in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .bundle import BundleSpec
+from .errors import SandboxError
+from .handle import SandboxHandle
+from .interpreter import visible
+from .process import Process
+from .runsc import Runsc
+
+COUNTER = "import sys\nfor count, _ in enumerate(sys.stdin, 1): print(count, flush=True)"
+
+
+def prove(runsc: Runsc, say: Callable[[str], None]) -> str:
+    """Do it all once, telling ``say`` each step; returns a sentence for the log. SandboxError if it cannot be done."""
+    return asyncio.run(_prove(runsc, say))
+
+
+async def _expect(process: Process, count: int) -> None:
+    await process.write(b"next\n")
+    async for piece in process.stream():
+        if piece.stream == "stdout" and piece.data.strip() == str(count).encode():
+            return
+        raise SandboxError(f"A process in the sandbox answered {piece.data!r} where {count} was due.")
+    raise SandboxError("A process in the sandbox ended before its time.")
+
+
+async def _prove(runsc: Runsc, say: Callable[[str], None]) -> str:
+    begun = time.monotonic()
+    python = os.path.realpath(sys.executable)
+    environment = {"PATH": os.environ.get("PATH", os.defpath)}
+    mounts = tuple(await visible([python], environment))
+    spec = BundleSpec(python=python, home="/home/sandbox", user="sandbox", mounts=mounts, environment=environment)
+    sandbox = SandboxHandle.create_ephemeral("proof", spec, runsc).instance
+    with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-proof-") as folder:
+        image = Path(folder, "image")
+        try:
+            say("start")
+            await sandbox.start()
+            say("execute")
+            process = await sandbox.execute([python, "-I", "-c", COUNTER])
+            await _expect(process, 1)
+            say("checkpoint")
+            await sandbox.checkpoint(image)
+            say("restore")
+            await sandbox.restore(image)
+            await _expect(process, 2)
+        finally:
+            await sandbox.delete()
+    return f"started, executed, checkpointed and restored in {time.monotonic() - begun:.1f} s"
