@@ -37,7 +37,7 @@ demo: .venv/.ready
 
 lab: .venv/.lab .venv/.ready
 	@mkdir -p notebooks
-	@$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB)
+	@$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
 
 test: .venv/.test .venv/.ready
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST)

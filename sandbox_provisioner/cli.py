@@ -100,9 +100,7 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    doctor_ = commands.add_parser(
-        "doctor", help="show what is missing", description=DOCTOR_HELP, epilog=DOCTOR_EPILOG
-    )
+    doctor_ = commands.add_parser("doctor", help="show what is missing", description=DOCTOR_HELP, epilog=DOCTOR_EPILOG)
     doctor_.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor_.set_defaults(run=run_doctor)
 

@@ -222,12 +222,14 @@ class GVisorSandbox:
 
     def _argv(self, *arguments: str) -> list[str]:
         assert self._folder is not None
-        settings = (
+        settings = [
             f"--network={self.spec.network}",
             f"--platform={self._platform}",
             "--ignore-cgroups",
             "--overlay2=root:memory",
-        )
+        ]
+        if not self.runsc.keeps_mounts_read_only:
+            settings.append("--directfs=false")
         return self.runsc.command(self._folder.state, *arguments, settings=settings)
 
     async def _command(self, *arguments: str, timeout: float = COMMAND_TIMEOUT) -> bytes:

@@ -1,25 +1,24 @@
 """What a kernel's command needs to see of the host: its program, its interpreter's folders, its search path.
 
-Everything found here is shown read-only. A home folder, or one that holds it, is never shown for this.
+Everything is found by looking, and shown read-only. Nothing is executed: a guest may have written into an environment
+that lies in a notebook's folder, and would then run on the host. For the same reason neither a link nor a path file
+can make us show a home, a folder that one lies in, or the hidden parts of one.
 """
 
 from __future__ import annotations
 
-import json
+import ast
 import os
 import pwd
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .bundle import Mount
 from .errors import CommandNotFoundError
-from .process import LocalProcess
 
-QUERY = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path[1:]]))"
-QUERY_TIMEOUT = 30.0
-_answers: dict[tuple[str, ...], tuple[tuple[object, ...], list[str]]] = {}
+OPEN_PARTS = {".asdf", ".conda", ".local", ".pyenv", ".rye", ".venv", ".virtualenvs"}
+"""Hidden parts of a home in which interpreters and libraries are kept."""
 
 
 def homes() -> set[str]:
@@ -32,9 +31,23 @@ def homes() -> set[str]:
     return {os.path.normpath(home) for home in found if os.path.isabs(home)} - {"/"}
 
 
-def holds_home(path: str) -> bool:
-    """Whether ``path`` is a home of this user, or a folder that one lies in."""
-    return any(home == path or home.startswith(path.rstrip("/") + "/") for home in homes())
+def private(path: str) -> bool:
+    """Whether ``path`` is a home, holds one, or lies in a hidden part of one where no library has its place."""
+    for place in {path, os.path.realpath(path)}:
+        for home in homes():
+            if place == "/" or _within(home, place):
+                return True
+            if _within(place, home):
+                parts = Path(place).relative_to(home).parts
+                if parts[0].startswith(".") and (
+                    parts[0] not in OPEN_PARTS or parts in ((".local",), (".local", "share"))
+                ):
+                    return True
+    return False
+
+
+def _within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def resolve(command: str, env: Mapping[str, str]) -> str:
@@ -45,80 +58,103 @@ def resolve(command: str, env: Mapping[str, str]) -> str:
     return os.path.abspath(path)
 
 
-async def visible(argv: Sequence[str], env: Mapping[str, str]) -> list[Mount]:
-    """The mounts that let ``argv``, whose first item is an absolute path, run as it would on the host."""
-    paths: list[str] = []
-    for program in programs(argv[0]):
-        if re.fullmatch(r"python[\d.]*", Path(program).name):
-            paths += await python_folders(program, env)
-        else:
-            paths += program_folders(program)
-    paths += [part for part in argv[1:] if os.path.isabs(part) and os.path.exists(part)]
-    return [Mount(path, path) for path in dict.fromkeys(map(os.path.normpath, paths)) if not holds_home(path)]
+def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str] = ()) -> list[Mount]:
+    """The mounts that let ``argv``, whose first item is an absolute path, run as it would on the host.
+
+    Path files in ``writable`` folders, which the guest may have written, are not believed.
+    """
+    prefixes = [folder for program in programs(argv[0]) for folder in program_folders(program)]
+    libraries = [folder for prefix in prefixes for folder in site_folders(prefix)] + user_site_folders()
+    believed = [folder for folder in libraries if not any(_within(folder, place) for place in writable)]
+    paths = [
+        *prefixes,
+        *user_site_folders(),
+        *(entry for folder in believed for entry in path_file_entries(folder)),
+        *env.get("PYTHONPATH", "").split(os.pathsep),
+        *argv[1:],
+    ]
+    normal = dict.fromkeys(os.path.normpath(path) for path in paths if os.path.isabs(path) and os.path.exists(path))
+    return [Mount(path, path) for path in normal if not private(path)]
 
 
 def programs(program: str) -> Iterator[str]:
-    """A program, the programs that its links lead to, and the interpreter that its first line names."""
+    """A program, those its links lead to, its environment's base, and the interpreter that its first line names."""
     seen: set[str] = set()
     queue = [program]
     while queue:
         current = queue.pop()
-        if current in seen or not os.path.isfile(current):
+        if current in seen or not (os.path.isfile(current) and os.access(current, os.X_OK)):
             continue
         seen.add(current)
         yield current
         if os.path.islink(current):
             queue.append(os.path.normpath(os.path.join(os.path.dirname(current), os.readlink(current))))
-        elif shebang := _shebang(current):
-            queue.append(shebang)
+        else:
+            queue += _shebang(current)
+        queue += _base_python(current)
 
 
-def _shebang(program: str) -> str | None:
-    try:
-        with open(program, "rb") as file:
-            first = file.readline(512)
-    except OSError:
-        return None
+def _shebang(program: str) -> list[str]:
+    with open(program, "rb") as file:
+        first = file.readline(512)
     words = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
     if len(words) > 1 and Path(words[0]).name == "env":
-        return shutil.which(words[-1])
-    return words[0] if words else None
+        found = shutil.which(words[-1])
+        return [found] if found else []
+    return words[:1]
 
 
-async def python_folders(python: str, env: Mapping[str, str]) -> list[str]:
-    """The prefixes and the search path of a Python, as it would see them with this environment; remembered."""
-    key = (python, env.get("PYTHONPATH", ""), env.get("HOME", ""))
-    if key in _answers:
-        stamp, folders = _answers[key]
-        if stamp == _stamp(folders):
-            return folders
-    status, out, _ = await LocalProcess.run([python, "-c", QUERY], QUERY_TIMEOUT, env={**env, "PYTHONSAFEPATH": ""})
+def _base_python(program: str) -> list[str]:
+    """The Python that a virtual environment was made from, as its pyvenv.cfg says."""
     try:
-        folders = [str(folder) for folder in json.loads(out)] if status == 0 else []
-    except ValueError:
-        folders = []
-    folders = list(_real_too(folder for folder in folders if os.path.isabs(folder) and os.path.exists(folder)))
-    _answers[key] = (_stamp(folders), folders)
-    return folders
-
-
-def _stamp(folders: Iterable[str]) -> tuple[object, ...]:
-    """What changes when something is installed into one of ``folders``."""
-    return tuple(os.stat(folder).st_mtime_ns if os.path.exists(folder) else None for folder in folders)
-
-
-def _real_too(folders: Iterable[str]) -> Iterator[str]:
-    for folder in folders:
-        yield folder
-        if os.path.realpath(folder) != folder:
-            yield os.path.realpath(folder)
+        lines = Path(program).parents[1].joinpath("pyvenv.cfg").read_text().splitlines()
+    except (OSError, UnicodeDecodeError, IndexError):
+        return []
+    settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
+    home = settings.get("home", "")
+    return [os.path.join(home, Path(program).name), os.path.join(home, "python3")] if home else []
 
 
 def program_folders(program: str) -> list[str]:
     """The folder tree that a program was installed into, or only its bin and lib where that is a home's ``.local``."""
     prefix = os.path.dirname(os.path.dirname(program))
-    shared = {os.path.join(home, ".local") for home in homes()}
-    if prefix == "/" or holds_home(prefix) or prefix in shared:
-        parts = [os.path.dirname(program), os.path.join(prefix, "lib")]
-        return [part for part in parts if os.path.isdir(part) and not holds_home(part)] or [program]
-    return [prefix]
+    if not private(prefix):
+        return list(dict.fromkeys([prefix, os.path.realpath(prefix)]))
+    parts = [os.path.dirname(program), os.path.join(prefix, "lib")]
+    return [part for part in parts if os.path.isdir(part) and not private(part)] or [program]
+
+
+def site_folders(prefix: str) -> list[str]:
+    """Where the Pythons installed into ``prefix`` keep their packages."""
+    return [str(folder) for folder in Path(prefix).glob("lib*/python3*/*-packages")]
+
+
+def user_site_folders() -> list[str]:
+    """Where pip puts packages for the user, without the rest of the home."""
+    return [str(folder) for home in homes() for folder in Path(home, ".local").glob("lib/python3*/site-packages")]
+
+
+def path_file_entries(folder: str) -> Iterator[str]:
+    """The folders that path files and setuptools' editable finders add to the search path."""
+    for file in sorted(Path(folder).glob("*.pth")):
+        for line in _lines(file):
+            if os.path.isabs(line):
+                yield line
+    for file in sorted(Path(folder).glob("__editable___*_finder.py")):
+        for line in _lines(file):
+            if line.startswith("MAPPING"):
+                yield from _mapped(line.partition("=")[2])
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line.strip() for line in file.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _mapped(literal: str) -> list[str]:
+    try:
+        return [str(path) for path in ast.literal_eval(literal.strip()).values()]
+    except (ValueError, SyntaxError, AttributeError):
+        return []

@@ -65,7 +65,7 @@ class Progress:
             outcome = f"{self._bad} {title}: interrupted"
             raise
         else:
-            outcome = f"{self._good} {title}{': ' if step.result else ''}{step.result}{step.took()}"
+            outcome = f"{self._good} {title}{': ' if step.result else ''}{step.result}"
         finally:
             ended.set()
             ticker.join()
@@ -100,7 +100,3 @@ class Step:
     def seconds(self) -> float:
         """How long the step has run."""
         return time.monotonic() - self._started
-
-    def took(self) -> str:
-        """The time it took, where that is worth a word."""
-        return f" ({self.seconds():.1f} s)" if self.seconds() >= 1 else ""

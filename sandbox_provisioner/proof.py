@@ -38,7 +38,7 @@ async def _prove(runsc: Runsc, say: Callable[[str], None]) -> str:
     begun = time.monotonic()
     python = os.path.realpath(sys.executable)
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
-    mounts = tuple(await visible([python], environment))
+    mounts = tuple(visible([python], environment))
     spec = BundleSpec(python=python, home="/home/sandbox", user="sandbox", mounts=mounts, environment=environment)
     sandbox = SandboxHandle.create_ephemeral("proof", spec, runsc).instance
     with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-proof-") as folder:

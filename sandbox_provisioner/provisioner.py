@@ -239,6 +239,8 @@ class SandboxProvisioner(LocalProvisioner):
                 )
             wanted = {channel: getattr(km, f"{channel}_port") for channel in CHANNELS}
             ports = await IO.run(self._kernel.relay.listen_tcp(ip, wanted))
+        if not km.cache_ports:
+            km._record_random_port_names()  # so that a restart with new ports forgets these
         for channel, port in ports.items():
             setattr(km, f"{channel}_port", port)
 
@@ -251,12 +253,9 @@ class SandboxProvisioner(LocalProvisioner):
         folder = self._folder(kwargs.get("cwd"))
         info = json.loads(Path(connection).read_text()) | self._guest_endpoints()
         runsc = find(self.runsc)
-        mounts = [
-            *await IO.run(visible([sys.executable], env)),
-            *await IO.run(visible(argv, env)),
-            *([Mount(folder, folder, True)] if folder else []),
-            *map(parse_mount, self.mounts),
-        ]
+        given = [*([Mount(folder, folder, True)] if folder else []), *map(parse_mount, self.mounts)]
+        writable = [mount.source for mount in given if mount.writable]
+        mounts = [*visible([sys.executable], env), *visible(argv, env, writable), *given]
         home = env["HOME"]
         spec = BundleSpec(
             python=os.path.realpath(sys.executable),

@@ -24,6 +24,9 @@ from .errors import RunscError, RunscNotFoundError, RunscTooOldError, SandboxErr
 OLDEST = date(2024, 7, 29)
 """Builds before this cannot checkpoint a process that polls a socket, which every kernel does."""
 
+REFUSES_REMOUNT = date(2026, 9, 5)
+"""The oldest build that was seen to refuse it; 2024-07-29 was seen to allow it."""
+
 SETUP_HINT = "Run `jupyter sandbox setup` to get a good one."
 VERSION_TIMEOUT = 20.0
 
@@ -135,6 +138,15 @@ class Runsc:
             return date(int(found[1]), int(found[2]), int(found[3])) if found else None
         except ValueError:
             return None
+
+    @property
+    def keeps_mounts_read_only(self) -> bool:
+        """Whether its sandbox is known to refuse a guest that remounts a read-only folder writable.
+
+        Where it is not known, the sandbox gets no file descriptors of the host (``--directfs=false``), which is
+        slower: the host itself then refuses the write.
+        """
+        return self.built is not None and self.built >= REFUSES_REMOUNT
 
     def require_new_enough(self, remedy: str = SETUP_HINT) -> None:
         """Raise RunscTooOldError for a build that is known to fail; a build without a date is trusted."""

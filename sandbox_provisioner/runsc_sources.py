@@ -370,8 +370,9 @@ def run(
         start_new_session=True,
     ) as child:
         clock = threading.Timer(limit, os.killpg, (child.pid, signal.SIGKILL))
-        clock.start()
+        clock.daemon = True
         try:
+            clock.start()
             for line in child.stdout or ():
                 lines.append(line)
                 note(line)
@@ -408,6 +409,7 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
     What was there before stays until the new one has answered and is new enough. Raises RunscNotFoundError
     with every source's reason if none delivers.
     """
+    folder = folder.absolute()
     reasons = []
     for source in sources:
         try:
@@ -418,7 +420,7 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
                 runsc = inspect(staged)
                 runsc.require_new_enough()
                 staged.replace(folder / "runsc")
-                step.result = f"runsc {runsc.version}"
+                step.result = f"runsc {runsc.version} in {step.seconds():.0f} s"
             return inspect(folder / "runsc")
         except SandboxError as error:
             reasons.append(f"  {source.name}: {error.problem}")

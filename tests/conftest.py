@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from sandbox_provisioner.bundle import BundleSpec, Mount
-from sandbox_provisioner.interpreter import QUERY
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.interpreter import visible
 from sandbox_provisioner.runsc import Runsc, find
 
 READY = 90
@@ -56,14 +55,13 @@ def runsc() -> Runsc:
 @pytest.fixture(scope="session")
 def spec() -> BundleSpec:
     """A sandbox in which this test run's Python works, and nothing else was asked for."""
-    folders = json.loads(subprocess.check_output([sys.executable, "-c", QUERY]))
-    prefixes = dict.fromkeys([*folders[:2], os.path.realpath(folders[1])])
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/tester"}
     return BundleSpec(
         python=os.path.realpath(sys.executable),
         home="/home/tester",
         user="tester",
-        mounts=tuple(Mount(folder, folder) for folder in prefixes),
-        environment={"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/tester"},
+        mounts=tuple(visible([sys.executable], environment)),
+        environment=environment,
     )
 
 

@@ -13,6 +13,7 @@ import signal
 import socket
 from typing import Any
 
+from confine import confine
 from frames import (
     AMOUNT,
     CONTROL,
@@ -367,4 +368,5 @@ class Init:
 
 
 if __name__ == "__main__":
+    confine()
     Init().run()
