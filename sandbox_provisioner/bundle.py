@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,12 +86,34 @@ def arrange(mounts: Iterable[Mount]) -> list[Mount]:
     """Outer before inner; one for each destination, the last given wins; none that its parent shows already."""
     chosen = {mount.destination: mount for mount in mounts}
     arranged: list[Mount] = []
-    for destination in sorted(chosen, key=lambda path: (path.count("/"), path)):
+    for destination in sorted(chosen, key=_depth):
         mount = chosen[destination]
         above = _above(destination, arranged)
         if above is None or not _shows(above, mount):
             arranged.append(mount)
-    return arranged
+    return sorted([*arranged, *_pins(arranged)], key=lambda mount: _depth(mount.destination))
+
+
+def _depth(path: str) -> tuple[int, str]:
+    return path.count("/"), path
+
+
+def _pins(mounts: Sequence[Mount]) -> set[Mount]:
+    """The folders between a writable mount and one inside it, mounted on themselves.
+
+    A mount point cannot be renamed; a folder above it could, and with it what the inner mount protects.
+    """
+    taken = {mount.destination for mount in mounts}
+    pins = set()
+    for mount in mounts:
+        above = _above(mount.destination, mounts)
+        if above and above.source and above.writable:
+            inside = Path(mount.destination).relative_to(above.destination)
+            for parent in list(inside.parents)[:-1]:
+                destination = os.path.join(above.destination, parent)
+                if destination not in taken:
+                    pins.add(Mount(os.path.join(above.source, parent), destination, True))
+    return pins
 
 
 def _above(path: str, mounts: Iterable[Mount]) -> Mount | None:

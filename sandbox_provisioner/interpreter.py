@@ -11,6 +11,7 @@ import ast
 import os
 import pwd
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -61,20 +62,44 @@ def resolve(command: str, env: Mapping[str, str]) -> str:
 def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str] = ()) -> list[Mount]:
     """The mounts that let ``argv``, whose first item is an absolute path, run as it would on the host.
 
-    Path files in ``writable`` folders, which the guest may have written, are not believed.
+    What lies in ``writable`` folders the guest may have written: path files there are not believed.
     """
-    prefixes = [folder for program in programs(argv[0]) for folder in program_folders(program)]
-    libraries = [folder for prefix in prefixes for folder in site_folders(prefix)] + user_site_folders()
-    believed = [folder for folder in libraries if not any(_within(folder, place) for place in writable)]
+    first, *others = programs(argv[0])
+    prefixes = program_folders(first)
+    prefixes += [folder for program in others for folder in program_folders(program) if _is_installation(folder)]
+    libraries = [folder for prefix in prefixes for folder in site_folders(prefix)]
     paths = [
         *prefixes,
         *user_site_folders(),
-        *(entry for folder in believed for entry in path_file_entries(folder)),
+        *(entry for folder in user_site_folders() for entry in path_file_entries(folder)),
+        *(entry for folder in libraries for entry in _believed(folder, writable)),
         *env.get("PYTHONPATH", "").split(os.pathsep),
         *argv[1:],
     ]
     normal = dict.fromkeys(os.path.normpath(path) for path in paths if os.path.isabs(path) and os.path.exists(path))
     return [Mount(path, path) for path in normal if not private(path)]
+
+
+def _believed(folder: str, writable: Iterable[str]) -> Iterator[str]:
+    """The path entries in ``folder``; those of an environment not the server's own only if they lie beside it."""
+    if any(_within(folder, place) for place in writable):
+        return
+    own = any(_within(folder, prefix) for prefix in (sys.prefix, sys.base_prefix))
+    beside = Path(folder).parents[3]
+    for entry in path_file_entries(folder):
+        if own or _within(os.path.realpath(entry), str(beside)):
+            yield entry
+
+
+def _is_installation(prefix: str) -> bool:
+    """Whether software is installed there: a link or a first line alone does not make a folder worth showing."""
+    return any(Path(prefix).glob("lib*/python3*/os.py")) or not any(_within(prefix, home) for home in homes())
+
+
+def protected(prefix: str) -> list[Mount]:
+    """The parts of an environment, read-only, for a kernel that may write to the folder it lies in directly."""
+    parts = (os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"))
+    return [Mount(part, part) for part in parts if os.path.exists(part)]
 
 
 def programs(program: str) -> Iterator[str]:

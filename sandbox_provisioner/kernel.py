@@ -19,7 +19,7 @@ LAST_OUTPUT = 1.0
 LAST_WORDS = 2000
 
 Sinks = Mapping[str, int | None]
-"""The descriptors that a kernel's stdout and stderr are copied to; None drops them."""
+"""The descriptors that a kernel's stdout and stderr are copied to, and which are closed in the end; None drops them."""
 
 
 class SandboxedKernel:
@@ -52,6 +52,7 @@ class SandboxedKernel:
             await handle.instance.start()
             self._process = await handle.instance.execute(argv, env=env, cwd=cwd, stdin=False, files=files)
         except BaseException:
+            _close(sinks)
             await asyncio.shield(handle.instance.delete())
             raise
         self.status = None
@@ -92,6 +93,8 @@ class SandboxedKernel:
             await asyncio.wait_for(self.relay.drained(), LAST_OUTPUT)
         await asyncio.wait({copying}, timeout=LAST_OUTPUT)
         copying.cancel()
+        await asyncio.gather(copying, return_exceptions=True)
+        _close(sinks)
         self.status = status
         self.relay.disconnect()
         await handle.instance.delete()
@@ -104,6 +107,12 @@ class SandboxedKernel:
             if sink is not None:
                 with suppress(OSError):
                     await asyncio.to_thread(os.write, sink, piece.data)
+
+
+def _close(sinks: Sinks) -> None:
+    for sink in sinks.values():
+        if sink is not None:
+            os.close(sink)
 
 
 _sweeping: dict[int, asyncio.Task[list[str]]] = {}

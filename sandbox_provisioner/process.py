@@ -113,6 +113,7 @@ class LocalProcess(Process):
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[str, IO[bytes]] = {}
         self._held: set[str] = set()
+        self._writable = asyncio.Event()
         self.pid = child.pid
         if child.stdin:
             os.set_blocking(child.stdin.fileno(), False)
@@ -171,17 +172,20 @@ class LocalProcess(Process):
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:
-                writable = asyncio.Event()
-                self._loop.add_writer(fd, writable.set)
-                try:
-                    await writable.wait()
-                finally:
-                    self._loop.remove_writer(fd)
+                self._writable.clear()
+                self._loop.add_writer(fd, self._wake_writer)
+                await self._writable.wait()
 
     def close_stdin(self) -> None:
-        """Close its stdin."""
-        if self._child.stdin:
+        """Close its stdin; a write that waits ends with BrokenPipeError."""
+        if self._child.stdin and not self._child.stdin.closed:
+            self._wake_writer()
             self._child.stdin.close()
+
+    def _wake_writer(self) -> None:
+        assert self._child.stdin is not None
+        self._loop.remove_writer(self._child.stdin.fileno())
+        self._writable.set()
 
     def close(self) -> None:
         """Close our ends of its pipes; what it had written and nobody read is gone."""

@@ -26,7 +26,7 @@ from .bundle import BundleSpec, Mount, parse_mount
 from .errors import ConfigurationError, SandboxError
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
-from .interpreter import homes, resolve, visible
+from .interpreter import homes, protected, resolve, visible
 from .iothread import IO
 from .kernel import SandboxedKernel
 from .relay import CHANNELS
@@ -255,7 +255,9 @@ class SandboxProvisioner(LocalProvisioner):
         runsc = find(self.runsc)
         given = [*([Mount(folder, folder, True)] if folder else []), *map(parse_mount, self.mounts)]
         writable = [mount.source for mount in given if mount.writable]
-        mounts = [*visible([sys.executable], env), *visible(argv, env, writable), *given]
+        seen = [*visible([sys.executable], env), *visible(argv, env, writable)]
+        kept = [part for mount in seen if mount.source in writable for part in protected(mount.source)]
+        mounts = [*seen, *given, *kept]
         home = env["HOME"]
         spec = BundleSpec(
             python=os.path.realpath(sys.executable),
@@ -295,12 +297,12 @@ class SandboxProvisioner(LocalProvisioner):
 
     def _environment(self, env: dict[str, str]) -> dict[str, str]:
         """Of all variables: the kernelspec's, those this start was given, and the harmless or permitted ones."""
-        own = {*_initial_environment().items(), *os.environ.items()}
+        _server_environment.update(_initial_environment().items(), os.environ.items())
         named = {*self.kernel_spec.env, *self.pass_environment, *PASSED}
         passed = {
             name: value
             for name, value in env.items()
-            if name in named or name.startswith("LC_") or (name, value) not in own
+            if name in named or name.startswith("LC_") or (name, value) not in _server_environment
         }
         home = os.path.expanduser("~")
         passed["HOME"] = home if os.path.isabs(home) and home != "/" else FALLBACK_HOME
@@ -346,11 +348,13 @@ def _targets(info: dict[str, Any]) -> dict[str, str]:
 
 
 def _sink(given: Any, inherited: int) -> int | None:
-    """Where a kernel's output goes, by what Popen would be told: nothing said is our own, a pipe is read by nobody."""
-    if given is None:
-        return inherited
-    number = given if isinstance(given, int) else given.fileno()
-    return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else number
+    """A copy of the descriptor that Popen would be told of: nothing said is our own, a pipe is read by nobody."""
+    number = inherited if given is None else given if isinstance(given, int) else given.fileno()
+    return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
+
+
+_server_environment: set[tuple[str, str]] = set()
+"""Every variable the server was ever seen to have: what a restart brings back of them was not given to the kernel."""
 
 
 def _initial_environment() -> dict[str, str]:
