@@ -3,14 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEBIAN := .venv/debian
 
-.PHONY: help setup demo lab test test-slow test-debian check bench clean
+.PHONY: help setup demo lab test test-slow test-lab test-debian check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   get gVisor and install the sandboxed kernels (the other targets do it by themselves)"
 	@echo "make demo    see a plain and a sandboxed kernel side by side"
 	@echo "make lab     open JupyterLab with the sandboxed kernel in the picker"
-	@echo "make test    run the tests; test-slow: those that take minutes; test-debian: with Debian's runsc"
+	@echo "make test    run the tests; test-slow: those that take minutes; test-lab: JupyterLab in Chromium;"
+	@echo "             test-debian: the sandbox tests with Debian's runsc"
 	@echo "make check   lint and types"
 	@echo "make bench   measure, beside a plain kernel and gVisor without our relay"
 	@echo "make clean   remove .venv and everything in it"
@@ -19,7 +20,7 @@ $(BIN)/python:
 	@sh tools/make-venv $(PYTHON) .venv
 
 # One stamp for each set of dependencies, so that the demo does not wait for the test tools.
-.venv/.demo .venv/.lab .venv/.test: .venv/.%: pyproject.toml | $(BIN)/python
+.venv/.demo .venv/.lab .venv/.test .venv/.browser: .venv/.%: pyproject.toml | $(BIN)/python
 	@echo "Installing what '$*' needs ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@
@@ -40,10 +41,13 @@ lab: .venv/.lab .venv/.ready
 	@$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
 
 test: .venv/.test .venv/.ready
-	@$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+	@$(BIN)/python -m pytest -m "not slow and not browser" $(PYTEST)
 
 test-slow: .venv/.test .venv/.ready
 	@$(BIN)/python -m pytest -m slow --timeout=900 $(PYTEST)
+
+test-lab: .venv/.test .venv/.browser .venv/.ready
+	@$(BIN)/python -m pytest -m browser $(PYTEST)
 
 test-debian: .venv/.test
 	@JUPYTER_DATA_DIR=$(DEBIAN) $(BIN)/jupyter-sandbox setup --source debian --kernel python3

@@ -201,3 +201,7 @@ def remove(folder: Path, names: Sequence[str], progress: Progress) -> int:
     if not removed:
         progress.say(f"There is nothing to remove in {folder}.")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -164,7 +164,7 @@ def check_folder(name: str, folder: Path, megabytes: int, variable: str, require
     """Whether ``folder`` can be written, or made, and has that much room."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not writable(folder):
-        remedy = f"`sudo chown {os.geteuid()} {there}`, or `export {variable}=...` to a folder of yours."
+        remedy = f"`sudo install -d -o {os.geteuid()} {folder}`, or `export {variable}=...` to a folder of yours."
         return Check(name, False, f"{folder} cannot be written", remedy, required)
     free = shutil.disk_usage(there).free // MEGABYTE
     finding = f"{folder}, {free / 1024:.1f} GB free" if free >= 1024 else f"{folder}, {free} MB free"

@@ -23,7 +23,7 @@ from .guestprocess import GuestProcess
 from .link import GuestLink
 from .process import LocalProcess
 from .runsc import Runsc, checked, explain, plain_words
-from .runtime import RuntimeFolder
+from .runtime import RuntimeFolder, kill_processes
 from .states import Action, State, after
 
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class GVisorSandbox:
         self.spec = spec
         self.runsc = runsc
         self.link = GuestLink()
+        self.link.on_lost = self._link_lost
         self.on_exit: Callable[[], None] = lambda: None
         self._platform = platform
         self._state = State.INITIALIZED
@@ -185,6 +186,11 @@ class GVisorSandbox:
             self._enter(Action.EXIT)
             self.link.lose(LinkClosedError("it ended by itself."))
             self.on_exit()
+
+    def _link_lost(self, error: Exception) -> None:
+        """A guest that we do not talk to any more does not run any more."""
+        if self._state == State.RUNNING and self._folder:
+            kill_processes(self._folder.state)
 
     # -- checkpointing -------------------------------------------------------------------------------------------
 

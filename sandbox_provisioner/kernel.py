@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from signal import SIGKILL
 
+from .errors import LinkClosedError
 from .guestprocess import GuestProcess
 from .handle import SandboxHandle
 from .process import Process
@@ -49,6 +50,7 @@ class SandboxedKernel:
         _sweep_once()
         self.handle = handle
         try:
+            await self.relay.listen()
             await handle.instance.start()
             self._process = await handle.instance.execute(argv, env=env, cwd=cwd, stdin=False, files=files)
         except BaseException:
@@ -65,7 +67,8 @@ class SandboxedKernel:
         if signum == SIGKILL:
             await self.kill()
         elif self._process and self.status is None:
-            self._process.send_signal(signum)
+            with suppress(LinkClosedError):  # it is dead, which is no mistake of the caller's
+                self._process.send_signal(signum)
 
     async def kill(self) -> None:
         """End the kernel and its sandbox now."""

@@ -19,6 +19,7 @@ from .guestprocess import GuestProcess
 from .stream import Stream
 
 MAX_STREAMS = 4096
+MAX_PROCESSES = 1024
 MAX_REFUSED = 64
 """How many streams a guest may try to open, where none is offered to it, before that is abuse."""
 
@@ -39,6 +40,9 @@ class GuestLink:
         self._refused = 0
         self._late_frames = 0
         self._hello: asyncio.Future[None] = self._loop.create_future()
+        self._held: list[bytes] = []
+        self._adopting = False
+        self._unanswered = 0
         self._quiesced: asyncio.Future[None] | None = None
         self._resumed: asyncio.Future[None] | None = None
         self._incoming_pipe: _Incoming | None = None
@@ -65,14 +69,15 @@ class GuestLink:
 
     async def adopt(self) -> None:
         """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
-        self.tell(op="adopt")
+        self._adopting = True
+        self._urge(op="adopt")
         await self.greeted()
 
     def detach(self) -> None:
         """Let go of the pipes, keeping the streams: the sandbox is checkpointed and will be restored."""
         if self._reader:
             self._reader.close()
-        if self._writer:
+        if self._writer and not self._writer.is_closing():
             self._writer.abort()
         self._reader = self._writer = self._incoming_pipe = None
 
@@ -83,12 +88,11 @@ class GuestLink:
         self.error = error
         self.quiet = True
         self.detach()
-        if not self._hello.done():
-            self._hello.set_exception(error)
-            self._hello.exception()
-        for pending in (self._quiesced, self._resumed):
+        self._held.clear()
+        for pending in (self._hello, self._quiesced, self._resumed):
             if pending and not pending.done():
                 pending.set_exception(error)
+                pending.exception()  # whether or not anybody waits for it
         for stream in list(self._streams.values()):
             stream._closed = True
             if not stream._ended:
@@ -102,23 +106,31 @@ class GuestLink:
 
     async def quiesce(self) -> None:
         """Stop the traffic at a frame's end in both directions: what was sent is in the sandbox, what came is here."""
+        self._require_open()
         self.quiet = True
-        self._quiesced = self._loop.create_future()
-        self.tell(op="quiesce")
-        try:
-            await self._quiesced
-        finally:
-            self._quiesced = None
+        if self._quiesced is None or self._quiesced.done():
+            self._quiesced = self._loop.create_future()
+        self._unanswered += 1
+        self._urge(op="quiesce")
+        await asyncio.shield(self._quiesced)
 
     async def resume(self) -> None:
         """Let the traffic flow again, once the guest answers: after a restore, or a checkpoint that failed."""
+        self._require_open()
         self._resumed = self._loop.create_future()
-        self.tell(op="resume")
+        self._urge(op="resume")
         try:
             await self._resumed
         finally:
             self._resumed = None
+        self._flow()
+
+    def _flow(self) -> None:
+        """Send what was held back, in order."""
         self.quiet = False
+        held, self._held = self._held, []
+        for frame in held:
+            self._send(frame)
         for stream in list(self._streams.values()):
             stream._resume()
 
@@ -166,8 +178,18 @@ class GuestLink:
         """The running process of that number, such as one that a restored sandbox brought with it."""
         return self._processes.get(number)
 
+    def _greeted(self, version: int, processes: list[int]) -> None:
+        if version != VERSION:
+            raise ProtocolError(f"The guest speaks version {version!r:.20}, not {VERSION}.")
+        if len(set(processes)) != len(processes) or len(processes) > (MAX_PROCESSES if self._adopting else 0):
+            raise ProtocolError("The guest claims to have processes that it cannot have.")
+        for number in processes:
+            self._adopt(int(number))
+        self._flow()
+        self._hello.set_result(None)
+
     def _adopt(self, number: int) -> None:
-        if not 0 < number < 1 << 31 or len(self._processes) >= MAX_STREAMS:
+        if not 0 < number < 1 << 31:
             raise ProtocolError(f"The guest claims to have a process {number}.")
         process = self._processes[number] = GuestProcess(self, number)
         process.started.set_result(None)
@@ -179,12 +201,19 @@ class GuestLink:
         self._require_open()
         self._send(encode(CONTROL, 0, json.dumps(message).encode()))
 
+    def _urge(self, **message: Any) -> None:
+        """Send one that does not wait for the traffic to flow, because it is what makes it stop or flow."""
+        if self._writer:
+            self._writer.write(encode(CONTROL, 0, json.dumps(message).encode()))
+
     def _require_open(self) -> None:
         if self.error:
             raise LinkClosedError(f"The sandbox is gone: {self.error}")
 
     def _send(self, frame: bytes) -> None:
-        if self._writer:
+        if self.quiet and not self.error:
+            self._held.append(frame)
+        elif self._writer:
             self._writer.write(frame)
 
     def _retire(self, stream: Stream) -> None:
@@ -233,34 +262,32 @@ class GuestLink:
             process = self._processes.get(message["process"]) if "process" in message else None
             self._react(op, message, process)
         except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"The guest sent a message that makes no sense: {error!r}.") from error
+            raise ProtocolError(f"The guest sent a message that makes no sense: {str(error)[:100]}.") from error
 
     def _react(self, op: str, message: dict[str, Any], process: GuestProcess | None) -> None:
         if op == "hello" and not self._hello.done():
-            if message["version"] != VERSION:
-                raise ProtocolError(f"The guest speaks version {message['version']!r}, not {VERSION}.")
-            for number in message["processes"]:
-                self._adopt(int(number))
-            self.quiet = False
-            self._hello.set_result(None)
-        elif op == "quiesced" and self._quiesced and not self._quiesced.done():
-            self._quiesced.set_result(None)
+            self._greeted(message["version"], message["processes"])
+        elif op == "quiesced" and self._quiesced and self._unanswered:
+            self._unanswered -= 1
+            if not self._unanswered and not self._quiesced.done():
+                self._quiesced.set_result(None)
         elif op == "resumed" and self._resumed and not self._resumed.done():
             self._resumed.set_result(None)
         elif process and op == "started" and not process.started.done():
             process.started.set_result(None)
         elif process and op == "failed" and not process.started.done():
-            del self._processes[process.number]
             number = int(message["errno"])
             words = f"{os.strerror(number)}: {str(message['filename'])[:500]}"
+            del self._processes[process.number]
             process.started.set_exception(
                 GuestError(f"The command could not be started in the sandbox: {words}.", number)
             )
         elif process and op == "exited" and process.started.done():
+            status = _status(message["status"])
             del self._processes[process.number]
-            process._exited(_status(message["status"]))
+            process._exited(status)
         else:
-            raise ProtocolError(f"The guest said {op!r}, which nobody had asked for.")
+            raise ProtocolError(f"The guest said {str(op)[:50]!r}, which nobody had asked for.")
 
 
 def _status(value: Any) -> int:

@@ -178,10 +178,11 @@ class SandboxProvisioner(LocalProvisioner):
             await self._release()
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
-        """Listen for clients, and only then write the connection file: its ports are ours already."""
+        """Reserve the ports, and only then write the connection file; a machine that is not ready says so first."""
+        find(self.runsc)
         IO.hold(self, self._kernel.close)
         try:
-            await self._listen()
+            await self._reserve()
             self.ports_cached = True
             return await super().pre_launch(**kwargs)
         except BaseException:
@@ -223,11 +224,11 @@ class SandboxProvisioner(LocalProvisioner):
             IO.release(self)
         self._launched = False
 
-    async def _listen(self) -> None:
+    async def _reserve(self) -> None:
         km = self.parent
         if km.transport == "ipc":
             paths = {channel: os.path.abspath(f"{km.ip}-{number}") for number, channel in enumerate(CHANNELS, 1)}
-            await IO.run(self._kernel.relay.listen_ipc(paths))
+            await IO.run(self._kernel.relay.reserve_ipc(paths))
             ports = {channel: number for number, channel in enumerate(CHANNELS, 1)}
         else:
             ip = "127.0.0.1" if km.ip == "localhost" else km.ip
@@ -238,7 +239,7 @@ class SandboxProvisioner(LocalProvisioner):
                     "Leave KernelManager.ip at 127.0.0.1.",
                 )
             wanted = {channel: getattr(km, f"{channel}_port") for channel in CHANNELS}
-            ports = await IO.run(self._kernel.relay.listen_tcp(ip, wanted))
+            ports = await IO.run(self._kernel.relay.reserve_tcp(ip, wanted))
         if not km.cache_ports:
             km._record_random_port_names()  # so that a restart with new ports forgets these
         for channel, port in ports.items():

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -30,35 +31,42 @@ class ChannelRelay:
     """Listens for clients on the host and joins each connection to a stream into the sandbox."""
 
     def __init__(self) -> None:
+        self._reserved: dict[str, socket.socket] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._addresses: dict[str, str | int] = {}
         self._clients: set[_Client] = set()
         self._link: GuestLink | None = None
         self._targets: Mapping[str, str] = {}
 
-    async def listen_tcp(self, ip: str, ports: Mapping[str, int]) -> dict[str, int]:
-        """Listen on these ports of a loopback address, 0 for any; returns the ports. Those held already are kept."""
-        if self._servers and dict(ports) == self._addresses:
-            return dict(ports)
-        await self.close()
-        for channel in CHANNELS:
-            listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            await self._listen(channel, listener, (ip, ports[channel]))
-            self._addresses[channel] = listener.getsockname()[1]
+    async def reserve_tcp(self, ip: str, ports: Mapping[str, int]) -> dict[str, int]:
+        """Bind these ports of a loopback address, 0 for any; returns the ports. Those held already are kept."""
+        if dict(ports) != self._addresses:
+            await self.close()
+            for channel in CHANNELS:
+                listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                await self._bind(channel, listener, (ip, ports[channel]))
+                self._addresses[channel] = listener.getsockname()[1]
         return cast(dict[str, int], dict(self._addresses))
 
-    async def listen_ipc(self, paths: Mapping[str, str]) -> None:
-        """Listen on unix sockets at these paths, for this user only."""
-        if self._servers and dict(paths) == self._addresses and all(Path(path).exists() for path in paths.values()):
-            return
-        await self.close()
-        for channel in CHANNELS:
-            Path(paths[channel]).unlink(missing_ok=True)
-            await self._listen(channel, socket.socket(socket.AF_UNIX), paths[channel])
-            self._addresses[channel] = paths[channel]
+    async def reserve_ipc(self, paths: Mapping[str, str]) -> None:
+        """Bind unix sockets at these paths, for this user only. Those held already are kept if they are still there."""
+        if dict(paths) != self._addresses or not all(Path(path).exists() for path in paths.values()):
+            await self.close()
+            for channel in CHANNELS:
+                Path(paths[channel]).unlink(missing_ok=True)
+                await self._bind(channel, socket.socket(socket.AF_UNIX), paths[channel])
+                self._addresses[channel] = paths[channel]
 
-    async def _listen(self, channel: str, listener: socket.socket, address: str | tuple[str, int]) -> None:
+    async def listen(self) -> None:
+        """Let clients connect to what was reserved."""
+        loop = asyncio.get_running_loop()
+        while self._reserved:
+            channel, listener = self._reserved.popitem()
+            create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
+            self._servers[channel] = await create(partial(_Client, self, channel), sock=listener, backlog=MAX_CLIENTS)
+
+    async def _bind(self, channel: str, listener: socket.socket, address: str | tuple[str, int]) -> None:
         try:
             listener.bind(address)
             if isinstance(address, str):
@@ -66,12 +74,9 @@ class ChannelRelay:
         except OSError as error:
             listener.close()
             await self.close()
-            raise SandboxError(
-                f"The {channel} channel cannot listen on {address}: {error.strerror or error}."
-            ) from error
-        loop = asyncio.get_running_loop()
-        create = loop.create_unix_server if isinstance(address, str) else loop.create_server
-        self._servers[channel] = await create(lambda: _Client(self, channel), sock=listener, backlog=MAX_CLIENTS)
+            where = address if isinstance(address, str) else "{}:{}".format(*address)
+            raise SandboxError(f"The {channel} channel cannot listen on {where}: {error.strerror or error}.") from error
+        self._reserved[channel] = listener
 
     def connect(self, link: GuestLink, targets: Mapping[str, str]) -> None:
         """A kernel is (coming) up behind ``link``: join every client, waiting or new, to its channel's target."""
@@ -95,11 +100,14 @@ class ChannelRelay:
         self.disconnect()
         for client in list(self._clients):
             client.abandon()
+        for reserved in self._reserved.values():
+            reserved.close()
         for server in self._servers.values():
             server.close()
         for path in self._addresses.values():
             if isinstance(path, str):
                 Path(path).unlink(missing_ok=True)
+        self._reserved.clear()
         self._servers.clear()
         self._addresses.clear()
         await asyncio.sleep(0)  # the closed transports' last callbacks

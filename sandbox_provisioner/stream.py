@@ -7,7 +7,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .errors import ProtocolError
-from .guest.frames import AMOUNT, CREDIT, DATA, EOF, MAX_PAYLOAD, RESET, WINDOW, encode, encode_credit
+from .guest.frames import (
+    AMOUNT,
+    CREDIT,
+    DATA,
+    EOF,
+    MAX_PAYLOAD,
+    RESET,
+    SMALLEST_CREDIT,
+    WINDOW,
+    encode,
+    encode_credit,
+)
 
 if TYPE_CHECKING:
     from .link import GuestLink
@@ -48,8 +59,7 @@ class Stream:
     def consumed(self, amount: int) -> None:
         """Give the guest credit for ``amount`` bytes it had sent."""
         self._owed += amount
-        if self._owed >= WINDOW // 4 and not self._ended and not self._closed:
-            self._grant()
+        self._grant()
 
     def end(self) -> None:
         """Send no more, but go on receiving."""
@@ -61,7 +71,8 @@ class Stream:
         self._close(RESET)
 
     def _grant(self) -> None:
-        if self._link.quiet or not self._owed:
+        abandoned = self._closed and self._closing == RESET
+        if self._owed < SMALLEST_CREDIT or self._ended or abandoned or self._link.quiet:
             return
         self._allowance += self._owed
         self._link._send(encode_credit(self.number, self._owed))
@@ -90,8 +101,7 @@ class Stream:
             self._link._retire(self)
 
     def _resume(self) -> None:
-        if self._owed >= WINDOW // 4 and not self._ended and not self._closed:
-            self._grant()
+        self._grant()
         self._flush()
         if self.ready and not self._closed:
             self.on_ready()
@@ -109,8 +119,8 @@ class Stream:
                 raise ProtocolError("The guest sent a malformed credit.")
             (amount,) = AMOUNT.unpack(payload)
             self._credit += amount
-            if not amount or self._credit > WINDOW:
-                raise ProtocolError("The guest gave credit for bytes that were never sent.")
+            if amount < SMALLEST_CREDIT or self._credit > WINDOW:
+                raise ProtocolError("The guest gave credit in crumbs, or for bytes that were never sent.")
             self._flush()
             if self.ready:
                 self.on_ready()
@@ -118,6 +128,8 @@ class Stream:
             self._end_received(kind)
 
     def _end_received(self, kind: int) -> None:
+        if self._ended and kind == EOF:
+            raise ProtocolError("The guest ended a stream twice.")
         if not self._ended:
             self._ended = True
             self.on_end()

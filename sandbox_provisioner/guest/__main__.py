@@ -23,6 +23,7 @@ from frames import (
     MAX_PAYLOAD,
     OPEN,
     RESET,
+    SMALLEST_CREDIT,
     VERSION,
     WINDOW,
     Decoder,
@@ -313,7 +314,7 @@ class Init:
                 written = len(endpoint.backlog)
             del endpoint.backlog[:written]
             endpoint.owed += written
-            if endpoint.owed >= WINDOW // 4:
+            if endpoint.owed >= SMALLEST_CREDIT:
                 self.send(encode_credit(endpoint.stream, endpoint.owed))
                 endpoint.owed = 0
         if endpoint.host_ended and not endpoint.backlog:

@@ -25,6 +25,8 @@ AMOUNT = struct.Struct("!I")
 MAX_PAYLOAD = 1 << 18
 WINDOW = 1 << 20
 """Bytes that one side may send on a stream before the other has given credit again."""
+SMALLEST_CREDIT = WINDOW // 4
+"""Credit is given in pieces of at least this; what is owed below it waits."""
 
 
 class FrameError(ValueError):

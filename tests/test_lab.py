@@ -1,0 +1,71 @@
+"""A person picks the sandboxed kernel in JupyterLab: a real server and a real browser. Run by `make test-lab`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+TOKEN = "test"
+PATIENCE = 90_000
+
+
+@pytest.fixture
+def lab(tmp_path: Path, notebook_folder: Path) -> Iterator[str]:
+    """A JupyterLab server with the sandboxed kernel installed; yields its address."""
+    env = {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path / "data"), "SERVER_SECRET": "do not tell"}
+    sandbox = [sys.executable, "-m", "sandbox_provisioner.cli", "setup", "--kernel", "python3"]
+    subprocess.run(sandbox, env=env, check=True, capture_output=True, timeout=120)
+    options = ["--no-browser", "--port=0", f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url=", "--allow-root"]
+    command = [sys.executable, "-m", "jupyter", "lab", f"--notebook-dir={notebook_folder}", *options]
+    log = tmp_path / "lab.log"
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield wait_for_address(log, server)
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def wait_for_address(log: Path, server: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + 90
+    while server.poll() is None and time.monotonic() < deadline:
+        if found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()):
+            return found[0]
+        time.sleep(0.2)
+    raise AssertionError(f"JupyterLab did not start:\n{log.read_text()}")
+
+
+def test_a_person_picks_the_sandboxed_kernel_and_runs_a_cell(lab: str) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page()
+        page.goto(f"{lab}lab?reset&token={TOKEN}", timeout=PATIENCE)
+        page.click('.jp-LauncherCard[title*="(sandbox)"] >> nth=0', timeout=PATIENCE)
+        page.click(".jp-Notebook .cm-content", timeout=PATIENCE)
+        page.keyboard.type("import os; print(os.uname().nodename, os.environ.get('SERVER_SECRET'))")
+        page.keyboard.press("Shift+Enter")
+        output = page.wait_for_selector(".jp-OutputArea-output", timeout=PATIENCE)
+        assert output is not None
+        assert output.inner_text().strip() == "sandbox None"
+        browser.close()
+    with urllib.request.urlopen(f"{lab}api/kernels?token={TOKEN}") as answer:
+        assert [kernel["name"] for kernel in json.load(answer)] == ["python3-sandbox"]
