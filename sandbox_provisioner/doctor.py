@@ -21,7 +21,7 @@ from .errors import RunscTooOldError, SandboxError
 from .kernelspecs import PROVISIONER, Kernel, kernels
 from .progress import marks
 from .runsc import OLDEST, Runsc, candidates, find, inspect, require_user_namespaces
-from .runsc_sources import writable
+from .runsc_sources import nearest, writable
 from .runtime import runtime_root
 
 SETUP = "`jupyter sandbox setup`"
@@ -134,7 +134,7 @@ def check_user() -> Check:
         name = "without a name"
     who = "root" if uid == 0 else f"ordinary user {name} (uid {uid})"
     home = Path("~").expanduser()
-    if home.is_dir() and writable(home):
+    if os.access(home, os.W_OK | os.X_OK):
         return Check("user", True, f"{who}, home {home}")
     remedy = "`export HOME=...` to a folder of yours, or set JUPYTER_DATA_DIR and JUPYTER_RUNTIME_DIR."
     return Check("user", False, f"{who}, whose home {home} cannot be written", remedy, required=False)
@@ -162,11 +162,10 @@ def check_runtime_root() -> Check:
 
 def check_folder(name: str, folder: Path, megabytes: int, variable: str, required: bool = True) -> Check:
     """Whether ``folder`` can be written, or made, and has that much room."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
     if not writable(folder):
-        remedy = f"`sudo install -d -o {os.geteuid()} {folder}`, or `export {variable}=...` to a folder of yours."
+        remedy = f"`export {variable}=...` to a folder of yours."
         return Check(name, False, f"{folder} cannot be written", remedy, required)
-    free = shutil.disk_usage(there).free // MEGABYTE
+    free = shutil.disk_usage(nearest(folder)).free // MEGABYTE
     finding = f"{folder}, {free / 1024:.1f} GB free" if free >= 1024 else f"{folder}, {free} MB free"
     if free < megabytes:
         remedy = f"Free {megabytes} MB there, or `export {variable}=...` to a folder with room."

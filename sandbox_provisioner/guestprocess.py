@@ -62,6 +62,7 @@ class GuestProcess(Process):
     def _exited(self, status: int) -> None:
         super()._exited(status)
         self._room.set()
+        self.close_stdin()
 
     def _lost(self, error: Exception) -> None:
         if not self.started.done():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import os
-import pwd
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,38 +16,25 @@ from pathlib import Path
 
 from .bundle import Mount
 from .errors import CommandNotFoundError
+from .folders import homes, within
 
 OPEN_PARTS = {".asdf", ".conda", ".local", ".pyenv", ".rye", ".venv", ".virtualenvs"}
 """Hidden parts of a home in which interpreters and libraries are kept."""
-
-
-def homes() -> set[str]:
-    """The user's home, by the environment and by the user database."""
-    found = {os.path.expanduser("~")}
-    try:
-        found.add(pwd.getpwuid(os.geteuid()).pw_dir)
-    except KeyError:
-        pass
-    return {os.path.normpath(home) for home in found if os.path.isabs(home)} - {"/"}
 
 
 def private(path: str) -> bool:
     """Whether ``path`` is a home, holds one, or lies in a hidden part of one where no library has its place."""
     for place in {path, os.path.realpath(path)}:
         for home in homes():
-            if place == "/" or _within(home, place):
+            if place == "/" or within(home, place):
                 return True
-            if _within(place, home):
+            if within(place, home):
                 parts = Path(place).relative_to(home).parts
                 if parts[0].startswith(".") and (
                     parts[0] not in OPEN_PARTS or parts in ((".local",), (".local", "share"))
                 ):
                     return True
     return False
-
-
-def _within(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def resolve(command: str, env: Mapping[str, str]) -> str:
@@ -82,24 +68,23 @@ def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str]
 
 def _believed(folder: str, writable: Iterable[str]) -> Iterator[str]:
     """The path entries in ``folder``; those of an environment not the server's own only if they lie beside it."""
-    if any(_within(folder, place) for place in writable):
+    if any(within(folder, place) for place in writable):
         return
-    own = any(_within(folder, prefix) for prefix in (sys.prefix, sys.base_prefix))
+    own = any(within(folder, prefix) for prefix in (sys.prefix, sys.base_prefix))
     beside = Path(folder).parents[3]
     for entry in path_file_entries(folder):
-        if own or _within(os.path.realpath(entry), str(beside)):
+        if own or within(os.path.realpath(entry), str(beside)):
             yield entry
 
 
 def _is_installation(prefix: str) -> bool:
     """Whether software is installed there: a link or a first line alone does not make a folder worth showing."""
-    return any(Path(prefix).glob("lib*/python3*/os.py")) or not any(_within(prefix, home) for home in homes())
+    return any(Path(prefix).glob("lib*/python3*/os.py")) or not any(within(prefix, home) for home in homes())
 
 
-def protected(prefix: str) -> list[Mount]:
-    """The parts of an environment, read-only, for a kernel that may write to the folder it lies in directly."""
-    parts = (os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"))
-    return [Mount(part, part) for part in parts if os.path.exists(part)]
+def parts(prefix: str) -> list[str]:
+    """What of an environment must not be written to, also by a kernel whose folder is the environment's own."""
+    return [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg")]
 
 
 def programs(program: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from signal import SIGKILL
@@ -109,7 +110,31 @@ class SandboxedKernel:
             sink = sinks.get(piece.stream)
             if sink is not None:
                 with suppress(OSError):
-                    await asyncio.to_thread(os.write, sink, piece.data)
+                    await _write(sink, piece.data)
+
+
+async def _write(sink: int, data: bytes) -> None:
+    """Write to a descriptor that others share, and so must not be made non-blocking, without ever blocking."""
+    loop = asyncio.get_running_loop()
+    view = memoryview(data)
+    while view:
+        writable = asyncio.Event()
+        try:
+            loop.add_writer(sink, writable.set)
+        except PermissionError:  # a regular file: always writable, and not for epoll
+            view = view[os.write(sink, view) :]
+            continue
+        try:
+            await writable.wait()
+        finally:
+            loop.remove_writer(sink)
+        view = view[os.write(sink, view[: select.PIPE_BUF]) :]
+
+
+def printable(words: bytes) -> str:
+    """What a kernel said, fit for one line of a log: no escape sequences, no lines that look like the log's own."""
+    lines = words.decode("utf-8", "replace").strip().splitlines()
+    return " | ".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
 
 
 def _close(sinks: Sinks) -> None:

@@ -8,13 +8,14 @@ make us keep or do is bounded; one that breaks a rule loses its link, and with i
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .errors import GuestError, LinkClosedError, ProtocolError
-from .guest.frames import CONTROL, DATA, OPEN, RESET, VERSION, Decoder, FrameError, encode
+from .guest.frames import CONTROL, DATA, MAX_PAYLOAD, OPEN, RESET, VERSION, Decoder, FrameError, encode
 from .guestprocess import GuestProcess
 from .stream import Stream
 
@@ -159,17 +160,10 @@ class GuestLink:
         """Start a process in the sandbox, after writing ``files`` there; GuestError if it cannot be executed."""
         self._require_open()
         process = GuestProcess(self, self._next_process)
+        request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "stdin": stdin, "files": dict(files or {})}
+        self.tell(op="spawn", process=process.number, **request)
         self._next_process += 1
         self._processes[process.number] = process
-        self.tell(
-            op="spawn",
-            process=process.number,
-            argv=list(argv),
-            env=dict(env),
-            cwd=cwd,
-            stdin=stdin,
-            files=dict(files or {}),
-        )
         await process.started
         process._begin(stdin)
         return process
@@ -197,9 +191,12 @@ class GuestLink:
         self._next_process = max(self._next_process, number + 1)
 
     def tell(self, **message: Any) -> None:
-        """Send PID 1 a control message."""
+        """Send PID 1 a control message; GuestError if it is larger than a frame."""
         self._require_open()
-        self._send(encode(CONTROL, 0, json.dumps(message).encode()))
+        payload = json.dumps(message).encode()
+        if len(payload) > MAX_PAYLOAD:
+            raise GuestError("The command and its environment are too large for a sandbox.", errno.E2BIG)
+        self._send(encode(CONTROL, 0, payload))
 
     def _urge(self, **message: Any) -> None:
         """Send one that does not wait for the traffic to flow, because it is what makes it stop or flow."""

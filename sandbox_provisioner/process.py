@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 BUFFER = 1 << 20
+CRUMB = 1 << 12
+"""Smaller pieces that nobody has taken yet are joined, so that a byte of output does not cost a hundred of memory."""
 
 
 class Output(NamedTuple):
@@ -91,7 +93,11 @@ class Process(ABC):
         """A reader took ``piece``: a producer that was held back may go on."""
 
     def _feed(self, piece: Output) -> None:
-        self._pieces.append(piece)
+        last = self._pieces[-1] if self._pieces else None
+        if last and last.stream == piece.stream and len(last.data) + len(piece.data) <= CRUMB:
+            self._pieces[-1] = Output(piece.stream, last.data + piece.data)
+        else:
+            self._pieces.append(piece)
         self._size += len(piece.data)
         self._news.set()
 

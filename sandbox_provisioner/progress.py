@@ -61,6 +61,9 @@ class Progress:
         except SandboxError as error:
             outcome = f"{self._bad} {title}: {error.problem}"
             raise
+        except Exception as error:
+            outcome = f"{self._bad} {title}: {error}"
+            raise
         except BaseException:
             outcome = f"{self._bad} {title}: interrupted"
             raise

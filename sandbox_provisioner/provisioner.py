@@ -18,17 +18,18 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
-from jupyter_core.paths import jupyter_runtime_dir
+from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
 from traitlets import Bool, Enum, List, Unicode, default
 
 from . import config
 from .bundle import BundleSpec, Mount, parse_mount
 from .errors import ConfigurationError, SandboxError
+from .folders import homes, masks, shields, working_folder
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
-from .interpreter import homes, protected, resolve, visible
+from .interpreter import parts, resolve, visible
 from .iothread import IO
-from .kernel import SandboxedKernel
+from .kernel import SandboxedKernel, printable
 from .relay import CHANNELS
 from .runsc import find
 from .runtime import runtime_root
@@ -252,21 +253,22 @@ class SandboxProvisioner(LocalProvisioner):
         argv = [part.replace(connection, inside) for part in cmd]
         argv[0] = resolve(argv[0], env)
         folder = self._folder(kwargs.get("cwd"))
+        cwd = folder.destination if folder else env["HOME"]
         info = json.loads(Path(connection).read_text()) | self._guest_endpoints()
         runsc = find(self.runsc)
-        given = [*([Mount(folder, folder, True)] if folder else []), *map(parse_mount, self.mounts)]
+        given = [*([folder] if folder else []), *map(parse_mount, self.mounts)]
         writable = [mount.source for mount in given if mount.writable]
         seen = [*visible([sys.executable], env), *visible(argv, env, writable)]
-        kept = [part for mount in seen if mount.source in writable for part in protected(mount.source)]
-        mounts = [*seen, *given, *kept]
-        home = env["HOME"]
+        trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
+        trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
+        mounts = [*seen, *given, *shields(given, trusted)]
         spec = BundleSpec(
             python=os.path.realpath(sys.executable),
-            home=home,
+            home=env["HOME"],
             user=env["USER"],
-            mounts=(*mounts, *_masks(mounts, home)),
+            mounts=(*mounts, *masks(mounts, {*homes(), *_own_folders()}, env["HOME"])),
             network=self.network,
-            environment={"PATH": env.get("PATH", os.defpath), "HOME": home},
+            environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
         )
 
         async def launch() -> None:
@@ -274,7 +276,7 @@ class SandboxProvisioner(LocalProvisioner):
                 SandboxHandle.create_ephemeral(self.kernel_id, spec, runsc, self.platform),
                 argv,
                 env=env,
-                cwd=folder or home,
+                cwd=cwd,
                 files={inside: json.dumps(info)},
                 targets=_targets(info),
                 sinks={name: _sink(kwargs.get(name), fd) for name, fd in (("stdout", 1), ("stderr", 2))},
@@ -283,11 +285,11 @@ class SandboxProvisioner(LocalProvisioner):
 
         await IO.run(launch())
         self._launched = True
-        self.cwd = folder or home
+        self.cwd = cwd
 
     def _ended(self, status: int) -> None:
         if status > 0:
-            words = self._kernel.last_words.decode("utf-8", "replace").strip()
+            words = printable(self._kernel.last_words)
             self.log.warning("Kernel %s ended with status %d. %s", self.kernel_id, status, words)
 
     def _guest_endpoints(self) -> dict[str, Any]:
@@ -312,35 +314,20 @@ class SandboxProvisioner(LocalProvisioner):
         passed["JPY_PARENT_PID"] = "1"  # the sandbox's init, which ipykernel knows not to watch
         return passed
 
-    def _folder(self, cwd: str | None) -> str:
-        """The folder that the kernel may write to; empty if it gets none but its private home."""
-        folder = os.path.abspath(os.path.expanduser(self.working_folder or cwd or os.getcwd()))
-        if not os.path.isdir(folder):
-            raise ConfigurationError("working_folder", f"The kernel's folder {folder} does not exist.", "Create it.")
-        if self.allow_home or (folder not in homes() and folder != "/"):
-            return folder
-        if not self.working_folder and not cwd:
-            self.log.warning("The kernel works in a private, empty home: it was started from %s.", folder)
-            return ""
-        raise ConfigurationError(
-            "working_folder",
-            f"A sandboxed kernel for a notebook in {folder} would see and could change everything in it, keys and "
-            "start-up files included.",
-            "Move the notebook into a folder of its own, or set SandboxProvisioner.allow_home.",
-        )
+    def _folder(self, cwd: str | None) -> Mount | None:
+        """The folder that the kernel works in and may write to; None if it gets only its private home."""
+        try:
+            return working_folder(self.working_folder or cwd or os.getcwd(), self.allow_home, _own_folders())
+        except ConfigurationError as error:
+            if self.working_folder or cwd:
+                raise
+            self.log.warning("The kernel works in a private, empty home. %s", error.problem)
+            return None
 
 
-def _masks(mounts: list[Mount], home: str) -> list[Mount]:
-    """Fresh folders over what must stay unseen where a mount holds it: homes, connection files, other sandboxes."""
-    secret = {*homes(), jupyter_runtime_dir(), str(runtime_root())} - {home}
-    given = {mount.destination for mount in mounts}
-    return [
-        Mount("", path, True)
-        for path in sorted(secret)
-        if os.path.isdir(path)
-        and path not in given
-        and any(path.startswith(f"{mount.destination}/") for mount in mounts)
-    ]
+def _own_folders() -> list[str]:
+    """Where connection files and the folders of running sandboxes are."""
+    return [jupyter_runtime_dir(), str(runtime_root())]
 
 
 def _targets(info: dict[str, Any]) -> dict[str, str]:

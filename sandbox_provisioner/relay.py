@@ -19,7 +19,7 @@ from .link import GuestLink
 from .stream import Stream
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
-MAX_CLIENTS = 1000
+MAX_CLIENTS = 250
 """Connections at once to one kernel; a kernel has five for each client."""
 
 
@@ -64,7 +64,7 @@ class ChannelRelay:
         while self._reserved:
             channel, listener = self._reserved.popitem()
             create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
-            self._servers[channel] = await create(partial(_Client, self, channel), sock=listener, backlog=MAX_CLIENTS)
+            self._servers[channel] = await create(partial(_Client, self, channel), sock=listener)
 
     async def _bind(self, channel: str, listener: socket.socket, address: str | tuple[str, int]) -> None:
         try:
@@ -97,6 +97,12 @@ class ChannelRelay:
 
     async def close(self) -> None:
         """Close everything; nothing listens any more when this returns."""
+        loop = asyncio.get_running_loop()
+        for server in self._servers.values():
+            for listener in server.sockets:
+                loop.remove_reader(listener.fileno())
+        await asyncio.sleep(0)  # whoever was just accepted arrives in these two turns,
+        await asyncio.sleep(0)  # and is closed with the others
         self.disconnect()
         for client in list(self._clients):
             client.abandon()
@@ -135,7 +141,9 @@ class _Client(asyncio.Protocol):
         self._channel = channel
         self._stream: Stream | None = None
         self._early = b""
-        self._unsent = 0
+        self._unsent = bytearray()
+        self._unsettled = 0
+        self._congested = False
 
     # -- called by asyncio
 
@@ -152,17 +160,31 @@ class _Client(asyncio.Protocol):
             self._stream.write(data)
         else:
             self._early += data
-        if not (self._stream.ready if self._stream else len(self._early) < MAX_EARLY):
+        if len(self._early) > MAX_EARLY or (self._stream and self._stream.backlog > MAX_EARLY):
             self._transport.pause_reading()
 
+    def pause_writing(self) -> None:
+        self._congested = True
+
     def resume_writing(self) -> None:
-        self._settle()
+        self._congested = False
+        if self._unsent:
+            unsent, self._unsent = bytes(self._unsent), bytearray()
+            self._transport.write(unsent)
+        if not self._congested:
+            self._settle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._relay._clients.discard(self)
-        if self._stream:
-            self._stream.reset()
-            self._stream = None
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        stream.on_end = stream.on_ready = lambda: None
+        stream.on_data = lambda data: stream.consumed(len(data))
+        if exc:
+            stream.reset()
+        else:
+            stream.end()  # what it sent before it hung up still arrives
 
     # -- called by the relay and by the stream
 
@@ -193,18 +215,22 @@ class _Client(asyncio.Protocol):
 
     def abandon(self) -> None:
         """Close, without waiting for a client that does not read."""
-        if self._transport.get_write_buffer_size():
+        if self._congested:
             self._transport.abort()
         else:
             self._transport.close()
 
     def _deliver(self, data: bytes) -> None:
-        self._unsent += len(data)
-        self._transport.write(data)
-        if not self._transport.get_write_buffer_size():
+        self._unsettled += len(data)
+        if self._congested:
+            self._unsent += data
+        else:
+            self._transport.write(data)
+        if not self._congested:
             self._settle()
 
     def _settle(self) -> None:
-        if self._stream and self._unsent:
-            self._stream.consumed(self._unsent)
-        self._unsent = 0
+        """Everything was sent: give the guest credit for it."""
+        if self._stream and self._unsettled:
+            self._stream.consumed(self._unsettled)
+        self._unsettled = 0

@@ -63,7 +63,7 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
         yield "PATH", Path(on_path)
     for folder in dict.fromkeys(bin_folders()):
         path = folder / "runsc"
-        if path.is_file():
+        if os.access(path, os.F_OK):
             yield "jupyter sandbox setup", path
 
 
@@ -97,7 +97,7 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
 def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
     """Ask the binary at ``path`` what it is, without judging its age."""
     named = f"{path} ({origin})" if origin else str(path)
-    if not path.is_file():
+    if not os.access(path, os.F_OK) or not path.is_file():
         raise RunscNotFoundError(f"There is no runsc at {named}.", remedy)
     if not os.access(path, os.X_OK):
         raise RunscNotFoundError(f"{named} is not executable.", f"`chmod +x {path}` makes it so.")

@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, ClassVar
 
+from . import apt_entries
 from .errors import RunscNotFoundError, SandboxError
 from .progress import Note, Progress
 from .runsc import OLDEST, Runsc, inspect
@@ -220,8 +220,8 @@ def _go_environment(go: str, workspace: Path) -> dict[str, str]:
     for name in ("GOOS", "GOARCH", "GOROOT", "GOEXPERIMENT"):
         environment.pop(name, None)
     for name in ("GOCACHE", "GOMODCACHE"):
-        folder = _go_variable(go, name)
-        if not (Path(folder).is_dir() and Path(folder).is_absolute() and writable(Path(folder))):
+        folder = Path(_go_variable(go, name))
+        if not folder.is_absolute() or nearest(folder) != folder or not writable(folder):
             environment[name] = str(workspace / name)
             environment["GOFLAGS"] = "-mod=readonly -modcacherw"
     return environment
@@ -229,8 +229,13 @@ def _go_environment(go: str, workspace: Path) -> dict[str, str]:
 
 def writable(folder: Path) -> bool:
     """Whether files can be made in this folder, or the folder itself where it does not exist yet."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = nearest(folder)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def nearest(folder: Path) -> Path:
+    """The innermost part of this path that exists and that we can see."""
+    return next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
 
 
 class DebianSource(Source):
@@ -272,53 +277,10 @@ def _suites(workspace: Path) -> Iterator[tuple[str, str]]:
     """Sets of suites to ask, each with its name and what to add to apt's configuration for it."""
     parts = workspace / "backports"
     parts.mkdir()
-    for number, file in enumerate(_source_files()):
-        text = file.read_text(errors="replace")
-        rewritten = backports_deb822(text) if file.suffix == ".sources" else backports_one_line(text)
-        if rewritten:
-            (parts / f"{number}{file.suffix}").write_text(rewritten)
+    apt_entries.write_backports(parts)
     if any(parts.iterdir()):
         yield "backports", f'Dir::Etc::sourcelist "/dev/null";\nDir::Etc::sourceparts "{parts}";\n'
     yield "this machine's suites", ""
-
-
-def _source_files() -> list[Path]:
-    """The files with the machine's source entries, as apt itself finds them."""
-    names = ["LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
-    answer = subprocess.run(["apt-config", "shell", *names], capture_output=True, text=True, check=True)
-    found = dict(part.split("=", 1) for part in shlex.split(answer.stdout))
-    parts = sorted(path for path in Path(found["PARTS"]).glob("*") if path.suffix in (".list", ".sources"))
-    return [path for path in (Path(found["LIST"]), *parts) if os.access(path, os.R_OK) and path.is_file()]
-
-
-def _backports(suites: Sequence[str]) -> list[str]:
-    """The backports of those suites that are a whole release of Debian, by codename or by standing."""
-    release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
-    return [f"{suite}-backports" for suite in suites if suite in (release, "stable", "oldstable")]
-
-
-def backports_deb822(text: str) -> str:
-    """The stanzas of a .sources file that name a release of Debian, naming its backports instead."""
-    stanzas = []
-    for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
-        suites = re.search(r"^Suites:((?:.*\n?)(?:[ \t]+.*\n?)*)", stanza, re.MULTILINE | re.IGNORECASE)
-        wanted = _backports(suites[1].split()) if suites else []
-        disabled = re.search(r"^Enabled:\s*(no|false|0|off)\b", stanza, re.MULTILINE | re.IGNORECASE)
-        if suites and wanted and not disabled:
-            line = f"Suites: {' '.join(wanted)}\n"
-            stanzas.append((stanza[: suites.start()] + line + stanza[suites.end() :]).strip() + "\n")
-    return "\n".join(stanzas)
-
-
-def backports_one_line(text: str) -> str:
-    """The ``deb`` lines of a .list file that name a release of Debian, naming its backports instead."""
-    lines = []
-    for line in text.splitlines():
-        entry = re.match(r"\s*(deb\s+(?:\[[^]]*\]\s+)?\S+)\s+(\S+)\s+(.*)", line)
-        wanted = _backports([entry[2]]) if entry else []
-        if entry and wanted:
-            lines.append(f"{entry[1]} {wanted[0]} {entry[3]}\n")
-    return "".join(lines)
 
 
 def _from_suites(target: Path, folder: Path, note: Note) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import stat
@@ -19,13 +20,15 @@ from weakref import WeakSet
 
 from .errors import ConfigurationError
 
+NAME = re.compile(r"\.?[0-9a-f]{12}")
 STALE_NEWBORN = 3600.0
 GONE_WITHIN = 5.0
 
 
 def runtime_root() -> Path:
     """Where this user's sandboxes have their folders; made on demand, and refused if it is somebody else's."""
-    root = Path(os.environ.get("SANDBOX_RUNTIME_DIR") or f"/tmp/jupyter-sandbox-{os.geteuid()}").absolute()
+    chosen = os.environ.get("SANDBOX_RUNTIME_DIR")
+    root = Path(chosen, "jupyter-sandbox").absolute() if chosen else Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -94,6 +97,8 @@ def sweep() -> list[str]:
     """Remove what dead owners left: processes, mounts, folders. Returns the names of the folders that went."""
     swept = []
     for path in runtime_root().iterdir():
+        if not NAME.fullmatch(path.name):
+            continue
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
@@ -123,8 +128,8 @@ def kill_processes(state: Path) -> int:
             continue
         try:
             if wanted in Path("/proc", entry, "cmdline").read_bytes().split(b"\0"):
-                found += 1
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
+                found += 1
         except OSError:
             pass
         finally:

@@ -50,6 +50,11 @@ class Stream:
         """Whether what is written now goes out now."""
         return not self._backlog and self._credit > 0 and not self._link.quiet
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for the guest to have room."""
+        return sum(map(len, self._backlog))
+
     def write(self, data: bytes) -> None:
         """Send ``data``, now or as soon as the guest has room for it."""
         if not self._closed and self._closing is None:

@@ -17,6 +17,7 @@ from jupyter_client.manager import KernelManager
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.interpreter import visible
 from sandbox_provisioner.runsc import Runsc, find
+from sandbox_provisioner.runtime import runtime_root
 
 READY = 90
 
@@ -42,8 +43,8 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(folder))
-    yield folder
-    assert leftovers(folder) == []
+    yield runtime_root()
+    assert leftovers(folder / "jupyter-sandbox") == []
 
 
 @pytest.fixture(scope="session")

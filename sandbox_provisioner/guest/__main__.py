@@ -6,6 +6,7 @@ File descriptors 0 and 1 are the way to the host and are never closed: a restore
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -34,6 +35,7 @@ from processes import Process, start
 
 HOST_IN, HOST_OUT = 0, 1
 CONNECT_RETRY = 0.01
+TCP_CONNECT = 0.05
 
 
 class HostGone(Exception):
@@ -142,7 +144,10 @@ class Init:
             self.watch(endpoint)
         elif kind == EOF:
             endpoint.host_ended = True
-            self.drain(endpoint)
+            if endpoint.stream in self.connecting:
+                self.end(endpoint, RESET)
+            else:
+                self.drain(endpoint)
         elif kind == RESET:
             endpoint.host_ended = True
             self.end(endpoint, RESET)
@@ -174,9 +179,10 @@ class Init:
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                     file.write(text)
-            process = start(message["argv"], message["env"], message["cwd"], message["stdin"])
-        except OSError as error:
-            self.tell(op="failed", process=name, errno=error.errno, filename=str(error.filename))
+            process = start(name, message["argv"], message["env"], message["cwd"], message["stdin"])
+        except (OSError, ValueError) as error:
+            number = getattr(error, "errno", None) or errno.EINVAL
+            self.tell(op="failed", process=name, errno=number, filename=str(getattr(error, "filename", "")))
             return
         self.processes[name] = process
         self.tell(op="started", process=name)
@@ -202,10 +208,16 @@ class Init:
                 return
             if not pid:
                 return
-            for name, process in self.processes.items():
+            for name, process in list(self.processes.items()):
                 if process.pid == pid:
                     process.pid = 0
                     self.tell(op="exited", process=name, status=os.waitstatus_to_exitcode(status))
+                    self.drop(process)
+
+    def drop(self, process: Process) -> None:
+        """Forget a process that has ended and whose pipes are closed."""
+        if not process.pid and {process.stdin, process.stdout, process.stderr} == {-1}:
+            self.processes.pop(process.name, None)
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -237,16 +249,18 @@ class Init:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             if kind == "unix":
+                sock.setblocking(False)
                 sock.connect(address)
             else:
+                sock.settimeout(TCP_CONNECT)
                 host, _, port = address.rpartition(":")
                 sock.connect((host, int(port)))
+                sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             sock.close()
             return
         del self.connecting[stream]
-        sock.setblocking(False)
         endpoint = self.endpoints[stream]
         endpoint.owner, endpoint.reader, endpoint.writer = sock, sock.fileno(), sock.fileno()
         self.drain(endpoint)
@@ -361,6 +375,7 @@ class Init:
         for pipe in ("stdin", "stdout", "stderr"):
             if getattr(process, pipe) == fd:
                 setattr(process, pipe, -1)
+        self.drop(process)
 
     def release(self, fd: int) -> None:
         if self.interest.pop(fd, 0):

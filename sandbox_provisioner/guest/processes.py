@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 
@@ -9,15 +10,16 @@ import signal
 class Process:
     """A child that the host asked for, and the pipes to it."""
 
-    def __init__(self, pid: int, stdin: int, stdout: int, stderr: int) -> None:
+    def __init__(self, name: int, pid: int, stdin: int, stdout: int, stderr: int) -> None:
+        self.name = name
         self.pid = pid
         self.stdin = stdin
         self.stdout = stdout
         self.stderr = stderr
 
 
-def start(argv: list[str], env: dict[str, str], cwd: str, stdin: bool) -> Process:
-    """Start a child in a session of its own; OSError if it cannot be executed."""
+def start(name: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool) -> Process:
+    """Start a child in a session of its own; OSError if it cannot be executed, or makes no sense."""
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
     in_read, in_write = os.pipe() if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
@@ -32,11 +34,19 @@ def start(argv: list[str], env: dict[str, str], cwd: str, stdin: bool) -> Proces
             for source, target in ((in_read, 0), (out_write, 1), (err_write, 2)):
                 os.dup2(source, target)
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            for signum in (
+                signal.SIGCHLD,
+                signal.SIGTERM,
+                signal.SIGINT,
+                signal.SIGHUP,
+                signal.SIGPIPE,
+                signal.SIGXFSZ,
+            ):
                 signal.signal(signum, signal.SIG_DFL)
             os.execvpe(argv[0], argv, env)
-        except OSError as error:
-            os.write(failed_write, f"{error.errno} {step}".encode())
+        except (OSError, ValueError, IndexError) as error:
+            number = getattr(error, "errno", None) or errno.EINVAL
+            os.write(failed_write, f"{number} {step}".encode("utf-8", "replace"))
         finally:
             os._exit(127)
     for fd in (out_write, err_write, in_read, failed_write):
@@ -52,4 +62,4 @@ def start(argv: list[str], env: dict[str, str], cwd: str, stdin: bool) -> Proces
     for fd in (out_read, err_read, in_write):
         if fd >= 0:
             os.set_blocking(fd, False)
-    return Process(pid, in_write, out_read, err_read)
+    return Process(name, pid, in_write, out_read, err_read)

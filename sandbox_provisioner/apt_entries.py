@@ -1,0 +1,59 @@
+"""The machine's own source entries for apt, rewritten to name the backports of its release on the same mirror."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def write_backports(parts: Path) -> None:
+    """Write the rewritten entries into the folder ``parts``, which stays empty if there are none to rewrite."""
+    for number, file in enumerate(source_files()):
+        text = file.read_text(errors="replace")
+        rewritten = backports_deb822(text) if file.suffix == ".sources" else backports_one_line(text)
+        if rewritten:
+            (parts / f"{number}{file.suffix}").write_text(rewritten)
+
+
+def source_files() -> list[Path]:
+    """The files with the machine's source entries, as apt itself finds them."""
+    names = ["LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
+    answer = subprocess.run(["apt-config", "shell", *names], capture_output=True, text=True, check=True)
+    found = dict(part.split("=", 1) for part in shlex.split(answer.stdout))
+    parts = sorted(path for path in Path(found["PARTS"]).glob("*") if path.suffix in (".list", ".sources"))
+    return [path for path in (Path(found["LIST"]), *parts) if os.access(path, os.R_OK) and path.is_file()]
+
+
+def _backports(suites: Sequence[str]) -> list[str]:
+    """The backports of those suites that are a whole release of Debian, by codename or by standing."""
+    release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    return [f"{suite}-backports" for suite in suites if suite in (release, "stable", "oldstable")]
+
+
+def backports_deb822(text: str) -> str:
+    """The stanzas of a .sources file that name a release of Debian, naming its backports instead."""
+    stanzas = []
+    for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
+        suites = re.search(r"^Suites:((?:.*\n?)(?:[ \t]+.*\n?)*)", stanza, re.MULTILINE | re.IGNORECASE)
+        wanted = _backports(suites[1].split()) if suites else []
+        disabled = re.search(r"^Enabled:\s*(no|false|0|off)\b", stanza, re.MULTILINE | re.IGNORECASE)
+        if suites and wanted and not disabled:
+            line = f"Suites: {' '.join(wanted)}\n"
+            stanzas.append((stanza[: suites.start()] + line + stanza[suites.end() :]).strip() + "\n")
+    return "\n".join(stanzas)
+
+
+def backports_one_line(text: str) -> str:
+    """The ``deb`` lines of a .list file that name a release of Debian, naming its backports instead."""
+    lines = []
+    for line in text.splitlines():
+        entry = re.match(r"\s*(deb\s+(?:\[[^]]*\]\s+)?\S+)\s+(\S+)\s+(.*)", line)
+        wanted = _backports([entry[2]]) if entry else []
+        if entry and wanted:
+            lines.append(f"{entry[1]} {wanted[0]} {entry[3]}\n")
+    return "".join(lines)

@@ -1,0 +1,84 @@
+"""Which folders of the host a kernel may get, and what stays hidden or unwritable where one of them holds it.
+
+Links are followed first: a guest can put one in the place of a folder and wait for the next kernel that starts there.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterable
+from pathlib import Path
+
+from .bundle import Mount
+from .errors import ConfigurationError
+
+
+def within(path: str, folder: str) -> bool:
+    """Whether ``path`` is ``folder`` or lies in it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def homes() -> set[str]:
+    """The user's home, by the environment and by the user database, as named and with links followed."""
+    found = {os.path.expanduser("~")}
+    try:
+        found.add(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:
+        pass
+    named = {os.path.normpath(home) for home in found if os.path.isabs(home)}
+    return (named | {os.path.realpath(home) for home in named}) - {"/"}
+
+
+def working_folder(path: str, allow_home: bool, reserved: Iterable[str]) -> Mount:
+    """The mount of a kernel's own folder; ConfigurationError if it cannot, or should not, have that one.
+
+    ``reserved`` folders, and what lies in them, are the server's own.
+    """
+    folder = os.path.abspath(os.path.expanduser(path))
+    real = os.path.realpath(folder)
+    if not os.path.isdir(real):
+        raise ConfigurationError("working_folder", f"The kernel's folder {folder} does not exist.", "Create it.")
+    if real == "/" or (real in homes() and not allow_home):
+        raise ConfigurationError(
+            "working_folder",
+            f"A sandboxed kernel for a notebook in {folder} would see and could change everything in it, keys and "
+            "start-up files included.",
+            "Move the notebook into a folder of its own"
+            + ("." if real == "/" else ", or set SandboxProvisioner.allow_home."),
+        )
+    for own in reserved:
+        if within(real, os.path.realpath(own)):
+            raise ConfigurationError(
+                "working_folder",
+                f"A sandboxed kernel cannot work in {folder}: Jupyter keeps its own files there.",
+                "Move the notebook into a folder of its own.",
+            )
+    return Mount(real, folder, True)
+
+
+def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mount]:
+    """Fresh folders over every ``secret`` one that a mount would show; the kernel's own ``home`` is fresh already."""
+    mounts = list(mounts)
+    given = {mount.destination for mount in mounts} | {home}
+    places = [place for mount in mounts for _, place in _inside(mount, secret)]
+    return [Mount("", place, True) for place in dict.fromkeys(places) if place not in given]
+
+
+def shields(mounts: Iterable[Mount], trusted: Iterable[str]) -> list[Mount]:
+    """Read-only mounts over what the host will believe or run, where the kernel could write to it otherwise."""
+    writable = [mount for mount in mounts if mount.source and mount.writable]
+    return [Mount(real, place) for mount in writable for real, place in _inside(mount, trusted)]
+
+
+def _inside(mount: Mount, paths: Iterable[str]) -> list[tuple[str, str]]:
+    """Those of ``paths`` that lie in the mount's source, with links followed, and where they appear in the sandbox."""
+    if not mount.source:
+        return []
+    source = os.path.realpath(mount.source)
+    real = (os.path.realpath(path) for path in paths if os.path.exists(path))
+    return [
+        (path, str(Path(mount.destination, os.path.relpath(path, source))))
+        for path in real
+        if path != source and within(path, source)
+    ]
