@@ -111,8 +111,9 @@ def _pins(mounts: Sequence[Mount]) -> set[Mount]:
             inside = Path(mount.destination).relative_to(above.destination)
             for parent in list(inside.parents)[:-1]:
                 destination = os.path.join(above.destination, parent)
-                if destination not in taken:
-                    pins.add(Mount(os.path.join(above.source, parent), destination, True))
+                source = os.path.join(above.source, parent)
+                if destination not in taken and os.path.isdir(source):
+                    pins.add(Mount(source, destination, True))
     return pins
 
 

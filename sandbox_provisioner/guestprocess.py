@@ -53,7 +53,7 @@ class GuestProcess(Process):
         self._open_outputs = 2
         self._stdio = self._streams["stdout"]
         self._streams["stderr"].end()
-        if not stdin:
+        if not stdin or self._exit.done():
             self._stdio.end()
 
     def _taken(self, piece: Output) -> None:

@@ -141,8 +141,8 @@ class _Client(asyncio.Protocol):
         self._channel = channel
         self._stream: Stream | None = None
         self._early = b""
-        self._unsent = bytearray()
-        self._unsettled = 0
+        self._waiting = bytearray()
+        self._unsent = 0
         self._congested = False
 
     # -- called by asyncio
@@ -168,9 +168,9 @@ class _Client(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._congested = False
-        if self._unsent:
-            unsent, self._unsent = bytes(self._unsent), bytearray()
-            self._transport.write(unsent)
+        if self._waiting:
+            waiting, self._waiting = bytes(self._waiting), bytearray()
+            self._transport.write(waiting)
         if not self._congested:
             self._settle()
 
@@ -221,9 +221,9 @@ class _Client(asyncio.Protocol):
             self._transport.close()
 
     def _deliver(self, data: bytes) -> None:
-        self._unsettled += len(data)
+        self._unsent += len(data)
         if self._congested:
-            self._unsent += data
+            self._waiting += data
         else:
             self._transport.write(data)
         if not self._congested:
@@ -231,6 +231,6 @@ class _Client(asyncio.Protocol):
 
     def _settle(self) -> None:
         """Everything was sent: give the guest credit for it."""
-        if self._stream and self._unsettled:
-            self._stream.consumed(self._unsettled)
-        self._unsettled = 0
+        if self._stream and self._unsent:
+            self._stream.consumed(self._unsent)
+        self._unsent = 0

@@ -29,7 +29,16 @@ def runtime_root() -> Path:
     """Where this user's sandboxes have their folders; made on demand, and refused if it is somebody else's."""
     chosen = os.environ.get("SANDBOX_RUNTIME_DIR")
     root = Path(chosen, "jupyter-sandbox").absolute() if chosen else Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigurationError(
+            "SANDBOX_RUNTIME_DIR",
+            f"{root} cannot be made: {error.strerror}.",
+            "Set SANDBOX_RUNTIME_DIR to a folder of your own.",
+        ) from error
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigurationError(
