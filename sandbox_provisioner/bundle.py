@@ -112,7 +112,8 @@ def _pins(mounts: Sequence[Mount]) -> set[Mount]:
             for parent in list(inside.parents)[:-1]:
                 destination = os.path.join(above.destination, parent)
                 source = os.path.join(above.source, parent)
-                if destination not in taken and os.path.isdir(source):
+                linked = os.path.realpath(source) != os.path.join(os.path.realpath(above.source), parent)
+                if destination not in taken and os.path.isdir(source) and not linked:
                     pins.add(Mount(source, destination, True))
     return pins
 

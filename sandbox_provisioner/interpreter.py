@@ -50,9 +50,11 @@ def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str]
 
     What lies in ``writable`` folders the guest may have written: path files there are not believed.
     """
+    writable = [os.path.realpath(folder) for folder in writable]
     first, *others = programs(argv[0])
+    doubted = any(within(os.path.realpath(os.path.dirname(first)), folder) for folder in writable)
     prefixes = program_folders(first)
-    prefixes += [folder for program in others for folder in program_folders(program) if _is_installation(folder)]
+    prefixes += [folder for program in others for folder in program_folders(program) if _installed(folder, doubted)]
     libraries = [folder for prefix in prefixes for folder in site_folders(prefix)]
     paths = [
         *prefixes,
@@ -63,12 +65,18 @@ def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str]
         *argv[1:],
     ]
     normal = dict.fromkeys(os.path.normpath(path) for path in paths if os.path.isabs(path) and os.path.exists(path))
-    return [Mount(path, path) for path in normal if not private(path)]
+    return [Mount(path, path) for path in normal if not private(path) and not _leads_out(path, writable)]
+
+
+def _leads_out(path: str, folders: Iterable[str]) -> bool:
+    """Whether ``path`` lies in one of ``folders`` by its name, but by a link somewhere else."""
+    real = os.path.realpath(path)
+    return any(within(path, folder) and not within(real, folder) for folder in folders)
 
 
 def _believed(folder: str, writable: Iterable[str]) -> Iterator[str]:
     """The path entries in ``folder``; those of an environment not the server's own only if they lie beside it."""
-    if any(within(folder, place) for place in writable):
+    if any(within(os.path.realpath(folder), place) for place in writable):
         return
     own = any(within(folder, prefix) for prefix in (sys.prefix, sys.base_prefix))
     beside = Path(folder).parents[3]
@@ -77,9 +85,11 @@ def _believed(folder: str, writable: Iterable[str]) -> Iterator[str]:
             yield entry
 
 
-def _is_installation(prefix: str) -> bool:
-    """Whether software is installed there: a link or a first line alone does not make a folder worth showing."""
-    return any(Path(prefix).glob("lib*/python3*/os.py")) or not any(within(prefix, home) for home in homes())
+def _installed(prefix: str, doubted: bool) -> bool:
+    """Whether software is installed there; a doubted link or first line must lead to a Python, or into the system."""
+    if any(Path(prefix).glob("lib*/python3*/os.py")) or within(prefix, "/usr"):
+        return True
+    return not doubted and not any(within(prefix, home) for home in homes())
 
 
 def parts(prefix: str) -> list[str]:

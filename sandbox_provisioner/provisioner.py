@@ -317,12 +317,15 @@ class SandboxProvisioner(LocalProvisioner):
     def _folder(self, cwd: str | None) -> Mount | None:
         """The folder that the kernel works in and may write to; None if it gets only its private home."""
         try:
-            return working_folder(self.working_folder or cwd or os.getcwd(), self.allow_home, _own_folders())
+            folder = working_folder(self.working_folder or cwd or os.getcwd(), self.allow_home, _own_folders())
         except ConfigurationError as error:
             if self.working_folder or cwd:
                 raise
             self.log.warning("The kernel works in a private, empty home. %s", error.problem)
             return None
+        if folder.source in map(os.path.realpath, sys.path):
+            self.log.warning("The server itself imports from %s, which this kernel can write to.", folder.source)
+        return folder
 
 
 def _own_folders() -> list[str]:
