@@ -192,6 +192,11 @@ def etc(spec: BundleSpec) -> dict[str, str]:
 
 def write(folder: Path, spec: BundleSpec) -> None:
     """Write the bundle into ``folder``: config.json and a root folder that holds only what is not mounted."""
+    for mount in spec.mounts:
+        if mount.source and not os.path.exists(mount.source):
+            raise ConfigurationError(
+                "mounts", f"{mount.source}, which the sandbox is to see, is not there.", "Create it, or correct mounts."
+            )
     root = folder / "rootfs"
     (root / "etc" / "ssl").mkdir(parents=True)
     for path in SYSTEM:

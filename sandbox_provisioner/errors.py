@@ -43,6 +43,13 @@ class UserNamespacesForbiddenError(SandboxError):
     """This system does not let an ordinary user make the user namespace that runsc needs."""
 
 
+class DiskFullError(SandboxError):
+    """There was no room for a sandbox's few files."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(f"The disk is full: {words.strip()}.", "Free some space; `df -h` shows where there is none.")
+
+
 class RunscError(SandboxError):
     """A runsc command failed; ``words`` is what it said."""
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from .bundle import Mount
 from .errors import ConfigurationError
+
+OPEN_PARTS = {".asdf", ".conda", ".local", ".pyenv", ".rye", ".venv", ".virtualenvs"}
+"""Hidden parts of a home in which interpreters and libraries are kept."""
 
 
 def within(path: str, folder: str) -> bool:
@@ -30,6 +35,23 @@ def homes() -> set[str]:
     return (named | {os.path.realpath(home) for home in named}) - {"/"}
 
 
+def hidden(path: str) -> bool:
+    """Whether ``path`` lies in a hidden part of a home where no library has its place."""
+    for home in homes():
+        if within(path, home) and path != home:
+            parts = Path(path).relative_to(home).parts
+            open_part = parts[0] in OPEN_PARTS and parts not in ((".local",), (".local", "share"))
+            if parts[0].startswith(".") and not open_part:
+                return True
+    return False
+
+
+def private(path: str) -> bool:
+    """Whether ``path`` is a home, holds one, or is hidden in one, by its name or with links followed."""
+    places = {path, os.path.realpath(path)}
+    return any(place == "/" or hidden(place) or any(within(home, place) for home in homes()) for place in places)
+
+
 def working_folder(path: str, allow_home: bool, reserved: Iterable[str]) -> Mount:
     """The mount of a kernel's own folder; ConfigurationError if it cannot, or should not, have that one.
 
@@ -39,7 +61,7 @@ def working_folder(path: str, allow_home: bool, reserved: Iterable[str]) -> Moun
     real = os.path.realpath(folder)
     if not os.path.isdir(real):
         raise ConfigurationError("working_folder", f"The kernel's folder {folder} does not exist.", "Create it.")
-    if real == "/" or (real in homes() and not allow_home):
+    if real == "/" or ((real in homes() or hidden(real)) and not allow_home):
         raise ConfigurationError(
             "working_folder",
             f"A sandboxed kernel for a notebook in {folder} would see and could change everything in it, keys and "
@@ -55,6 +77,38 @@ def working_folder(path: str, allow_home: bool, reserved: Iterable[str]) -> Moun
                 "Move the notebook into a folder of its own.",
             )
     return Mount(real, folder, True)
+
+
+@contextmanager
+def token(folder: Mount | None) -> Iterator[list[str]]:
+    """A path that exists, for a moment, in ``folder`` only: in a sandbox that shows it, it shows that folder.
+
+    A guest that can write to a folder above may put a link in its place between our look at it and runsc's. Where
+    nothing can be created, nothing is yielded.
+    """
+    if folder is None:
+        yield []
+        return
+    place = os.open(folder.source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    name = f".sandbox-{uuid4().hex}"
+    try:
+        if os.readlink(f"/proc/self/fd/{place}") != folder.source:
+            raise ConfigurationError(
+                "working_folder",
+                f"The folder {folder.destination} was replaced while the kernel started.",
+                "Start it again.",
+            )
+        try:
+            os.close(os.open(name, os.O_CREAT | os.O_EXCL, 0o600, dir_fd=place))
+        except OSError:
+            yield []
+            return
+        try:
+            yield [os.path.join(folder.destination, name)]
+        finally:
+            os.unlink(name, dir_fd=place)
+    finally:
+        os.close(place)
 
 
 def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mount]:

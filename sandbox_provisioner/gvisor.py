@@ -7,22 +7,24 @@ that stays; ``container_id`` is what runsc knows, new for every start and restor
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from fcntl import F_SETPIPE_SZ, fcntl
 from pathlib import Path
+from signal import SIGKILL
 from typing import TypeVar
 from uuid import uuid4
 
 from . import bundle
 from .bundle import BundleSpec
-from .errors import LinkClosedError, RunscError, SandboxError
+from .errors import DiskFullError, LinkClosedError, ProtocolError, RunscError, RunscNotFoundError, SandboxError
 from .guestprocess import GuestProcess
 from .link import GuestLink
 from .process import LocalProcess
-from .runsc import Runsc, checked, explain, plain_words
+from .runsc import SETUP_HINT, Runsc, checked, explain, plain_words
 from .runtime import RuntimeFolder, kill_processes
 from .states import Action, State, after
 
@@ -33,6 +35,7 @@ COMMAND_TIMEOUT = 30.0
 CHECKPOINT_TIMEOUT = 600.0
 QUIESCE_TIMEOUT = 10.0
 PIPE_SIZE = 1 << 20
+LAST_WORDS = 5.0
 WORDS_KEPT = 1 << 14
 
 
@@ -57,6 +60,7 @@ class GVisorSandbox:
         self._main: LocalProcess | None = None
         self._watch: asyncio.Task[None] | None = None
         self._words = bytearray()
+        self._doomed = False
 
     @property
     def state(self) -> State:
@@ -94,6 +98,10 @@ class GVisorSandbox:
                 raise SandboxError(f"A checkpoint cannot be written to {image}: it exists already.")
             partial = image.with_name(f".{image.name}.{uuid4().hex[:8]}")
             try:
+                partial.mkdir(mode=0o700, parents=True)
+            except OSError as error:
+                raise SandboxError(f"A checkpoint cannot be written to {image}: {error.strerror}.") from error
+            try:
                 await self._quiesce()
                 await self._save(partial)
                 partial.rename(image)
@@ -113,14 +121,22 @@ class GVisorSandbox:
         cwd: str | None = None,
         stdin: bool = True,
         files: Mapping[str, str] | None = None,
+        expect: Sequence[str] = (),
     ) -> GuestProcess:
-        """Run a further command in it, after writing ``files`` there; GuestError if it cannot be executed."""
+        """Run a further command in it, after writing ``files`` there and if the paths to ``expect`` are there.
+
+        GuestError if it cannot be executed.
+        """
         after(self.sandbox_id, Action.EXECUTE, self._state)
         environment = dict(self.spec.environment) | dict(env or {})
-        return await self.link.spawn(argv, environment, cwd or self.spec.home, stdin=stdin, files=files)
+        cwd = cwd or self.spec.home
+        return await self.link.spawn(argv, environment, cwd, stdin=stdin, files=files, expect=expect)
 
     async def delete(self) -> None:
         """End it, whatever its state, and leave nothing behind on this machine. May be called again."""
+        self._doomed = True
+        if self._acting.locked() and self._main:
+            self._main.send_signal(SIGKILL)  # what is under way fails at once
         async with self._acting:
             self._enter(Action.DELETE)
             self.link.lose(LinkClosedError("it was deleted."))
@@ -129,18 +145,32 @@ class GVisorSandbox:
     # -- starting ------------------------------------------------------------------------------------------------
 
     async def _launch(self, command: str, awaken: Callable[[], Awaitable[None]], *arguments: str) -> None:
-        self._folder = RuntimeFolder.create()
         self._words.clear()
         self.container_id = uuid4().hex[:12]
         try:
-            bundle.write(self._folder.bundle, self.spec)
+            self._folder = self._prepare()
             await self._run_main(command, *arguments, f"--bundle={self._folder.bundle}", self.container_id)
+            if self._doomed:
+                raise LinkClosedError(f"Sandbox {self.sandbox_id} was deleted while it started.")
             await self._first(awaken)
         except BaseException:
             self.link.detach()
             await asyncio.shield(self._end())
             raise
         self._watch = asyncio.create_task(self._watch_main())
+
+    def _prepare(self) -> RuntimeFolder:
+        folder = None
+        try:
+            folder = RuntimeFolder.create()
+            bundle.write(folder.bundle, self.spec)
+        except OSError as error:
+            if folder:
+                folder.remove()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFullError(str(error)) from error
+            raise SandboxError(f"The sandbox's folder cannot be written: {error}.") from error
+        return folder
 
     async def _run_main(self, command: str, *arguments: str) -> None:
         guest_in, to_guest = os.pipe()
@@ -151,6 +181,9 @@ class GVisorSandbox:
         await self.link.attach(to_guest, from_guest)
         try:
             self._main = LocalProcess.start(self._argv(command, *arguments), stdin=guest_in, stdout=guest_out)
+        except OSError as error:
+            problem = f"{self.runsc.path} cannot be run: {error.strerror}."
+            raise RunscNotFoundError(problem, SETUP_HINT) from error
         finally:
             os.close(guest_in)
             os.close(guest_out)
@@ -165,8 +198,12 @@ class GVisorSandbox:
             await asyncio.wait({answer, end}, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
             if answer.done() and not answer.exception():
                 return
+            if answer.done():
+                if isinstance(error := answer.exception(), ProtocolError):
+                    raise error
+                await asyncio.wait({end}, timeout=LAST_WORDS)  # the pipe closed first: its words are on their way
             if end.done():
-                await asyncio.wait({listening}, timeout=1)
+                await asyncio.wait({listening}, timeout=LAST_WORDS)
             raise explain(self._argv("..."), self._main.returncode, plain_words(bytes(self._words)))
         finally:
             for task in (answer, end):
@@ -201,7 +238,6 @@ class GVisorSandbox:
             raise SandboxError(f"Sandbox {self.sandbox_id} did not come to rest for a checkpoint.") from None
 
     async def _save(self, partial: Path) -> None:
-        partial.mkdir(mode=0o700, parents=True)
         await self._command("pause", self.container_id)
         await self._command(
             "checkpoint",
@@ -250,8 +286,13 @@ class GVisorSandbox:
         self._folder = self._main = self._watch = None
         if watch:
             watch.cancel()
+        if main:
+            main.send_signal(SIGKILL)
         if folder:
-            await asyncio.to_thread(folder.remove)
+            try:
+                await asyncio.to_thread(folder.remove)
+            except RuntimeError:  # the interpreter is exiting, and starts no more threads
+                folder.remove()
         if main:
             await main.stop(grace=0)
             main.close()

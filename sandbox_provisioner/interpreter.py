@@ -16,25 +16,7 @@ from pathlib import Path
 
 from .bundle import Mount
 from .errors import CommandNotFoundError
-from .folders import homes, within
-
-OPEN_PARTS = {".asdf", ".conda", ".local", ".pyenv", ".rye", ".venv", ".virtualenvs"}
-"""Hidden parts of a home in which interpreters and libraries are kept."""
-
-
-def private(path: str) -> bool:
-    """Whether ``path`` is a home, holds one, or lies in a hidden part of one where no library has its place."""
-    for place in {path, os.path.realpath(path)}:
-        for home in homes():
-            if place == "/" or within(home, place):
-                return True
-            if within(place, home):
-                parts = Path(place).relative_to(home).parts
-                if parts[0].startswith(".") and (
-                    parts[0] not in OPEN_PARTS or parts in ((".local",), (".local", "share"))
-                ):
-                    return True
-    return False
+from .folders import homes, private, within
 
 
 def resolve(command: str, env: Mapping[str, str]) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from signal import SIGKILL
 
+from .bundle import Mount
 from .errors import LinkClosedError
+from .folders import token
 from .guestprocess import GuestProcess
 from .handle import SandboxHandle
 from .process import Process
@@ -25,7 +27,7 @@ Sinks = Mapping[str, int | None]
 
 
 class SandboxedKernel:
-    """One kernel after another behind the same listeners: ``launch`` is legal again once ``ended`` has returned."""
+    """One kernel after another behind the same listeners: ``launch`` ends the one that still runs."""
 
     def __init__(self) -> None:
         self.relay = ChannelRelay()
@@ -42,18 +44,26 @@ class SandboxedKernel:
         *,
         env: Mapping[str, str],
         cwd: str,
+        folder: Mount | None,
         files: Mapping[str, str],
         targets: Mapping[str, str],
         sinks: Sinks,
         on_end: Callable[[int], None],
     ) -> None:
-        """Start the sandbox and the kernel in it, and join the clients to its ``targets``. All or nothing."""
+        """Start the sandbox and the kernel in it, and join the clients to its ``targets``. All or nothing.
+
+        The kernel is not started unless the sandbox shows the very ``folder`` that was asked for.
+        """
         _sweep_once()
+        await self.kill()
+        await self.ended()
         self.handle = handle
         try:
             await self.relay.listen()
             await handle.instance.start()
-            self._process = await handle.instance.execute(argv, env=env, cwd=cwd, stdin=False, files=files)
+            with token(folder) as expect:
+                start = handle.instance.execute(argv, env=env, cwd=cwd, stdin=False, files=files, expect=expect)
+                self._process = await start
         except BaseException:
             _close(sinks)
             await asyncio.shield(handle.instance.delete())

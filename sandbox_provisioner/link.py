@@ -54,6 +54,7 @@ class GuestLink:
 
     async def attach(self, to_guest: int, from_guest: int) -> None:
         """Take over these two descriptors, the pipes to and from a sandbox that is about to start."""
+        self._decoder = Decoder()
         incoming = self._incoming_pipe = _Incoming(self)
         reader, _ = await self._loop.connect_read_pipe(lambda: incoming, os.fdopen(from_guest, "rb", 0))
         writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(to_guest, "wb", 0))
@@ -70,9 +71,13 @@ class GuestLink:
 
     async def adopt(self) -> None:
         """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
+        self._require_open()
         self._adopting = True
         self._urge(op="adopt")
-        await self.greeted()
+        try:
+            await self.greeted()
+        finally:
+            self._adopting = False
 
     def detach(self) -> None:
         """Let go of the pipes, keeping the streams: the sandbox is checkpointed and will be restored."""
@@ -156,12 +161,13 @@ class GuestLink:
         *,
         stdin: bool = True,
         files: Mapping[str, str] | None = None,
+        expect: Sequence[str] = (),
     ) -> GuestProcess:
-        """Start a process in the sandbox, after writing ``files`` there; GuestError if it cannot be executed."""
+        """Start a process in the sandbox; see GVisorSandbox.execute."""
         self._require_open()
         process = GuestProcess(self, self._next_process)
-        request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "stdin": stdin, "files": dict(files or {})}
-        self.tell(op="spawn", process=process.number, **request)
+        request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "stdin": stdin}
+        self.tell(op="spawn", process=process.number, files=dict(files or {}), expect=list(expect), **request)
         self._next_process += 1
         self._processes[process.number] = process
         await process.started
@@ -219,7 +225,7 @@ class GuestLink:
 
     def _disconnected(self, incoming: _Incoming) -> None:
         """The pipe broke. While a restore is under way that is the restore's failure, and the streams stay."""
-        if self._incoming_pipe is incoming and not self._resumed:
+        if self._incoming_pipe is incoming and not self._resumed and not self._adopting:
             self.lose(LinkClosedError("its PID 1 has ended."))
 
     # -- what the guest sends --------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ class SandboxProvisioner(LocalProvisioner):
         runsc = find(self.runsc)
         given = [*([folder] if folder else []), *map(parse_mount, self.mounts)]
         writable = [mount.source for mount in given if mount.writable]
-        seen = [*visible([sys.executable], env), *visible(argv, env, writable)]
+        seen = [*visible([sys.executable], env, writable), *visible(argv, env, writable)]
         trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
         trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
         mounts = [*seen, *given, *shields(given, trusted)]
@@ -277,6 +277,7 @@ class SandboxProvisioner(LocalProvisioner):
                 argv,
                 env=env,
                 cwd=cwd,
+                folder=folder,
                 files={inside: json.dumps(info)},
                 targets=_targets(info),
                 sinks={name: _sink(kwargs.get(name), fd) for name, fd in (("stdout", 1), ("stderr", 2))},
@@ -316,10 +317,11 @@ class SandboxProvisioner(LocalProvisioner):
 
     def _folder(self, cwd: str | None) -> Mount | None:
         """The folder that the kernel works in and may write to; None if it gets only its private home."""
+        wanted, allowed, reserved = self.working_folder or cwd, self.allow_home, _own_folders()
         try:
-            folder = working_folder(self.working_folder or cwd or os.getcwd(), self.allow_home, _own_folders())
+            folder = working_folder(wanted or os.getcwd(), allowed, reserved)
         except ConfigurationError as error:
-            if self.working_folder or cwd:
+            if wanted:
                 raise
             self.log.warning("The kernel works in a private, empty home. %s", error.problem)
             return None

@@ -64,7 +64,9 @@ class ChannelRelay:
         while self._reserved:
             channel, listener = self._reserved.popitem()
             create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
-            self._servers[channel] = await create(partial(_Client, self, channel), sock=listener)
+            server = await create(partial(_Client, self, channel), sock=listener, start_serving=False)
+            self._servers[channel] = server  # before the next await: a cancelled launch closes it
+            await server.start_serving()
 
     async def _bind(self, channel: str, listener: socket.socket, address: str | tuple[str, int]) -> None:
         try:
@@ -92,6 +94,7 @@ class ChannelRelay:
 
     async def drained(self) -> None:
         """Wait until the kernel has closed all its connections, so that nothing of it is still on the way."""
+        self._link = None  # who comes from now on waits for the next kernel
         while any(client.joined for client in self._clients):
             await asyncio.sleep(0.01)
 

@@ -19,7 +19,14 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
-from .errors import RunscError, RunscNotFoundError, RunscTooOldError, SandboxError, UserNamespacesForbiddenError
+from .errors import (
+    DiskFullError,
+    RunscError,
+    RunscNotFoundError,
+    RunscTooOldError,
+    SandboxError,
+    UserNamespacesForbiddenError,
+)
 
 OLDEST = date(2024, 7, 29)
 """Builds before this cannot checkpoint a process that polls a socket, which every kernel does."""
@@ -215,7 +222,7 @@ def explain(argv: Sequence[str], returncode: int | None, words: str) -> SandboxE
             f"This system forbids user namespaces to ordinary users ({words.strip()}).", namespace_remedy()
         )
     if "no space left on device" in words.lower():
-        return SandboxError(f"The disk is full: {words}.", "Free some space; `df -h /tmp` shows how much there is.")
+        return DiskFullError(words)
     return RunscError(argv, returncode, words, problem="The sandbox did not start: runsc")
 
 

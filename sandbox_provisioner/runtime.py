@@ -56,11 +56,14 @@ class RuntimeFolder:
     """The folder of one sandbox on this machine, for as long as it runs there."""
 
     def __init__(self, path: Path, lock: int) -> None:
+        self._move(path)
+        self._lock = lock
+        _held.add(self)
+
+    def _move(self, path: Path) -> None:
         self.path = path
         self.bundle = path / "bundle"
         self.state = path / "runsc"
-        self._lock = lock
-        _held.add(self)
 
     @classmethod
     def create(cls) -> RuntimeFolder:
@@ -69,12 +72,15 @@ class RuntimeFolder:
         name = uuid4().hex[:12]
         newborn = root / f".{name}"
         newborn.mkdir(mode=0o700)
-        lock = os.open(newborn, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        path = newborn.rename(root / name)
-        folder = cls(path, lock)
-        folder.bundle.mkdir()
-        folder.state.mkdir()
+        folder = cls(newborn, os.open(newborn, os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            fcntl.flock(folder._lock, fcntl.LOCK_EX)
+            folder._move(newborn.rename(root / name))
+            folder.bundle.mkdir()
+            folder.state.mkdir()
+        except OSError:
+            folder.remove()
+            raise
         return folder
 
     def remove(self) -> None:
@@ -148,5 +154,6 @@ def kill_processes(state: Path) -> int:
 
 def mounts_below(folder: Path) -> list[str]:
     """The mount points in ``folder``, innermost first."""
-    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in lines]
     return sorted((point for point in points if point.startswith(f"{folder}/")), reverse=True)
