@@ -135,8 +135,9 @@ class GVisorSandbox:
     async def delete(self) -> None:
         """End it, whatever its state, and leave nothing behind on this machine. May be called again."""
         self._doomed = True
-        if self._acting.locked() and self._main:
+        if self._acting.locked() and self._main and self._folder:
             self._main.send_signal(SIGKILL)  # what is under way fails at once
+            kill_processes(self._folder.state)
         async with self._acting:
             self._enter(Action.DELETE)
             self.link.lose(LinkClosedError("it was deleted."))
@@ -148,8 +149,8 @@ class GVisorSandbox:
         self._words.clear()
         self.container_id = uuid4().hex[:12]
         try:
-            self._folder = self._prepare()
-            await self._run_main(command, *arguments, f"--bundle={self._folder.bundle}", self.container_id)
+            folder = self._prepare()
+            await self._run_main(command, *arguments, f"--bundle={folder.bundle}", self.container_id)
             if self._doomed:
                 raise LinkClosedError(f"Sandbox {self.sandbox_id} was deleted while it started.")
             await self._first(awaken)
@@ -160,17 +161,14 @@ class GVisorSandbox:
         self._watch = asyncio.create_task(self._watch_main())
 
     def _prepare(self) -> RuntimeFolder:
-        folder = None
         try:
-            folder = RuntimeFolder.create()
-            bundle.write(folder.bundle, self.spec)
+            self._folder = RuntimeFolder.create()
+            bundle.write(self._folder.bundle, self.spec)
         except OSError as error:
-            if folder:
-                folder.remove()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFullError(str(error)) from error
             raise SandboxError(f"The sandbox's folder cannot be written: {error}.") from error
-        return folder
+        return self._folder
 
     async def _run_main(self, command: str, *arguments: str) -> None:
         guest_in, to_guest = os.pipe()
@@ -269,9 +267,8 @@ class GVisorSandbox:
             f"--platform={self._platform}",
             "--ignore-cgroups",
             "--overlay2=root:memory",
+            *self.runsc.caution(os.geteuid()),
         ]
-        if not self.runsc.keeps_mounts_read_only:
-            settings.append("--directfs=false")
         return self.runsc.command(self._folder.state, *arguments, settings=settings)
 
     async def _command(self, *arguments: str, timeout: float = COMMAND_TIMEOUT) -> bytes:

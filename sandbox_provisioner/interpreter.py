@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import escape, glob
 from pathlib import Path
 
 from .bundle import Mount
@@ -69,7 +70,7 @@ def _believed(folder: str, writable: Iterable[str]) -> Iterator[str]:
 
 def _installed(prefix: str, doubted: bool) -> bool:
     """Whether software is installed there; a doubted link or first line must lead to a Python, or into the system."""
-    if any(Path(prefix).glob("lib*/python3*/os.py")) or within(prefix, "/usr"):
+    if glob(os.path.join(escape(prefix), "lib*/python3*/os.py")) or within(prefix, "/usr"):
         return True
     return not doubted and not any(within(prefix, home) for home in homes())
 
@@ -128,22 +129,24 @@ def program_folders(program: str) -> list[str]:
 
 def site_folders(prefix: str) -> list[str]:
     """Where the Pythons installed into ``prefix`` keep their packages."""
-    return [str(folder) for folder in Path(prefix).glob("lib*/python3*/*-packages")]
+    return glob(os.path.join(escape(prefix), "lib*/python3*/*-packages"))
 
 
 def user_site_folders() -> list[str]:
     """Where pip puts packages for the user, without the rest of the home."""
-    return [str(folder) for home in homes() for folder in Path(home, ".local").glob("lib/python3*/site-packages")]
+    return [
+        folder for home in homes() for folder in glob(os.path.join(escape(home), ".local/lib/python3*/site-packages"))
+    ]
 
 
 def path_file_entries(folder: str) -> Iterator[str]:
     """The folders that path files and setuptools' editable finders add to the search path."""
-    for file in sorted(Path(folder).glob("*.pth")):
-        for line in _lines(file):
+    for file in sorted(glob(os.path.join(escape(folder), "*.pth"))):
+        for line in _lines(Path(file)):
             if os.path.isabs(line):
                 yield line
-    for file in sorted(Path(folder).glob("__editable___*_finder.py")):
-        for line in _lines(file):
+    for file in sorted(glob(os.path.join(escape(folder), "__editable___*_finder.py"))):
+        for line in _lines(Path(file)):
             if line.startswith("MAPPING"):
                 yield from _mapped(line.partition("=")[2])
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from . import config
 from .bundle import BundleSpec
 from .errors import SandboxError
 from .handle import SandboxHandle
 from .interpreter import visible
 from .process import Process
-from .runsc import Runsc
+from .runsc import PLATFORMS, Runsc
 
 COUNTER = "import sys\nfor count, _ in enumerate(sys.stdin, 1): print(count, flush=True)"
 
@@ -40,7 +41,8 @@ async def _prove(runsc: Runsc, say: Callable[[str], None]) -> str:
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
     mounts = tuple(visible([python], environment))
     spec = BundleSpec(python=python, home="/home/sandbox", user="sandbox", mounts=mounts, environment=environment)
-    sandbox = SandboxHandle.create_ephemeral("proof", spec, runsc).instance
+    platform = config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
+    sandbox = SandboxHandle.create_ephemeral("proof", spec, runsc, platform).instance
     with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-proof-") as folder:
         image = Path(folder, "image")
         try:

@@ -31,7 +31,7 @@ from .interpreter import parts, resolve, visible
 from .iothread import IO
 from .kernel import SandboxedKernel, printable
 from .relay import CHANNELS
-from .runsc import find
+from .runsc import PLATFORMS, find
 from .runtime import runtime_root
 
 PASSED = (
@@ -76,7 +76,7 @@ class SandboxProvisioner(LocalProvisioner):
         "Environment: SANDBOX_NETWORK",
     )
     platform = Enum(
-        ("systrap", "ptrace", "kvm"),
+        PLATFORMS,
         config=True,
         help="How gVisor intercepts system calls. Environment: SANDBOX_PLATFORM",
     )
@@ -111,7 +111,7 @@ class SandboxProvisioner(LocalProvisioner):
 
     @default("platform")
     def _default_platform(self) -> str:
-        return config.choice("SANDBOX_PLATFORM", ("systrap", "ptrace", "kvm"), "systrap")
+        return config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
 
     @default("guest_transport")
     def _default_guest_transport(self) -> str:

@@ -34,6 +34,9 @@ OLDEST = date(2024, 7, 29)
 REFUSES_REMOUNT = date(2026, 9, 5)
 """The oldest build that was seen to refuse it; 2024-07-29 was seen to allow it."""
 
+PLATFORMS = ("systrap", "ptrace", "kvm")
+"""How gVisor can intercept system calls, the default first."""
+
 SETUP_HINT = "Run `jupyter sandbox setup` to get a good one."
 VERSION_TIMEOUT = 20.0
 
@@ -146,14 +149,14 @@ class Runsc:
         except ValueError:
             return None
 
-    @property
-    def keeps_mounts_read_only(self) -> bool:
-        """Whether its sandbox is known to refuse a guest that remounts a read-only folder writable.
+    def caution(self, uid: int) -> list[str]:
+        """The flags for a build that is not known to refuse a guest that remounts a read-only folder writable.
 
-        Where it is not known, the sandbox gets no file descriptors of the host (``--directfs=false``), which is
-        slower: the host itself then refuses the write.
+        Without file descriptors of the host in the sandbox, the host itself refuses the write, at the price of some
+        speed. Only root can have that; for others the guest's own filter (guest/confine.py) stands alone.
         """
-        return self.built is not None and self.built >= REFUSES_REMOUNT
+        known = self.built is not None and self.built >= REFUSES_REMOUNT
+        return [] if known or uid else ["--directfs=false"]
 
     def require_new_enough(self, remedy: str = SETUP_HINT) -> None:
         """Raise RunscTooOldError for a build that is known to fail; a build without a date is trusted."""

