@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from uuid import uuid4
 
 from .bundle import Mount
 from .errors import ConfigurationError
@@ -79,36 +77,30 @@ def working_folder(path: str, allow_home: bool, reserved: Iterable[str]) -> Moun
     return Mount(real, folder, True)
 
 
-@contextmanager
-def token(folder: Mount | None) -> Iterator[list[str]]:
-    """A path that exists, for a moment, in ``folder`` only: in a sandbox that shows it, it shows that folder.
+def identity(folder: Mount | None) -> dict[str, int]:
+    """Where the sandbox must show ``folder``, and by what it is known there: the time of its last change.
 
-    A guest that can write to a folder above may put a link in its place between our look at it and runsc's. Where
-    nothing can be created, nothing is yielded.
+    A guest that can write to a folder above may put a link in its place between our look at it and runsc's. It can
+    set neither that time nor, for long, the same one as another folder's.
     """
     if folder is None:
-        yield []
-        return
-    place = os.open(folder.source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    name = f".sandbox-{uuid4().hex}"
+        return {}
+    try:
+        place = os.open(folder.source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise replaced(folder) from error
     try:
         if os.readlink(f"/proc/self/fd/{place}") != folder.source:
-            raise ConfigurationError(
-                "working_folder",
-                f"The folder {folder.destination} was replaced while the kernel started.",
-                "Start it again.",
-            )
-        try:
-            os.close(os.open(name, os.O_CREAT | os.O_EXCL, 0o600, dir_fd=place))
-        except OSError:
-            yield []
-            return
-        try:
-            yield [os.path.join(folder.destination, name)]
-        finally:
-            os.unlink(name, dir_fd=place)
+            raise replaced(folder)
+        return {folder.destination: os.fstat(place).st_ctime_ns}
     finally:
         os.close(place)
+
+
+def replaced(folder: Mount) -> ConfigurationError:
+    """The error for a folder that is not what it was a moment ago."""
+    problem = f"The folder {folder.destination} was replaced by something else while the kernel started."
+    return ConfigurationError("working_folder", problem, "Look into it, and start the kernel again.")
 
 
 def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mount]:

@@ -121,11 +121,11 @@ class GVisorSandbox:
         cwd: str | None = None,
         stdin: bool = True,
         files: Mapping[str, str] | None = None,
-        expect: Sequence[str] = (),
+        expect: Mapping[str, int] | None = None,
     ) -> GuestProcess:
-        """Run a further command in it, after writing ``files`` there and if the paths to ``expect`` are there.
+        """Run a further command in it, after writing ``files`` there; GuestError if it cannot be executed.
 
-        GuestError if it cannot be executed.
+        ``expect`` has paths with the time of their last change (st_ctime_ns): if one is another, the errno is ESTALE.
         """
         after(self.sandbox_id, Action.EXECUTE, self._state)
         environment = dict(self.spec.environment) | dict(env or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,10 @@ from contextlib import suppress
 from signal import SIGKILL
 
 from .bundle import Mount
-from .errors import LinkClosedError
-from .folders import token
+from .errors import GuestError, LinkClosedError
+from .folders import identity, replaced
 from .guestprocess import GuestProcess
+from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
 from .process import Process
 from .relay import ChannelRelay
@@ -21,6 +23,7 @@ from .runtime import sweep
 LAST_OUTPUT = 1.0
 """Seconds that an ended kernel's last messages and output have to get through."""
 LAST_WORDS = 2000
+IDENTIFY_TRIES = 10
 
 Sinks = Mapping[str, int | None]
 """The descriptors that a kernel's stdout and stderr are copied to, and which are closed in the end; None drops them."""
@@ -61,9 +64,7 @@ class SandboxedKernel:
         try:
             await self.relay.listen()
             await handle.instance.start()
-            with token(folder) as expect:
-                start = handle.instance.execute(argv, env=env, cwd=cwd, stdin=False, files=files, expect=expect)
-                self._process = await start
+            self._process = await self._start(handle.instance, argv, env, cwd, files, folder)
         except BaseException:
             _close(sinks)
             await asyncio.shield(handle.instance.delete())
@@ -72,6 +73,25 @@ class SandboxedKernel:
         self.last_words = b""
         self.relay.connect(handle.instance.link, targets)
         self._life = asyncio.create_task(self._live(handle, self._process, sinks, on_end))
+
+    @staticmethod
+    async def _start(
+        sandbox: GVisorSandbox,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        files: Mapping[str, str],
+        folder: Mount | None,
+    ) -> GuestProcess:
+        for _ in range(IDENTIFY_TRIES):  # a neighbour that writes into the folder changes what it is known by
+            try:
+                expect = identity(folder)
+                return await sandbox.execute(argv, env=env, cwd=cwd, stdin=False, files=files, expect=expect)
+            except GuestError as error:
+                if folder is None or error.errno != errno.ESTALE:
+                    raise
+        assert folder is not None
+        raise replaced(folder)
 
     async def signal(self, signum: int) -> None:
         """Signal the kernel's process group; SIGKILL ends the whole sandbox, which no guest can resist."""

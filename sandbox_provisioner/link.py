@@ -161,13 +161,13 @@ class GuestLink:
         *,
         stdin: bool = True,
         files: Mapping[str, str] | None = None,
-        expect: Sequence[str] = (),
+        expect: Mapping[str, int] | None = None,
     ) -> GuestProcess:
         """Start a process in the sandbox; see GVisorSandbox.execute."""
         self._require_open()
         process = GuestProcess(self, self._next_process)
         request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "stdin": stdin}
-        self.tell(op="spawn", process=process.number, files=dict(files or {}), expect=list(expect), **request)
+        self.tell(op="spawn", process=process.number, files=dict(files or {}), expect=dict(expect or {}), **request)
         self._next_process += 1
         self._processes[process.number] = process
         await process.started

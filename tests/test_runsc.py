@@ -11,10 +11,10 @@ from machines import NEW, OLD, empty_machine, script, stand_in
 
 from sandbox_provisioner import runsc
 from sandbox_provisioner.errors import (
+    DiskFullError,
     RunscError,
     RunscNotFoundError,
     RunscTooOldError,
-    SandboxError,
     UserNamespacesForbiddenError,
 )
 
@@ -202,6 +202,6 @@ def test_a_start_that_failed_is_explained() -> None:
     forbidden = runsc.explain(["unshare"], 1, "unshare: unshare failed: Operation not permitted")
     assert isinstance(forbidden, UserNamespacesForbiddenError)
     full = runsc.explain(["runsc"], 128, "mkdir /x: no space left on device")
-    assert type(full) is SandboxError
+    assert isinstance(full, DiskFullError)
     assert "disk is full" in full.problem
     assert isinstance(runsc.explain(["runsc"], 128, "something else"), RunscError)

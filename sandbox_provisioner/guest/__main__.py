@@ -175,8 +175,9 @@ class Init:
     def spawn(self, message: dict[str, Any]) -> None:
         name = message["process"]
         try:
-            for path in message["expect"]:
-                os.lstat(path)
+            for path, changed in message["expect"].items():
+                if os.stat(path).st_ctime_ns != changed:
+                    raise OSError(errno.ESTALE, "changed", path)
             for path, text in message["files"].items():
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
