@@ -1,0 +1,142 @@
+"""What the relay's host side costs by itself: a small message goes there and back, to a mere echo.
+
+The echo stands in the guest's place: a process that returns the link's frames. In turns, a message goes through
+the relay (client's socket, relay, pipe, echo, and all the way back) and straight through an echo's pipes; what the
+first takes longer is the relay's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Self
+
+from sandbox_provisioner.guest.frames import CONTROL, DATA, MAX_PAYLOAD, VERSION, WINDOW, Decoder, encode
+from sandbox_provisioner.iothread import IO
+from sandbox_provisioner.link import GuestLink
+from sandbox_provisioner.relay import CHANNELS, ChannelRelay
+
+MOST = 2000
+MESSAGE = b"x" * (WINDOW // MOST)
+"""The echo never renews the link's credit, so that one run may bounce this MOST times."""
+
+
+def relay_cpu_time() -> float:
+    """The CPU seconds that the thread of all sandbox I/O has used."""
+    thread = next(thread for thread in threading.enumerate() if thread.name == "sandbox-io")
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def measure(count: int) -> tuple[float, float]:
+    """Seconds that the relay adds to a message's way there and back (median), and its CPU seconds for that."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        Straight() as straight,
+        Relayed(Path(folder)) as relayed,
+    ):
+        times: dict[Echo, list[float]] = {straight: [], relayed: []}
+        before = relay_cpu_time()
+        for _ in range(count):
+            for way, samples in times.items():
+                begin = time.perf_counter()
+                way.bounce()
+                samples.append(time.perf_counter() - begin)
+        cpu = relay_cpu_time() - before
+    return statistics.median(times[relayed]) - statistics.median(times[straight]), cpu / count
+
+
+class Echo(ABC):
+    """A process that returns what it gets, and our ends of its pipes."""
+
+    def __enter__(self) -> Self:
+        self._child = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        assert self._child.stdin and self._child.stdout
+        self._to_echo, self._from_echo = self._child.stdin.fileno(), self._child.stdout.fileno()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+    @abstractmethod
+    def bounce(self) -> None:
+        """Send a message and wait until it is back."""
+
+
+class Straight(Echo):
+    """An echo without a relay."""
+
+    def bounce(self) -> None:
+        """Through the pipes alone."""
+        frame = encode(DATA, 1, MESSAGE)
+        os.write(self._to_echo, frame)
+        missing = len(frame)
+        while missing:
+            missing -= len(os.read(self._from_echo, missing))
+
+
+class Relayed(Echo):
+    """An echo behind a relay, and a client's connection to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = {channel: str(folder / channel) for channel in CHANNELS}
+        self._relay = ChannelRelay()
+        self._client = socket.socket(socket.AF_UNIX)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        IO.hold(self, self._relay.close)
+        asyncio.run(IO.run(self._connect()))
+        self._client.connect(self._paths["shell"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        asyncio.run(IO.run(self._disconnect()))
+        IO.release(self)
+        super().__exit__()
+
+    async def _connect(self) -> None:
+        self._link = GuestLink()
+        await self._link.attach(os.dup(self._to_echo), os.dup(self._from_echo))
+        self._link._urge(op="hello", version=VERSION, processes=[])
+        await self._link.greeted()
+        await self._relay.reserve_ipc(self._paths)
+        await self._relay.listen()
+        self._relay.connect(self._link, dict.fromkeys(CHANNELS, "unix:/echo"))
+
+    async def _disconnect(self) -> None:
+        await self._relay.close()
+        self._link.detach()
+
+    def bounce(self) -> None:
+        """Through the client's socket, the relay, the pipes, and back."""
+        self._client.sendall(MESSAGE)
+        missing = len(MESSAGE)
+        while missing:
+            missing -= len(self._client.recv(missing))
+
+
+def serve() -> None:
+    """Be the echo: return bytes and control messages, which is enough for a link to greet itself."""
+    decoder = Decoder()
+    while data := os.read(0, MAX_PAYLOAD):
+        for kind, stream, payload in decoder.feed(data):
+            if kind in (CONTROL, DATA):
+                os.write(1, encode(kind, stream, payload))
+
+
+if __name__ == "__main__":
+    serve()

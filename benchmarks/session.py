@@ -1,0 +1,150 @@
+"""A kernel and its client, as every contender of the benchmark gets them: only the kernelspec differs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a kernel."""
+
+    name: str
+    title: str
+    provisioner: str
+    transport: str = "tcp"
+
+
+PLAIN = Contender("plain", "plain", "local-provisioner")
+DIRECT = Contender("direct", "gVisor alone", "host-sockets", transport="ipc")
+OURS = Contender("ours", "ours", "sandbox-provisioner")
+CONTENDERS = (PLAIN, DIRECT, OURS)
+
+
+class Execution(NamedTuple):
+    """What one cell took, and what it printed, counted at the client."""
+
+    seconds: float
+    printed: int
+
+
+class Session:
+    """A kernel with a connected client; ``seconds_to_ready`` is from nothing to its first answer."""
+
+    def __init__(self, contender: Contender, kernelspecs: Path, folder: Path) -> None:
+        self._folder = folder
+        self._manager = KernelManager(
+            kernel_name=contender.name,
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(kernelspecs)], ensure_native_kernel=False),
+            connection_file=str(folder / "kernel.json"),
+            transport=contender.transport,
+        )
+        self._end = ExitStack()
+        self._end.callback(self._manager.shutdown_kernel, now=True)
+
+    def start(self) -> None:
+        """Start the kernel, connect, and wait for its first answer."""
+        begin = time.perf_counter()
+        self._manager.start_kernel(cwd=str(self._folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._client: BlockingKernelClient = self._manager.client()
+        self._end.callback(self._client.stop_channels)
+        self._client.start_channels()
+        self._client.kernel_info(reply=True, timeout=PATIENCE)
+        self.seconds_to_ready = time.perf_counter() - begin
+
+    def settle(self) -> None:
+        """Wait until every channel is connected and quiet."""
+        self._client.wait_for_ready(timeout=PATIENCE)
+
+    def execute(self, code: str) -> Execution:
+        """Run a cell, until its reply and its last output have arrived."""
+        begin = time.perf_counter()
+        request = self._client.execute(code)
+        printed = 0
+        while True:
+            message = self._client.get_iopub_msg(timeout=PATIENCE)
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                printed += len(content["text"].encode())
+            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+                break
+        reply = self._client.get_shell_msg(timeout=PATIENCE)
+        seconds = time.perf_counter() - begin
+        if reply["parent_header"]["msg_id"] != request or reply["content"]["status"] != "ok":
+            raise RuntimeError(f"{code!r} was answered with {reply['content']}")
+        return Execution(seconds, printed)
+
+    def stop(self) -> None:
+        """End the kernel at once, however far its start had come."""
+        self._end.close()
+
+
+class Bench:
+    """The temporary folder of a run, its kernelspecs, and the sessions that are still open."""
+
+    def __init__(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="bench-")
+        self._folder = Path(self._scratch.name)
+        self._open: list[Session] = []
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        factory = KernelProvisionerFactory.instance()
+        factory.provisioners[DIRECT.provisioner] = EntryPoint(
+            DIRECT.provisioner, "direct:HostSocketProvisioner", factory.GROUP_NAME
+        )
+        for contender in CONTENDERS:
+            folder = self._folder / "kernels" / contender.name
+            folder.mkdir(parents=True)
+            (folder / "kernel.json").write_text(json.dumps(self._kernelspec(contender)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for session in list(self._open):
+            self.stop(session)
+        self._scratch.cleanup()
+
+    def _kernelspec(self, contender: Contender) -> dict[str, object]:
+        return {
+            "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            "display_name": contender.title,
+            "language": "python",
+            "env": {"IPYTHONDIR": str(self._folder / "ipython")} if contender is PLAIN else {},
+            "metadata": {"kernel_provisioner": {"provisioner_name": contender.provisioner, "config": {}}},
+        }
+
+    def start(self, contender: Contender) -> Session:
+        """Start a kernel of this kind."""
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        session = Session(contender, self._folder / "kernels", folder)
+        self._open.append(session)
+        session.start()
+        return session
+
+    def stop(self, session: Session) -> None:
+        """End it; it has left nothing behind when this returns."""
+        self._open.remove(session)
+        session.stop()

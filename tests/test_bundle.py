@@ -1,0 +1,272 @@
+"""The bundle: what a sandbox sees of the host and what not, read off the configuration that runsc gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_provisioner.bundle import (
+    GUEST,
+    GUEST_INSIDE,
+    SYSTEM,
+    BundleSpec,
+    Mount,
+    all_mounts,
+    arrange,
+    config,
+    etc,
+    parse_mount,
+    system_mounts,
+    write,
+)
+from sandbox_provisioner.errors import ConfigurationError
+
+PLAIN = BundleSpec(python="/usr/bin/python3", home="/home/me", user="me")
+
+
+# -- a mount as a setting --------------------------------------------------------------------------------------
+
+
+def test_a_mount_is_read_only_and_at_its_own_place_unless_told_otherwise(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    assert parse_mount(path) == Mount(path, path, False)
+    assert parse_mount(f"{path}:ro") == Mount(path, path, False)
+    assert parse_mount(f"{path}:rw") == Mount(path, path, True)
+    assert parse_mount(f"{path}:/data") == Mount(path, "/data", False)
+    assert parse_mount(f"{path}:/data:ro") == Mount(path, "/data", False)
+    assert parse_mount(f"{path}:/data:rw") == Mount(path, "/data", True)
+
+
+def test_a_file_can_be_mounted_and_spaces_and_accents_are_letters(tmp_path: Path) -> None:
+    file = tmp_path / "å b.csv"
+    file.touch()
+    assert parse_mount(f"{file}:/data/é.csv") == Mount(str(file), "/data/é.csv", False)
+
+
+def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "data").mkdir()
+    assert parse_mount("~/data") == Mount(f"{tmp_path}/data", f"{tmp_path}/data", False)
+
+
+def test_a_destination_is_normal(tmp_path: Path) -> None:
+    assert parse_mount(f"{tmp_path}:/a/./b/../c/").destination == "/a/c"
+    assert parse_mount(f"{tmp_path}/").destination == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "not an absolute path"),
+        ("relative", "not an absolute path"),
+        ("/usr:relative", "not an absolute path"),
+        ("/", "not an absolute path below /"),
+        ("/usr:/", "not an absolute path below /"),
+        ("/usr:/..", "not an absolute path below /"),
+        ("/usr:/a:/b:ro", "not of the form"),
+        ("/usr:/a:wo", "not of the form"),
+        ("/no/such/folder", "there is no /no/such/folder"),
+    ],
+)
+def test_a_mount_that_cannot_be_made_says_why(text: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem) as refusal:
+        parse_mount(text)
+    assert refusal.value.setting == "mounts"
+    assert repr(text) in str(refusal.value)
+    assert refusal.value.remedy
+
+
+# -- the order of mounts ---------------------------------------------------------------------------------------
+
+
+def test_outer_mounts_come_before_inner_ones() -> None:
+    mounts = [Mount("/3", "/a/b/c"), Mount("/1", "/a"), Mount("/2", "/a/b"), Mount("/4", "/b")]
+    assert [mount.destination for mount in arrange(mounts)] == ["/a", "/b", "/a/b", "/a/b/c"]
+
+
+def test_the_last_mount_of_a_place_wins() -> None:
+    assert arrange([Mount("/1", "/a"), Mount("/2", "/a", True)]) == [Mount("/2", "/a", True)]
+
+
+def test_what_the_parent_shows_already_is_not_mounted_again() -> None:
+    assert arrange([Mount("/usr", "/usr"), Mount("/usr/lib", "/usr/lib")]) == [Mount("/usr", "/usr")]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [Mount("/usr/lib", "/usr/lib", True), Mount("/opt/lib", "/usr/lib"), Mount("", "/usr/lib", True)],
+    ids=["writable", "another source", "in memory"],
+)
+def test_what_differs_from_its_parent_is_mounted(inner: Mount) -> None:
+    assert inner in arrange([Mount("/usr", "/usr"), inner])
+
+
+def test_what_hides_behind_a_middle_mount_is_mounted() -> None:
+    mounts = [Mount("/a", "/a"), Mount("", "/a/b", True), Mount("/a/b/c", "/a/b/c")]
+    assert arrange(mounts) == mounts
+
+
+def test_names_that_only_begin_alike_have_nothing_to_do_with_each_other() -> None:
+    mounts = [Mount("/data", "/data"), Mount("/data-two", "/data-two")]
+    assert arrange(mounts) == mounts
+
+
+def test_folders_above_a_mount_in_a_writable_one_are_pinned(tmp_path: Path) -> None:
+    """A mount point cannot be renamed: without the pin, the folder above a read-only one could be moved away."""
+    inner = tmp_path / "one" / "two" / "env"
+    inner.mkdir(parents=True)
+    top = str(tmp_path)
+    pins = set(arrange([Mount(top, top, True), Mount(str(inner), str(inner))])) - {
+        Mount(top, top, True),
+        Mount(str(inner), str(inner)),
+    }
+    assert pins == {Mount(f"{top}/one", f"{top}/one", True), Mount(f"{top}/one/two", f"{top}/one/two", True)}
+
+
+def test_a_folder_that_is_not_there_is_not_pinned(tmp_path: Path) -> None:
+    top = str(tmp_path)
+    mounts = arrange([Mount(top, top, True), Mount("/usr", f"{top}/new/place")])
+    assert all(os.path.exists(mount.source) for mount in mounts)
+
+
+def some_mounts(dice: random.Random) -> list[Mount]:
+    def path() -> str:
+        return "/" + "/".join(dice.choices("abc", k=dice.randint(1, 4)))
+
+    return [Mount(dice.choice(["", path()]), path(), dice.random() < 0.5) for _ in range(dice.randrange(9))]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_mounts_come_out_ordered_once_each_and_with_the_same_effect(seed: int) -> None:
+    mounts = some_mounts(random.Random(seed))
+    arranged = arrange(mounts)
+    destinations = [mount.destination for mount in arranged]
+    assert len(set(destinations)) == len(destinations)
+    assert not any(outer.startswith(f"{inner}/") for outer, inner in combinations(destinations, 2))
+    for path in {*destinations, *(mount.destination for mount in mounts)}:
+        assert seen_at(path, arranged) == seen_at(path, list({m.destination: m for m in mounts}.values()))
+
+
+def seen_at(path: str, mounts: list[Mount]) -> tuple[str, bool] | None:
+    """What of the host is at ``path``, and whether it can be written: what mounting outer before inner comes to."""
+    holding = [mount for mount in mounts if path == mount.destination or path.startswith(f"{mount.destination}/")]
+    if not holding:
+        return None
+    mount = max(holding, key=lambda mount: len(mount.destination))
+    inside = path[len(mount.destination) :]
+    return (mount.source + inside if mount.source else f"memory{inside}", mount.writable)
+
+
+# -- config.json -----------------------------------------------------------------------------------------------
+
+
+def destinations(spec: BundleSpec) -> dict[str, dict[str, Any]]:
+    return {mount["destination"]: mount for mount in config(spec)["mounts"]}
+
+
+def test_pid_1_is_our_init_under_the_given_python() -> None:
+    process = config(PLAIN)["process"]
+    assert process["args"] == ["/usr/bin/python3", "-I", "-S", "-B", GUEST_INSIDE]
+
+
+def test_there_is_no_capability_and_no_way_to_more() -> None:
+    process = config(PLAIN)["process"]
+    assert set(process["capabilities"]) == {"bounding", "effective", "inheritable", "permitted", "ambient"}
+    assert not any(process["capabilities"].values())
+    assert process["noNewPrivileges"] is True
+
+
+@pytest.mark.parametrize(("network", "own"), [("none", True), ("host", False)])
+def test_the_network_is_the_hosts_only_if_that_was_asked_for(network: str, own: bool) -> None:
+    spec = BundleSpec("/usr/bin/python3", "/home/me", "me", network=network)
+    kinds = [namespace["type"] for namespace in config(spec)["linux"]["namespaces"]]
+    assert {"pid", "ipc", "uts", "mount"} <= set(kinds)
+    assert ("network" in kinds) is own
+
+
+def test_the_environment_is_the_given_one_and_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "token")
+    spec = BundleSpec("/usr/bin/python3", "/home/me", "me", environment={"PATH": "/bin", "LANG": "C"})
+    assert sorted(config(spec)["process"]["env"]) == ["LANG=C", "PATH=/bin"]
+    assert "token" not in json.dumps(config(spec))
+
+
+def test_the_system_is_read_only() -> None:
+    mounts = destinations(PLAIN)
+    assert "/usr" in mounts
+    for mount in system_mounts():
+        assert "ro" in mounts[mount.destination]["options"]
+        assert mount.source == mount.destination
+
+
+def test_of_the_host_there_is_nothing_but_system_and_given_folders() -> None:
+    given_folder = Mount("/srv/data", "/data", True)
+    spec = BundleSpec("/usr/bin/python3", "/home/me", "me", mounts=(given_folder,))
+    sources = {mount.source for mount in all_mounts(spec) if mount.source}
+    assert sources == {mount.source for mount in system_mounts()} | {"/srv/data"}
+    for forbidden in ("/", "/etc", "/home", "/root", "/var", "/tmp", "/run", "/proc", "/sys", "/dev"):
+        assert forbidden not in sources
+
+
+def test_home_and_the_places_for_passing_things_are_in_memory() -> None:
+    mounts = destinations(PLAIN)
+    for path, mode in {"/home/me": "0700", "/run": "0700", "/tmp": "1777", "/dev/shm": "1777"}.items():
+        assert mounts[path]["type"] == "tmpfs"
+        assert f"mode={mode}" in mounts[path]["options"]
+
+
+def test_a_given_folder_below_home_or_tmp_is_mounted_into_it() -> None:
+    given_folders = (Mount("/home/me/work", "/home/me/work", True), Mount("/tmp/x/y", "/tmp/x/y", True))
+    spec = BundleSpec("/usr/bin/python3", "/home/me", "me", mounts=given_folders)
+    order = list(destinations(spec))
+    assert order.index("/home/me") < order.index("/home/me/work")
+    assert order.index("/tmp") < order.index("/tmp/x/y")
+    assert "rw" in destinations(spec)["/home/me/work"]["options"]
+
+
+def test_a_given_folder_may_be_home_itself() -> None:
+    spec = BundleSpec("/usr/bin/python3", "/home/me", "me", mounts=(Mount("/home/me", "/home/me", True),))
+    assert destinations(spec)["/home/me"]["type"] == "bind"
+
+
+# -- what is written -------------------------------------------------------------------------------------------
+
+
+def test_the_bundle_is_a_configuration_and_a_root_of_a_few_harmless_files(tmp_path: Path) -> None:
+    write(tmp_path, PLAIN)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(config(PLAIN)))
+    root = tmp_path / "rootfs"
+    guest = root / GUEST_INSIDE[1:]
+    for source in GUEST.glob("*.py"):
+        assert (guest / source.name).read_text() == source.read_text()
+    for name, text in etc(PLAIN).items():
+        assert (root / "etc" / name).read_text() == text
+    links = {path for path in SYSTEM if os.path.islink(path)}
+    assert {f"/{path.name}" for path in root.iterdir()} == {"/etc", GUEST_INSIDE} | links
+    for link in links:
+        assert (root / link[1:]).readlink() == Path(link).readlink()
+
+
+@pytest.mark.parametrize("secret", ["shadow", "gshadow", "sudoers", "ssh", "machine-id", "fstab", "environment"])
+def test_nothing_private_of_etc_is_there(tmp_path: Path, secret: str) -> None:
+    write(tmp_path, PLAIN)
+    assert not (tmp_path / "rootfs" / "etc" / secret).exists()
+
+
+def test_the_hosts_users_are_not_there() -> None:
+    users = [line.split(":")[0] for line in etc(PLAIN)["passwd"].splitlines()]
+    assert users == ["me", "nobody"]
+    assert etc(PLAIN)["passwd"].startswith("me:x:0:0::/home/me:")
+
+
+@pytest.mark.parametrize(("network", "there"), [("none", False), ("host", True)])
+def test_how_names_are_resolved_is_known_only_with_a_network(tmp_path: Path, network: str, there: bool) -> None:
+    write(tmp_path, BundleSpec("/usr/bin/python3", "/home/me", "me", network=network))
+    resolver = tmp_path / "rootfs" / "etc" / "resolv.conf"
+    assert resolver.exists() is (there and os.path.isfile("/etc/resolv.conf"))
