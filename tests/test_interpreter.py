@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from sandbox_provisioner.errors import CommandNotFoundError
-from sandbox_provisioner.folders import homes
+from sandbox_provisioner.folders import homes, private
 from sandbox_provisioner.interpreter import (
     parts,
     path_file_entries,
-    private,
     program_folders,
     programs,
     resolve,

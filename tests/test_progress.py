@@ -56,13 +56,14 @@ def test_a_long_step_shows_in_a_log_that_it_is_alive() -> None:
     with Progress(log, log_interval=0.01).step("Working") as step:
         step.note("on\nthis")
         assert log.written.wait(30)
-    assert re.match(r"  Working, 0 s - on this\n", log.getvalue())
+    assert re.match(r"  Working, \d+ s - on this\n", log.getvalue())
 
 
 def test_a_terminal_shows_a_moving_line_and_then_the_outcome() -> None:
     ours, theirs = os.openpty()
     with open(theirs, "w", encoding="utf-8") as terminal, open(ours, "rb", buffering=0) as screen:
         with Progress(terminal).step("Working"):
-            assert b"Working, 0 s" in screen.read(200)
-        shown = screen.read(200)
-    assert shown.endswith("\r\x1b[K✓ Working\r\n".encode())
+            assert re.search(rb"Working, \d+ s", screen.read(200))
+        shown = b""
+        while not shown.endswith("\r\x1b[K✓ Working\r\n".encode()):  # else the test's time limit is the answer
+            shown += screen.read(200)

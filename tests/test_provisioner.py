@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import psutil
@@ -654,6 +655,7 @@ def test_a_program_that_ends_at_once_is_logged_with_its_status_and_its_last_word
     assert "no module named ipykernel" in said
 
 
+ORDINARY_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
 START_MEND_START = """
 import os, sys
 from jupyter_client.manager import start_new_kernel
@@ -691,7 +693,7 @@ def test_a_full_disk_is_named_and_once_there_is_room_a_kernel_starts(
 ) -> None:
     full = tmp_path / "full"
     full.mkdir()
-    mount = f'mount -t tmpfs -o {limit} none "$0" && exec "$@"'
+    mount = f'mount -t tmpfs -o {limit} none "$0" && exec {shlex.join(ORDINARY_USER)} "$@"'
     change = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(full)]
     empty = "assert not any(files for _, _, files in os.walk(os.environ['SANDBOX_RUNTIME_DIR']))"
     mend = f"{empty}; os.environ['SANDBOX_RUNTIME_DIR'] = {str(tmp_path)!r}"
@@ -705,8 +707,7 @@ def test_forbidden_user_namespaces_are_named_with_the_command_that_allows_them(
     refused_by_system: Callable[..., str],
 ) -> None:
     setting = "/proc/sys/user/max_user_namespaces"
-    ordinary_user = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--keep-caps"]
-    change = [*ordinary_user, "sh", "-c", 'echo 0 > "$0" && exec "$@"', setting]
+    change = [*ORDINARY_USER, "--keep-caps", "sh", "-c", 'echo 0 > "$0" && exec "$@"', setting]
     text = refused_by_system(change, f"open({setting!r}, 'w').write('1000')")
     assert "forbids user namespaces" in text
     assert "sudo sysctl -w user.max_user_namespaces=" in text
@@ -722,14 +723,20 @@ class Server:
         self.runtime, self.log = folder / "runtime", folder / "server.log"
         paths = {"PATH": str(folder), "RUNTIME_DIR": str(self.runtime), "CONFIG_DIR": str(folder / "config")}
         env = {**os.environ, **{f"JUPYTER_{name}": path for name, path in paths.items()}}
-        argv = [sys.executable, "-m", "jupyter_server", "--allow-root", "--ip=127.0.0.1", "--port=0"]
+        argv = [sys.executable, "-m", "jupyter_server", "--allow-root", "--port=0", "--IdentityProvider.token=t"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen([*argv, *options], cwd=folder / "notebooks", env=env, stderr=log)
-        while "is running at" not in self.log.read_text():
+        while not self._answers():
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.1)
-        (file,) = self.runtime.glob("jpserver-*.json")
-        self.url = json.loads(file.read_text())["url"]
+
+    def _answers(self) -> bool:
+        try:
+            (file,) = self.runtime.glob("jpserver-*.json")
+            self.url = json.loads(file.read_text())["url"]
+            return self.ask("GET", "status")[0] == 200
+        except (ValueError, URLError):
+            return False
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         """The status and the JSON of an HTTP request."""
