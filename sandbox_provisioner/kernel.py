@@ -129,10 +129,10 @@ class SandboxedKernel:
         copying.cancel()
         await asyncio.gather(copying, return_exceptions=True)
         _close(sinks)
+        on_end(status)
         self.status = status
         self.relay.disconnect()
         await handle.instance.delete()
-        on_end(status)
 
     async def _copy(self, process: Process, sinks: Sinks) -> None:
         async for piece in process.stream():
