@@ -59,7 +59,7 @@ def test_a_person_picks_the_sandboxed_kernel_and_runs_a_cell(lab: str) -> None:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page()
         page.goto(f"{lab}lab?reset&token={TOKEN}", timeout=PATIENCE)
-        page.click('.jp-LauncherCard[title*="(sandbox)"] >> nth=0', timeout=PATIENCE)
+        page.click('.jp-LauncherCard[title="Python 3 (ipykernel) (sandbox)"] >> nth=0', timeout=PATIENCE)
         page.wait_for_selector("text=(sandbox) | Idle", timeout=PATIENCE)
         page.click(".jp-Notebook .cm-content", timeout=PATIENCE)
         page.keyboard.type("import os; print(os.uname().nodename, os.environ.get('SERVER_SECRET'))")
