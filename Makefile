@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEBIAN := .venv/debian
+# Driver, data path and kernels; of the rest, what an older runsc could get wrong.
+DEBIAN_TESTS := -k "not (isolation or many_kernels or notebooks) or capability or read_only or reached or outside"
 
 .PHONY: help setup demo lab test test-slow test-lab test-debian check bench clean
 .DEFAULT_GOAL := help
@@ -51,7 +53,7 @@ test-lab: .venv/.test .venv/.browser .venv/.ready
 
 test-debian: .venv/.test
 	@JUPYTER_DATA_DIR=$(DEBIAN) $(BIN)/jupyter-sandbox setup --source debian --kernel python3
-	@SANDBOX_RUNSC=$(CURDIR)/$(DEBIAN)/sandbox/bin/runsc $(BIN)/python -m pytest -m "runsc and not slow" $(PYTEST)
+	@SANDBOX_RUNSC=$(CURDIR)/$(DEBIAN)/sandbox/bin/runsc $(BIN)/python -m pytest -m "runsc and not slow" $(DEBIAN_TESTS) $(PYTEST)
 
 check: .venv/.test
 	@$(BIN)/ruff check .
