@@ -20,13 +20,6 @@ from sandbox_provisioner import bundle, interpreter, runsc
 from sandbox_provisioner.bundle import BundleSpec, Mount
 from sandbox_provisioner.runtime import RuntimeFolder
 
-FLAGS = (
-    "--network=none",
-    "--platform=systrap",
-    "--ignore-cgroups",
-    "--overlay2=root:memory",
-    "--host-uds=all",
-)
 PASSED_ON = ("LANG", "LC_ALL", "PATH")
 
 
@@ -52,7 +45,7 @@ class HostSocketProvisioner(LocalProvisioner):
         config = bundle.config(spec)
         config["process"] |= {"args": kwargs["cmd"], "cwd": sockets}
         (folder.bundle / "config.json").write_text(json.dumps(config))
-        flags = (*FLAGS, *binary.caution(os.geteuid()))
+        flags = [*binary.settings(spec.network, runsc.PLATFORMS[0]), "--host-uds=all"]
         kwargs["cmd"] = binary.command(
             folder.state, "run", f"--bundle={folder.bundle}", folder.path.name, settings=flags
         )

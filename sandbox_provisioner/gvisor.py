@@ -15,7 +15,6 @@ from contextlib import suppress
 from fcntl import F_SETPIPE_SZ, fcntl
 from pathlib import Path
 from signal import SIGKILL
-from typing import TypeVar
 from uuid import uuid4
 
 from . import bundle
@@ -27,8 +26,6 @@ from .process import LocalProcess
 from .runsc import SETUP_HINT, Runsc, checked, explain, plain_words
 from .runtime import RuntimeFolder, kill_processes
 from .states import Action, State, after
-
-T = TypeVar("T")
 
 START_TIMEOUT = 120.0
 COMMAND_TIMEOUT = 30.0
@@ -262,13 +259,7 @@ class GVisorSandbox:
 
     def _argv(self, *arguments: str) -> list[str]:
         assert self._folder is not None
-        settings = [
-            f"--network={self.spec.network}",
-            f"--platform={self._platform}",
-            "--ignore-cgroups",
-            "--overlay2=root:memory",
-            *self.runsc.caution(os.geteuid()),
-        ]
+        settings = self.runsc.settings(self.spec.network, self._platform)
         return self.runsc.command(self._folder.state, *arguments, settings=settings)
 
     async def _command(self, *arguments: str, timeout: float = COMMAND_TIMEOUT) -> bytes:

@@ -149,6 +149,11 @@ class Runsc:
         except ValueError:
             return None
 
+    def settings(self, network: str, platform: str) -> list[str]:
+        """The global flags of every call for a sandbox with this network and platform."""
+        chosen = [f"--network={network}", f"--platform={platform}"]
+        return [*chosen, "--ignore-cgroups", "--overlay2=root:memory", *self.caution(os.geteuid())]
+
     def caution(self, uid: int) -> list[str]:
         """The flags for a build that is not known to refuse a guest that remounts a read-only folder writable.
 
