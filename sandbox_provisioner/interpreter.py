@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import escape, glob
 from pathlib import Path
 
-from .bundle import Mount
+from .bundle import GUEST_INSIDE, Mount
 from .errors import CommandNotFoundError
 from .folders import homes, private, within
+
+PYTHON = re.compile(r"python[0-9.]*")
 
 
 def resolve(command: str, env: Mapping[str, str]) -> str:
@@ -26,6 +29,15 @@ def resolve(command: str, env: Mapping[str, str]) -> str:
     if path is None:
         raise CommandNotFoundError(command)
     return os.path.abspath(path)
+
+
+def roomy(argv: Sequence[str]) -> list[str]:
+    """``argv``, a Python's with its module run by ``guest/roomy.py``, which says why."""
+    program = Path(argv[0]).name
+    module = next((place for place, part in enumerate(argv[1:], 1) if part == "-m" or not part.startswith("-")), 0)
+    if not PYTHON.fullmatch(program) or argv[module] != "-m" or len(argv) < module + 2:
+        return list(argv)
+    return [*argv[:module], f"{GUEST_INSIDE}/roomy.py", *argv[module + 1 :]]
 
 
 def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str] = ()) -> list[Mount]:

@@ -27,7 +27,7 @@ from .errors import ConfigurationError, SandboxError
 from .folders import homes, masks, shields, working_folder
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
-from .interpreter import parts, resolve, visible
+from .interpreter import parts, resolve, roomy, visible
 from .iothread import IO
 from .kernel import SandboxedKernel, printable
 from .relay import CHANNELS
@@ -274,7 +274,7 @@ class SandboxProvisioner(LocalProvisioner):
         async def launch() -> None:
             await self._kernel.launch(
                 SandboxHandle.create_ephemeral(self.kernel_id, spec, runsc, self.platform),
-                argv,
+                roomy(argv),
                 env=env,
                 cwd=cwd,
                 folder=folder,

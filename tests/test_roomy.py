@@ -1,0 +1,92 @@
+"""A module run with room for its frames is run as ``python -m`` runs it, and its calls cost no system call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox_provisioner.bundle import GUEST, GUEST_INSIDE
+from sandbox_provisioner.interpreter import roomy
+
+SEEN = """
+import json, sys
+spec = __spec__
+names = sorted(name for name in globals() if not name.startswith("__"))
+print(json.dumps([__name__, spec.name, sys.argv, sys.path[0], names]))
+sys.exit(7)
+"""
+
+FAULTS_AT_ANY_DEPTH = """
+import resource
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def leaf(a=0, b=0, c=0, d=0):
+    e = f = g = a
+    return e
+
+def calls_from(depth):
+    if depth:
+        return calls_from(depth - 1)
+    before = faults()
+    for _ in range(100):
+        leaf()
+    return faults() - before
+
+calls_from(300)
+print(max(calls_from(depth) for depth in range(300)))
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    """Where a module can be put that Python finds as ``seen``, in its working folder."""
+    return tmp_path / "seen.py"
+
+
+def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *argv], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("options", [(), ("-I",), ("-X", "dev")], ids=" ".join)
+def test_a_module_sees_what_it_sees_under_dash_m(module: Path, options: tuple[str, ...]) -> None:
+    module.write_text(SEEN)
+    plain = python(module.parent, *options, "-m", "seen", "-f", "file")
+    ours = python(module.parent, *options, str(GUEST / "roomy.py"), "seen", "-f", "file")
+
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+    if "-I" in options:
+        assert "No module named seen" in ours.stderr
+    else:
+        assert json.loads(ours.stdout)[:2] == ["__main__", "seen"]
+
+
+def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) -> None:
+    module.write_text(FAULTS_AT_ANY_DEPTH)
+    ours = python(module.parent, str(GUEST / "roomy.py"), "seen")
+
+    assert int(ours.stdout) < 50
+
+
+@pytest.mark.parametrize(
+    ("argv", "inside"),
+    [
+        (["/a/python", "-m", "ipykernel_launcher", "-f", "x"], ["/a/python", "ROOMY", "ipykernel_launcher", "-f", "x"]),
+        (["/a/python3.12", "-Xfrozen_modules=off", "-m", "k"], ["/a/python3.12", "-Xfrozen_modules=off", "ROOMY", "k"]),
+        (["/a/python3", "script.py", "-m", "k"], None),
+        (["/a/python3", "-c", "pass", "-m"], None),
+        (["/a/python3", "-m"], None),
+        (["/a/python3"], None),
+        (["/a/bash", "-m", "k"], None),
+    ],
+    ids=lambda argv: " ".join(argv) if argv else "unchanged",
+)
+def test_only_a_python_that_runs_a_module_is_given_room(argv: list[str], inside: list[str] | None) -> None:
+    expected = [part.replace("ROOMY", f"{GUEST_INSIDE}/roomy.py") for part in inside or argv]
+
+    assert roomy(argv) == expected
