@@ -21,6 +21,7 @@ from frames import (
     CREDIT,
     DATA,
     EOF,
+    HEADER,
     MAX_PAYLOAD,
     OPEN,
     RESET,
@@ -71,6 +72,8 @@ class Init:
         self.processes: dict[int, Process] = {}
         self.waking, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.quiesced = False
+        self.frame = memoryview(bytearray(HEADER.size + MAX_PAYLOAD))
+        self.inbox = memoryview(bytearray(MAX_PAYLOAD))
 
     def run(self) -> None:
         """Serve until the host goes away; the sandbox ends with its PID 1."""
@@ -101,11 +104,13 @@ class Init:
             else:
                 self.serve(fd, events)
         for stream in list(self.connecting):
-            self.connect(stream)
+            if not self.connect(stream):
+                self.connecting[stream] = self.connecting.pop(stream)
+                break
 
     # -- the host ----------------------------------------------------------------------------------------------
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes | memoryview) -> None:
         view = memoryview(frame)
         while view:
             try:
@@ -122,7 +127,7 @@ class Init:
 
     def read_host(self) -> None:
         try:
-            data = os.read(HOST_IN, MAX_PAYLOAD)
+            data = bytes(self.inbox[: os.readv(HOST_IN, [self.inbox])])
         except OSError as error:
             raise HostGone from error
         if not data:
@@ -246,7 +251,7 @@ class Init:
             return
         self.watch(endpoint)
 
-    def connect(self, stream: int) -> None:
+    def connect(self, stream: int) -> bool:
         kind, _, address = self.connecting[stream].partition(":")
         family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -262,11 +267,12 @@ class Init:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             sock.close()
-            return
+            return False
         del self.connecting[stream]
         endpoint = self.endpoints[stream]
         endpoint.owner, endpoint.reader, endpoint.writer = sock, sock.fileno(), sock.fileno()
         self.drain(endpoint)
+        return True
 
     def watch(self, endpoint: Endpoint) -> None:
         """Tell epoll what this endpoint can make use of now."""
@@ -301,17 +307,19 @@ class Init:
         """Move bytes from the sandbox to the host, as far as there is credit."""
         if endpoint.ended or endpoint.credit <= 0 or endpoint.reader < 0:
             return
+        room = min(MAX_PAYLOAD, endpoint.credit)
         try:
-            data = os.read(endpoint.reader, min(MAX_PAYLOAD, endpoint.credit))
+            size = os.readv(endpoint.reader, [self.frame[HEADER.size : HEADER.size + room]])
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self.end(endpoint, EOF if endpoint.owner is None else RESET)
             return
-        endpoint.credit -= len(data)
-        self.send(encode(DATA, endpoint.stream, data))
+        endpoint.credit -= size
+        HEADER.pack_into(self.frame, 0, DATA, endpoint.stream, size)
+        self.send(self.frame[: HEADER.size + size])
         if endpoint.credit <= 0:
             self.watch(endpoint)
 

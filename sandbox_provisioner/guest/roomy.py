@@ -7,22 +7,27 @@ a chunk of the next power of two, and what it leaves of it is for the frames abo
 that asks for a little more than half of 1 MiB. Runs in the kernel's own Python, of whatever version.
 """
 
+from __future__ import annotations
+
 import os
 import runpy
 import sys
+from collections.abc import Callable
 
 WORDS = 70_000
 
 
-def with_room(run, module):  # type: ignore[no-untyped-def]
+def with_room(run: Callable[[str], None], module: str) -> None:
+    """The frame at the bottom."""
     run(module)
 
 
-def main():  # type: ignore[no-untyped-def]
+def main() -> None:
     """Run the module that is named first, in a namespace that has nothing of ours."""
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
-    run, module, begin = runpy._run_module_as_main, sys.argv.pop(1), with_room
+    run: Callable[[str], None] = runpy._run_module_as_main  # type: ignore[attr-defined]
+    module, begin = sys.argv.pop(1), with_room
     begin.__code__ = begin.__code__.replace(co_stacksize=WORDS)
     ours = globals()
     for name in [name for name in ours if not name.startswith("__")]:
