@@ -809,7 +809,9 @@ def test_a_servers_kernel_works_in_the_notebooks_folder_with_the_servers_configu
     kc = server.client(session["kernel"]["id"])
     assert run(kc, "import os; os.getcwd()") == repr(str(notebook_folder))
     assert run(kc, "[os.environ.get(name) for name in ('OFFERED', 'SECRET')]") == "['yes', None]"
+    kc.stop_channels()
     assert server.ask("POST", f"kernels/{session['kernel']['id']}/restart")[0] == 200
+    kc = server.client(session["kernel"]["id"])  # one that has not heard the old kernel's heartbeat
     kc.wait_for_ready(timeout=READY)
     assert run(kc, "'os' in globals()") == "False"
     kc.stop_channels()
