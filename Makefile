@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEBIAN := .venv/debian
 # Driver, data path and kernels; of the rest, what an older runsc could get wrong.
-DEBIAN_TESTS := -k "not (isolation or many_kernels or notebooks) or capability or read_only or reached or outside"
+DEBIAN_TESTS := -k "not (isolation or many_kernels or notebooks or crashes or two_servers or test_manager or examples) \
+	or capability or read_only or reached or outside"
 
 .PHONY: help setup demo lab test test-slow test-lab test-debian check bench clean
 .DEFAULT_GOAL := help
@@ -15,7 +16,7 @@ help:
 	@echo "make test    run the tests; test-slow: those that take minutes; test-lab: JupyterLab in Chromium;"
 	@echo "             test-debian: the sandbox tests with Debian's runsc"
 	@echo "make check   lint and types"
-	@echo "make bench   measure, beside a plain kernel and gVisor without our relay"
+	@echo "make bench   measure, beside a plain kernel, gVisor without our relay, and cat"
 	@echo "make clean   remove .venv and everything in it"
 
 $(BIN)/python:
@@ -62,6 +63,7 @@ check: .venv/.test
 
 bench: .venv/.test .venv/.ready
 	@$(BIN)/python benchmarks/kernels.py
+	@$(BIN)/python benchmarks/persistence.py
 
 clean:
 	rm -rf .venv notebooks .mypy_cache .ruff_cache .pytest_cache

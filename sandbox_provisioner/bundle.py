@@ -44,7 +44,10 @@ class Mount(NamedTuple):
 
 @dataclass(frozen=True)
 class BundleSpec:
-    """All that a sandbox's configuration depends on. ``python`` runs PID 1 and needs only its standard library."""
+    """All that a sandbox's configuration depends on. ``python`` runs PID 1 and needs only its standard library.
+
+    One that ``outlives`` its host goes on when that is killed, for another to checkpoint it.
+    """
 
     python: str
     home: str
@@ -52,6 +55,7 @@ class BundleSpec:
     mounts: tuple[Mount, ...] = ()
     network: str = "none"
     environment: Mapping[str, str] = field(default_factory=dict)
+    outlives: bool = False
 
 
 def parse_mount(text: str) -> Mount:
@@ -158,7 +162,7 @@ def config(spec: BundleSpec) -> dict[str, Any]:
         "ociVersion": "1.0.2",
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": [spec.python, "-I", "-S", "-B", GUEST_INSIDE],
+            "args": [spec.python, "-I", "-S", "-B", GUEST_INSIDE, *(["outlive"] if spec.outlives else [])],
             "env": [f"{name}={value}" for name, value in spec.environment.items()],
             "cwd": "/",
             "capabilities": nothing,

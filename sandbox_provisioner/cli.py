@@ -1,4 +1,4 @@
-"""The command ``jupyter sandbox``: makes a machine ready for sandboxed kernels, and says what is missing."""
+"""The command ``jupyter sandbox``: makes a machine ready for sandboxed kernels, and says what is missing or kept."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import NoReturn
 
 from jupyter_core.application import JupyterApp
 
-from . import __version__, doctor, kernelspecs, runsc_sources
+from . import __version__, cli_sandboxes, doctor, kernelspecs, runsc_sources
 from .errors import RunscNotFoundError, RunscTooOldError, SandboxError
+from .persistence import Persistence
 from .progress import Progress
 from .runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
 from .runtime import sweep
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)
     _add_doctor(commands)
+    cli_sandboxes.add_commands(commands, lambda: Persistence.open(configured("storage_dir")))
     return parser
 
 
@@ -105,16 +107,16 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor_.set_defaults(run=run_doctor)
 
 
-def configured_runsc() -> str:
-    """The path of runsc in the configuration that a Jupyter server reads, or nothing."""
+def configured(setting: str) -> str:
+    """A setting of SandboxProvisioner in the configuration that a Jupyter server reads, or nothing."""
     app = JupyterApp(config_file_name="jupyter_server_config")
     app.load_config_file()
-    return str(app.config.SandboxProvisioner.get("runsc", ""))
+    return str(app.config.SandboxProvisioner.get(setting, ""))
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """``jupyter sandbox doctor``."""
-    checks = doctor.examine(configured_runsc())
+    checks = doctor.examine(configured("runsc"))
     good = doctor.can_start(checks)
     if arguments.json:
         print(json.dumps({"ok": good, "checks": [asdict(check) for check in checks]}, indent=1))
@@ -144,7 +146,7 @@ def run_setup(arguments: argparse.Namespace) -> int:
 
 def ready_runsc(source: str | None, folder: Path, progress: Progress) -> Runsc:
     """A runsc that will do: the one that is found; if none is, or a ``source`` is named, a new one."""
-    setting = configured_runsc()
+    setting = configured("runsc")
     try:
         found = find(setting)
     except (RunscNotFoundError, RunscTooOldError) as error:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import ConfigurationError
 
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
+
+BUCKET = re.compile(
+    r"(?=.{3,222}$)(?!\d+\.\d+\.\d+\.\d+$)(?=[a-z0-9])[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*(?<=[a-z0-9])"
+)
+"""Google's rules for the name of a bucket."""
+PREFIX = re.compile(r"(?=.{1,200}$)[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+"""What can stand before every object's name, which has its own 512 characters at most."""
 
 
 def text(variable: str, default: str = "", environ: Mapping[str, str] = os.environ) -> str:
@@ -37,3 +47,169 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
     if value not in choices:
         raise ConfigurationError(variable, f"{variable} is {value!r}.", f"It can be {' or '.join(choices)}.")
     return value
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one sort of thing is kept: a bucket, a folder where one is mounted, or, if neither is set, nowhere."""
+
+    stem: str
+    """What the names of its variables begin with."""
+    bucket: str = ""
+    mount: Path | None = None
+
+    @property
+    def bucket_variable(self) -> str:
+        """The variable that names the bucket."""
+        return f"{self.stem}_BUCKET"
+
+    @property
+    def mount_variable(self) -> str:
+        """The variable that names the folder."""
+        return f"{self.stem}_MOUNT_PATH"
+
+    @property
+    def variables(self) -> str:
+        """Both, for a message that asks for one of them."""
+        return f"{self.bucket_variable} (or {self.mount_variable})"
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is such a place at all."""
+        return bool(self.bucket or self.mount)
+
+    def read(self, environ: Mapping[str, str]) -> Place:
+        """This place as its two variables describe it."""
+        return Place(self.stem, _bucket(self.bucket_variable, environ), _mount(self.mount_variable, environ))
+
+
+@dataclass(frozen=True)
+class GCSConfig:
+    """Where this server keeps persistent sandboxes, and so what it is able to do.
+
+    With no bucket and no mount path at all it is the embedded default: everything is in ``folder``, on this machine,
+    and all can be done. Otherwise each sort of thing has its own place, one that has none is a thing this server
+    cannot do, and ``folder`` has only what is on its way from or to those places.
+
+    Metadata and locks need compare-and-swap: where they have a bucket it is used through Google's client, also if a
+    mount path is set, and a mount path alone is a folder that several servers share. Checkpoints and snapshots are
+    bulk data under names that are used once: where they have a mount path, it is used.
+    """
+
+    folder: Path
+    metadata: Place = Place("SANDBOX_METADATA")
+    locks: Place = Place("SANDBOX_LOCK")
+    checkpoints: Place = Place("SANDBOX_CHECKPOINT")
+    snapshots: Place = Place("FILESYSTEM_SNAPSHOT")
+    prefix: str = ""
+    """What every object's name begins with, in buckets and where they are mounted; no slash at its end."""
+
+    @classmethod
+    def from_environment(cls, default_folder: Path, environ: Mapping[str, str] = os.environ) -> GCSConfig:
+        """What the variables say; ConfigurationError names one that cannot be used, and its value.
+
+        ``default_folder`` is its folder unless SANDBOX_STORAGE_DIR names another.
+        """
+        return cls(
+            folder=_absolute("SANDBOX_STORAGE_DIR", environ) or Path(os.path.realpath(default_folder)),
+            metadata=cls.metadata.read(environ),
+            locks=cls.locks.read(environ),
+            checkpoints=cls.checkpoints.read(environ),
+            snapshots=cls.snapshots.read(environ),
+            prefix=_prefix("SANDBOX_OBJECT_PREFIX", environ),
+        )
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it is the embedded default."""
+        return not any(place.is_set for place in (self.metadata, self.locks, self.checkpoints, self.snapshots))
+
+    def can_persist(self) -> bool:
+        """Whether a sandbox can have a permanent record, owned by one server at a time."""
+        return self.embedded or (self.metadata.is_set and self.locks.is_set)
+
+    def can_checkpoint(self) -> bool:
+        """Whether the memory of a persistent sandbox can be kept."""
+        return self.can_persist() and (self.embedded or self.checkpoints.is_set)
+
+    def can_hand_off(self) -> bool:
+        """Whether a running sandbox can pass to another server, which it does as a checkpoint."""
+        return self.can_checkpoint()
+
+    def can_snapshot(self) -> bool:
+        """Whether the files of a sandbox, persistent or not, can be kept."""
+        return self.embedded or self.snapshots.is_set
+
+    def require(
+        self,
+        gcs_sandbox_id: str | None = None,
+        enable_handoff: bool = False,
+        enable_checkpoint_at_idle: bool = False,
+        sandbox_id: str | None = None,
+    ) -> None:
+        """Refuse, before anything is made, a sandbox that this server cannot provide for.
+
+        ``gcs_sandbox_id`` demands buckets for metadata and locks; ``sandbox_id`` takes what storage there is.
+        ConfigurationError's ``setting`` is the first variable that is missing, its text has them all.
+        """
+        gcs = gcs_sandbox_id is not None
+        saves = enable_handoff or enable_checkpoint_at_idle
+        if self.embedded and not gcs:
+            return
+        missing = []
+        if gcs or saves or sandbox_id is not None:
+            missing += [place for place in (self.locks, self.metadata) if not (place.bucket if gcs else place.is_set)]
+        if saves and not self.checkpoints.is_set:
+            missing.append(self.checkpoints)
+        if missing:
+            strict = (self.locks, self.metadata) if gcs else ()
+            names = [place.bucket_variable if place in strict else place.variables for place in missing]
+            raise ConfigurationError(
+                missing[0].bucket_variable,
+                f"This server cannot keep such a sandbox, because it lacks {' and '.join(names)}.",
+                "Set what is missing in the server's environment, or ask for a sandbox that needs less.",
+            )
+
+
+def _bucket(variable: str, environ: Mapping[str, str]) -> str:
+    value = environ.get(variable, "")
+    if value and not BUCKET.fullmatch(value):
+        raise ConfigurationError(
+            variable,
+            f"{variable} is {value!r}, which cannot be the name of a bucket.",
+            "Set it to the bucket's name alone, without gs:// and without a path.",
+        )
+    return value
+
+
+def _absolute(variable: str, environ: Mapping[str, str]) -> Path | None:
+    value = environ.get(variable, "")
+    if not value:
+        return None
+    if not os.path.isabs(value):
+        raise ConfigurationError(
+            variable, f"{variable} is {value!r}, which is not an absolute path.", "Begin it with /."
+        )
+    if os.path.exists(value) and not os.path.isdir(value):
+        raise ConfigurationError(variable, f"{variable} is {value!r}, which is not a folder.", "Name another place.")
+    return Path(os.path.realpath(value))
+
+
+def _mount(variable: str, environ: Mapping[str, str]) -> Path | None:
+    folder = _absolute(variable, environ)
+    if folder and not os.path.isdir(folder):
+        problem = f"{variable} is {environ[variable]!r}, where there is nothing."
+        raise ConfigurationError(variable, problem, "Mount the bucket there first, or correct the path.")
+    return folder
+
+
+def _prefix(variable: str, environ: Mapping[str, str]) -> str:
+    value = environ.get(variable, "")
+    prefix = value.removesuffix("/")
+    if value and not PREFIX.fullmatch(prefix):
+        raise ConfigurationError(
+            variable,
+            f"{variable} is {value!r}, which cannot stand before the name of an object.",
+            "It is made of letters, digits, '-', '_' and '.', in parts that are joined by '/' and begin with no dot.",
+        )
+    return prefix

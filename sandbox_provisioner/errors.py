@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+OLDER = "There is an older checkpoint, which can be restored instead."
+
 
 class SandboxError(Exception):
     """The root of them all. ``str()`` is one or two sentences fit for a notebook's error."""
@@ -96,3 +98,167 @@ class ProtocolError(SandboxError):
 
 class LinkClosedError(SandboxError):
     """The connection to the guest is gone: the sandbox ended, or was stopped."""
+
+
+class MetadataError(SandboxError):
+    """A stored document cannot be understood."""
+
+
+class SnapshotError(SandboxError):
+    """A snapshot of a sandbox's files could not be made, or is none."""
+
+
+class StorageError(SandboxError):
+    """Storage did not do what it should; ``where`` says which."""
+
+    def __init__(self, where: str, problem: str, remedy: str = "") -> None:
+        self.where = where
+        super().__init__(problem, remedy)
+
+
+class ObjectNotFoundError(StorageError):
+    """There is no object of that name; ``name`` has it."""
+
+    def __init__(self, where: str, name: str) -> None:
+        self.name = name
+        super().__init__(where, f"There is no {name} in {where}.")
+
+
+class ConflictError(StorageError):
+    """The object is not the one that was meant: somebody else wrote, or deleted, it."""
+
+    def __init__(self, where: str, name: str, expected: int) -> None:
+        self.name = name
+        self.expected = expected
+        meant = f"is not at generation {expected} any more" if expected else "exists already"
+        super().__init__(where, f"{name} in {where} {meant}.")
+
+
+class StorageUnavailableError(StorageError):
+    """Storage could not be reached, or failed in a way that may pass; what was asked for may have happened."""
+
+
+class CorruptObjectError(StorageError):
+    """What is stored is not what was written; ``name`` says where."""
+
+    def __init__(self, where: str, name: str, problem: str) -> None:
+        self.name = name
+        self.previous = False
+        super().__init__(where, f"{name} in {where} is damaged: {problem}.")
+
+    def offer_older(self, previous: bool) -> None:
+        """Say that there is an older checkpoint, if there is."""
+        self.previous = previous
+        self.remedy = OLDER if previous else ""
+        self.args = (f"{self.problem} {self.remedy}".strip(),)
+
+
+class LeaseHeldError(SandboxError):
+    """Another server has it; ``owner`` says which."""
+
+    def __init__(self, name: str, owner: object) -> None:
+        self.name = name
+        self.owner = owner
+        super().__init__(f"{name} is in use by {owner}.")
+
+
+class LeaseLostError(SandboxError):
+    """A lease is not ours any more; ``reason`` says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        self.reason = reason
+        super().__init__(f"The lease of {name} was lost: {reason}.")
+
+
+class SandboxNotFoundError(SandboxError):
+    """There is no persistent sandbox of that id."""
+
+    def __init__(self, sandbox_id: str, where: str) -> None:
+        self.sandbox_id = sandbox_id
+        super().__init__(
+            f"There is no sandbox {sandbox_id} in {where}.", "`jupyter sandbox list` shows those there are."
+        )
+
+
+class SandboxExistsError(SandboxError):
+    """There is a persistent sandbox of that id already."""
+
+    def __init__(self, sandbox_id: str, where: str) -> None:
+        self.sandbox_id = sandbox_id
+        super().__init__(f"There is a sandbox {sandbox_id} in {where} already.", "Attach to it, or choose another id.")
+
+
+class FencedError(SandboxError):
+    """Another server has taken the sandbox over; what this one had of it can no longer be saved."""
+
+    def __init__(self, sandbox_id: str, owner: str) -> None:
+        self.sandbox_id = sandbox_id
+        self.owner = owner
+        super().__init__(f"Sandbox {sandbox_id} was taken over by {owner}: nothing of this server's copy was saved.")
+
+
+class IncompatibleError(SandboxError):
+    """A checkpoint does not fit this server; ``reasons`` say why, ``previous`` whether an older one may be tried."""
+
+    def __init__(self, sandbox_id: str, reasons: Sequence[str], previous: bool) -> None:
+        self.sandbox_id = sandbox_id
+        self.reasons = tuple(reasons)
+        self.previous = previous
+        super().__init__(f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.", OLDER if previous else "")
+
+
+class UnknownSandboxError(SandboxError):
+    """No record here has that id or notebook; ``known`` has the ids there are."""
+
+    def __init__(self, wanted: str, known: Sequence[str]) -> None:
+        self.wanted = wanted
+        self.known = tuple(known)
+        super().__init__(
+            f"No sandbox {wanted!r:.200} is recorded here.", f"These are: {', '.join(self.known) or 'none at all'}."
+        )
+
+
+class AmbiguousSandboxError(SandboxError):
+    """Several records fit what was asked for; ``matching`` has their ids."""
+
+    def __init__(self, wanted: str, matching: Sequence[str]) -> None:
+        self.wanted = wanted
+        self.matching = tuple(matching)
+        super().__init__(f"{wanted!r:.200} can be {len(self.matching)} sandboxes: {', '.join(self.matching)}.")
+
+
+class UnreadableRecordError(SandboxError):
+    """A record of a sandbox cannot be understood; ``path`` says which file it is."""
+
+    def __init__(self, path: str, problem: str, remedy: str = "") -> None:
+        self.path = path
+        super().__init__(f"The record {path} cannot be used: {problem}.", remedy)
+
+
+class StorageNotHereError(SandboxError):
+    """A sandbox is kept in a storage, ``kind`` and ``where``, that this server does not have."""
+
+    def __init__(self, sandbox_id: str, kind: str, where: str, here: str) -> None:
+        self.sandbox_id = sandbox_id
+        self.kind = kind
+        self.where = where
+        super().__init__(
+            f"Sandbox {sandbox_id} is kept in {kind} storage at {where}, which this server does not have.",
+            f"Its own is at {here}; set it up for the other one, or use the sandbox from a server that is.",
+        )
+
+
+class UnsaveableError(SandboxError):
+    """A sandbox runs on in a way that would not survive a restore; ``reasons`` say what is in the way."""
+
+    def __init__(self, sandbox_id: str, reasons: Sequence[str]) -> None:
+        self.sandbox_id = sandbox_id
+        self.reasons = tuple(reasons)
+        super().__init__(f"Sandbox {sandbox_id} was not checkpointed, and runs on: {_some(reasons)}.")
+
+
+def _some(reasons: Sequence[str], most: int = 5) -> str:
+    """As many of ``reasons`` as a person reads."""
+    more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
+    return "; ".join([*reasons[:most], *more])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,11 +16,12 @@ from contextlib import suppress
 from fcntl import F_SETPIPE_SZ, fcntl
 from pathlib import Path
 from signal import SIGKILL
+from typing import Any
 from uuid import uuid4
 
 from . import bundle
 from .bundle import BundleSpec
-from .errors import DiskFullError, LinkClosedError, ProtocolError, RunscError, RunscNotFoundError, SandboxError
+from .errors import DiskFullError, LinkClosedError, ProtocolError, RunscNotFoundError, SandboxError
 from .guestprocess import GuestProcess
 from .link import GuestLink
 from .process import LocalProcess
@@ -31,16 +33,24 @@ START_TIMEOUT = 120.0
 COMMAND_TIMEOUT = 30.0
 CHECKPOINT_TIMEOUT = 600.0
 QUIESCE_TIMEOUT = 10.0
+ORPHAN_NOTICES = 1.0
+"""Seconds in which a sandbox that ran all the while has noticed that its server is gone, and let go of the pipe."""
 PIPE_SIZE = 1 << 20
 LAST_WORDS = 5.0
 WORDS_KEPT = 1 << 14
 
 
+Commit = Callable[[], Awaitable[None]]
+
+
+async def _at_once() -> None:
+    """Nothing more is needed for the image to count."""
+
+
 class GVisorSandbox:
     """One sandbox: ``start`` or ``restore`` it, ``execute`` in it, ``checkpoint`` it, ``delete`` it.
 
-    ``on_exit`` is called when a running sandbox ends without having been asked to.
-    """
+    ``on_exit`` is called when a running sandbox ends without having been asked to."""
 
     def __init__(self, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str = "systrap") -> None:
         self.sandbox_id = sandbox_id
@@ -50,7 +60,7 @@ class GVisorSandbox:
         self.link = GuestLink()
         self.link.on_lost = self._link_lost
         self.on_exit: Callable[[], None] = lambda: None
-        self._platform = platform
+        self.platform = platform
         self._state = State.INITIALIZED
         self._acting = asyncio.Lock()
         self._folder: RuntimeFolder | None = None
@@ -58,11 +68,40 @@ class GVisorSandbox:
         self._watch: asyncio.Task[None] | None = None
         self._words = bytearray()
         self._doomed = False
+        self._orphaned = False
+        self._note: Mapping[str, Any] | None = None
+
+    @classmethod
+    def orphan(
+        cls, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str, folder: RuntimeFolder, container_id: str
+    ) -> GVisorSandbox:
+        """One that runs in ``folder``, but whose server died: it can be checkpointed or deleted, and nothing else."""
+        sandbox = cls(sandbox_id, spec, runsc, platform)
+        sandbox.link.lose(LinkClosedError("its server died."))
+        sandbox.container_id = container_id
+        sandbox._folder = folder
+        sandbox._orphaned = True
+        sandbox._state = State.RUNNING
+        return sandbox
 
     @property
     def state(self) -> State:
         """Where the sandbox is in its life; see states.py."""
         return self._state
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it can be talked to: one whose server died cannot."""
+        return not self._orphaned
+
+    def leave_note(self, note: Mapping[str, Any]) -> None:
+        """Keep ``note``, with the container's id, where those look who find it running after we were killed."""
+        self._note = note
+        self._write_note()
+
+    def _write_note(self) -> None:
+        if self._note is not None and self._folder:
+            self._folder.write_note({**self._note, "container_id": self.container_id})
 
     def _enter(self, action: Action) -> None:
         """The one place where the state changes."""
@@ -87,8 +126,11 @@ class GVisorSandbox:
             await self._launch("restore", awaken, f"--image-path={image}")
             self._enter(Action.RESTORE)
 
-    async def checkpoint(self, image: Path) -> None:
-        """Write its memory to the new folder ``image`` and end it. If that fails, it runs on and there is no image."""
+    async def checkpoint(self, image: Path, commit: Commit = _at_once) -> None:
+        """Write its memory to the new folder ``image``, ``commit`` to that, and end it.
+
+        If any of it fails, it runs on and there is no image. It does not run between the writing and the commit.
+        """
         async with self._acting:
             after(self.sandbox_id, Action.CHECKPOINT, self._state)
             if image.exists():
@@ -102,9 +144,11 @@ class GVisorSandbox:
                 await self._quiesce()
                 await self._save(partial)
                 partial.rename(image)
+                await commit()
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                await self._carry_on()
+                for folder in (partial, image):
+                    shutil.rmtree(folder, ignore_errors=True)
+                await asyncio.shield(self._carry_on())
                 raise
             self._enter(Action.CHECKPOINT)
             self.link.detach()
@@ -161,6 +205,7 @@ class GVisorSandbox:
         try:
             self._folder = RuntimeFolder.create()
             bundle.write(self._folder.bundle, self.spec)
+            self._write_note()
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFullError(str(error)) from error
@@ -177,8 +222,7 @@ class GVisorSandbox:
         try:
             self._main = LocalProcess.start(self._argv(command, *arguments), stdin=guest_in, stdout=guest_out)
         except OSError as error:
-            problem = f"{self.runsc.path} cannot be run: {error.strerror}."
-            raise RunscNotFoundError(problem, SETUP_HINT) from error
+            raise self._unusable(error) from error
         finally:
             os.close(guest_in)
             os.close(guest_out)
@@ -227,13 +271,28 @@ class GVisorSandbox:
     # -- checkpointing -------------------------------------------------------------------------------------------
 
     async def _quiesce(self) -> None:
+        if self._orphaned:
+            await self._let_dead_servers_commands_end()
+            return
         try:
             await asyncio.wait_for(self.link.quiesce(), QUIESCE_TIMEOUT)
         except TimeoutError:
             raise SandboxError(f"Sandbox {self.sandbox_id} did not come to rest for a checkpoint.") from None
 
+    async def _let_dead_servers_commands_end(self) -> None:
+        assert self._folder is not None
+        async with asyncio.timeout(CHECKPOINT_TIMEOUT):
+            await asyncio.sleep(ORPHAN_NOTICES)
+            while self._folder.runs(b"pause", b"checkpoint", b"resume"):
+                await asyncio.sleep(ORPHAN_NOTICES)
+
+    async def _paused(self) -> bool:
+        """Whether an orphan was paused when its server died, which it is only when it had come to rest."""
+        return self._orphaned and json.loads(await self._command("state", self.container_id))["status"] == "paused"
+
     async def _save(self, partial: Path) -> None:
-        await self._command("pause", self.container_id)
+        if not await self._paused():
+            await self._command("pause", self.container_id)
         await self._command(
             "checkpoint",
             "--leave-running",
@@ -247,8 +306,10 @@ class GVisorSandbox:
     async def _carry_on(self) -> None:
         """A checkpoint failed: let the sandbox run as before, or admit that it is lost."""
         try:
-            with suppress(RunscError):  # it may never have been paused
+            with suppress(SandboxError):  # it may never have been paused
                 await self._command("resume", self.container_id)
+            if self._orphaned:
+                return
             await asyncio.wait_for(self.link.resume(), QUIESCE_TIMEOUT)
         except (SandboxError, TimeoutError) as error:
             self._enter(Action.FAIL)
@@ -259,14 +320,20 @@ class GVisorSandbox:
 
     def _argv(self, *arguments: str) -> list[str]:
         assert self._folder is not None
-        settings = self.runsc.settings(self.spec.network, self._platform)
+        settings = self.runsc.settings(self.spec.network, self.platform)
         return self.runsc.command(self._folder.state, *arguments, settings=settings)
 
     async def _command(self, *arguments: str, timeout: float = COMMAND_TIMEOUT) -> bytes:
         argv = self._argv(*arguments)
-        status, out, err = await LocalProcess.run(argv, timeout)
+        try:
+            status, out, err = await LocalProcess.run(argv, timeout)
+        except OSError as error:
+            raise self._unusable(error) from error
         checked(argv, status, err or out)
         return out
+
+    def _unusable(self, error: OSError) -> RunscNotFoundError:
+        return RunscNotFoundError(f"{self.runsc.path} cannot be run: {error.strerror}.", SETUP_HINT)
 
     async def _end(self) -> None:
         """Kill what runs, and remove the folder with everything in it."""

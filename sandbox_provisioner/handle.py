@@ -1,13 +1,43 @@
-"""SandboxHandle: one sandbox as the rest of the program holds it, made only by its factories."""
+"""SandboxHandle: one sandbox as the rest of the program holds it, made only by its factories.
+
+All object names are built here. A persistent sandbox is its metadata.json: it exists from the moment that is written,
+and is gone from the moment that is deleted; checkpoints that no document names are garbage, and are collected.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+from . import checkpoints, environment, ledger, snapshots
 from .bundle import BundleSpec
-from .errors import ConfigurationError
+from .checkpoints import now
+from .errors import (
+    ConfigurationError,
+    CorruptObjectError,
+    IncompatibleError,
+    MetadataError,
+    SandboxError,
+    SandboxNotFoundError,
+    StorageError,
+    UnsaveableError,
+)
+from .fingerprints import Fingerprints
 from .gvisor import GVisorSandbox
+from .ledger import Ledger
+from .lock.base import Lease, Owner
+from .metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
 from .runsc import Runsc
+from .runtime import RuntimeFolder
+from .staging import staging
+from .storage.base import Advance, ObjectStore, nothing
+from .stores import Shelf, Stores
 
 SANDBOX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
@@ -23,16 +53,412 @@ def valid_id(sandbox_id: str) -> str:
     return sandbox_id
 
 
-class SandboxHandle:
-    """A sandbox's name and its driver. Use a factory; the constructor only sets what it is given."""
+def prefix(sandbox_id: str) -> str:
+    """Where everything of a sandbox is, in every store."""
+    return f"sandboxes/{valid_id(sandbox_id)}/"
 
-    def __init__(self, sandbox_id: str, instance: GVisorSandbox) -> None:
+
+def metadata_name(sandbox_id: str) -> str:
+    """The document that a persistent sandbox is."""
+    return f"{prefix(sandbox_id)}metadata.json"
+
+
+def lock_name(sandbox_id: str) -> str:
+    """What the lease is of."""
+    return f"{prefix(sandbox_id)}lock"
+
+
+def checkpoints_prefix(sandbox_id: str) -> str:
+    """Where a sandbox's checkpoints are, each below a name of its own."""
+    return f"{prefix(sandbox_id)}checkpoints/"
+
+
+def snapshot_prefix(sandbox_id: str, name: str) -> str:
+    """Where the snapshot ``name`` of a sandbox is; a name is made like an id."""
+    return f"{prefix(sandbox_id)}snapshots/{valid_id(name)}/"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose sandbox it is, and what for: what its metadata tells besides its state."""
+
+    kernel_name: str = ""
+    notebook_path: str = ""
+    user: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SandboxHandle:
+    """A sandbox's name, its driver, and, if it is persistent, its ledger.
+
+    ``instance``, ``last_activity``, ``idle_timeout`` and ``cleanup_task`` are of its present run on this server. The
+    constructor only sets what it is given: use a factory.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        instance: GVisorSandbox,
+        stores: Stores | None = None,
+        book: Ledger | None = None,
+        shelf: Shelf | None = None,
+    ) -> None:
         self.sandbox_id = sandbox_id
         self.instance = instance
+        self.contents: Mapping[str, Any] = {}
+        self.last_activity = time.monotonic()
+        self.idle_timeout: float | None = None
+        self.cleanup_task: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[Checkpoint] | None = None
+        self._stores = stores
+        self._ledger = book
+        self._shelf = stores.shelf if stores else shelf
+        self._source: Checkpoint | None = None
+
+    # -- factories -------------------------------------------------------------------------------------------------
 
     @classmethod
     def create_ephemeral(
-        cls, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str = "systrap"
+        cls, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str = "systrap", shelf: Shelf | None = None
     ) -> SandboxHandle:
-        """A sandbox that leaves nothing behind; it is not started yet."""
-        return cls(valid_id(sandbox_id), GVisorSandbox(sandbox_id, spec, runsc, platform))
+        """A sandbox that leaves nothing behind but the snapshots it is asked for; it is not started yet."""
+        return cls(valid_id(sandbox_id), GVisorSandbox(sandbox_id, spec, runsc, platform), shelf=shelf)
+
+    @classmethod
+    async def create_persistent(
+        cls,
+        sandbox_id: str,
+        spec: BundleSpec,
+        runsc: Runsc,
+        stores: Stores,
+        owner: Owner,
+        identity: Identity | None = None,
+        platform: str = "systrap",
+    ) -> SandboxHandle:
+        """A new persistent sandbox, not started yet. SandboxExistsError, LeaseHeldError: nothing is left behind."""
+        _require_checkpoints(stores)
+        about = vars(identity or Identity())
+        first = GCSSandboxMetadata(sandbox_id=sandbox_id, created=now(), last_used=now(), **about)
+        async with _leased(sandbox_id, stores, owner) as lease:
+            book = await Ledger.create(stores.metadata, metadata_name(sandbox_id), lease, first)
+        return cls._persistent(spec, runsc, platform, stores, book, None)
+
+    @classmethod
+    async def attach_persistent(
+        cls,
+        sandbox_id: str,
+        spec: BundleSpec,
+        runsc: Runsc,
+        stores: Stores,
+        owner: Owner,
+        platform: str = "systrap",
+        patience: float = 0.0,
+        previous: bool = False,
+    ) -> SandboxHandle:
+        """The sandbox that there is, not running yet: ``restore`` it, or ``start`` it if it has no checkpoint.
+
+        ``spec`` and ``platform`` are for one without. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
+        IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
+        """
+        _require_checkpoints(stores)
+        async with _leased(sandbox_id, stores, owner, patience) as lease:
+            book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
+            source = book.metadata.previous if previous else book.metadata.checkpoint
+            if previous and source is None:
+                raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
+            if source:
+                await _require_fit(book.metadata, source, runsc, stores)
+                spec, platform = source.spec, source.platform
+            await book.sign()
+        return cls._persistent(spec, runsc, platform, stores, book, source)
+
+    @classmethod
+    async def rescue(
+        cls, folder: RuntimeFolder, note: Note, runsc: Runsc, stores: Stores, owner: Owner, patience: float = 0.0
+    ) -> SandboxHandle:
+        """The sandbox that runs on in ``folder`` though its server died: ``checkpoint`` it."""
+        async with _leased(note.sandbox_id, stores, owner, patience) as lease:
+            book = await Ledger.open(stores.metadata, metadata_name(note.sandbox_id), lease, note.sandbox_id)
+            await book.sign()
+        handle = cls._persistent(note.spec, runsc, note.platform, stores, book, book.metadata.checkpoint)
+        handle.contents = note.contents
+        handle.instance = GVisorSandbox.orphan(
+            note.sandbox_id, handle.instance.spec, runsc, note.platform, folder, note.container_id
+        )
+        return handle
+
+    @classmethod
+    def _persistent(
+        cls, spec: BundleSpec, runsc: Runsc, platform: str, stores: Stores, book: Ledger, source: Checkpoint | None
+    ) -> SandboxHandle:
+        sandbox_id = book.metadata.sandbox_id
+        instance = GVisorSandbox(sandbox_id, replace(spec, outlives=True), runsc, platform)
+        handle = cls(sandbox_id, instance, stores, book)
+        handle._source = source
+        handle.describe(source.contents if source else {})
+        return handle
+
+    # -- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def persistent(self) -> bool:
+        """Whether its state can be kept."""
+        return self._ledger is not None
+
+    @property
+    def metadata(self) -> GCSSandboxMetadata:
+        """What is recorded of it now; StateError for an ephemeral one."""
+        return self._book().metadata
+
+    @property
+    def lease(self) -> Lease:
+        """By which this server has it."""
+        return self._book().lease
+
+    def describe(self, contents: Mapping[str, Any]) -> None:
+        """Say what runs inside, for whoever restores it: it is kept with each checkpoint, and for a rescue."""
+        self.contents = contents
+        if self._stores and self._ledger:
+            where = self._stores.metadata.where
+            note = Note(self.sandbox_id, where, self.instance.spec, self.instance.platform, contents)
+            self.instance.leave_note(asdict(note))
+
+    async def change(self, **fields: Any) -> None:
+        """Record something else of it, such as another ``notebook_path``."""
+        await self._book().change(lambda document: replace(document, **fields))
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is a checkpoint that ``restore`` would bring back."""
+        return self._source is not None
+
+    def begin_anew(self, spec: BundleSpec, platform: str) -> None:
+        """Another sandbox, not started yet, in place of one that has ended or never began, under the same name."""
+        spec = replace(spec, outlives=self.persistent)
+        self.instance = GVisorSandbox(self.sandbox_id, spec, self.instance.runsc, platform)
+        self.describe({})
+
+    async def start(self) -> None:
+        """Start it afresh. A checkpoint that there is stays until the next takes its place."""
+        await self.instance.start()
+        if self._ledger:
+            await self._record_running(self._ledger.metadata.checkpoint, self._ledger.metadata.previous)
+
+    async def restore(self, advance: Advance = nothing) -> None:
+        """Bring it back from its checkpoint; CorruptObjectError if that is damaged, which offers the previous one if
+        there is one; nothing has changed then.
+        """
+        self._book()
+        stores, source = self._stores, self._source
+        if source is None or stores is None or stores.checkpoints is None:
+            raise SandboxError(f"Sandbox {self.sandbox_id} has no checkpoint to restore.")
+        checkpoints.check_names(source.artifact, checkpoints_prefix(self.sandbox_id))
+        with staging(stores.staging) as folder:
+            try:
+                image = await asyncio.to_thread(checkpoints.fetch, stores.checkpoints, source.artifact, folder, advance)
+            except CorruptObjectError as error:
+                error.offer_older(self.metadata.previous not in (None, source))
+                raise
+            await self.instance.restore(image)
+        await self._record_running(source, None)
+
+    async def checkpoint(self, advance: Advance = nothing) -> Checkpoint:
+        """Save its memory and end it. If that fails, it runs on, and the last checkpoint is still there.
+
+        FencedError if another server has taken it over. It is brought to its end even if the caller is cancelled.
+        """
+        self._saving = asyncio.create_task(self._checkpoint(advance))
+        return await asyncio.shield(self._saving)
+
+    async def release(self) -> None:
+        """End it on this server without saving anything, and let others have it."""
+        await self.instance.delete()
+        if self.cleanup_task:
+            self.cleanup_task.cancel()
+            await asyncio.gather(self.cleanup_task, return_exceptions=True)
+        if self._ledger:
+            await self._ledger.lease.release()
+
+    async def regain(self, owner: Owner) -> None:
+        """Get a lost lease again, if nobody had the sandbox in between; FencedError, LeaseHeldError if somebody did."""
+        assert self._stores is not None
+        book = self._book()
+        await book.lease.release()
+        async with _leased(self.sandbox_id, self._stores, owner) as lease:
+            await book.pass_on(lease)
+
+    async def record_dead(self) -> None:
+        """Say that it runs no more, though nobody saved it."""
+        await self._book().change(GCSSandboxMetadata.stopped)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    async def save_snapshot(self, name: str, advance: Advance = nothing) -> GCSArtifact:
+        """Keep what was written in it, but not its memory, under a new ``name``; it runs on."""
+        below = snapshot_prefix(self.sandbox_id, name)
+        return await snapshots.save(self._required_shelf(), below, self.instance, advance)
+
+    async def load_snapshot(self, sandbox_id: str, name: str, advance: Advance = nothing) -> None:
+        """Put the files of a snapshot, of this or of another sandbox, in their places in this one, which runs."""
+        await snapshots.load(self._required_shelf(), snapshot_prefix(sandbox_id, name), self.instance, advance)
+
+    def _required_shelf(self) -> Shelf:
+        if self._shelf is None:
+            raise ConfigurationError(
+                "FILESYSTEM_SNAPSHOT_BUCKET",
+                "This server has no place for snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
+                "Set it, or FILESYSTEM_SNAPSHOT_MOUNT_PATH.",
+            )
+        return self._shelf
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    async def _checkpoint(self, advance: Advance) -> Checkpoint:
+        self._book()
+        stores = self._stores
+        assert stores is not None and stores.checkpoints is not None
+        store, began = stores.checkpoints, time.monotonic()
+        below = f"{checkpoints_prefix(self.sandbox_id)}{checkpoints.new_name()}/"
+        files = await self._files(stores.fingerprints) if self.instance.reachable else {}
+        made: list[Checkpoint] = []
+        garbage: set[str] = set()
+        with staging(stores.staging) as folder:
+            image = folder / "image"
+
+            async def commit() -> None:
+                artifact = await asyncio.to_thread(checkpoints.save, store, below, image, advance)
+                made.append(self._recorded(artifact, files, time.monotonic() - began))
+                garbage.update(await self._change(lambda document: document.saved(made[0], now())))
+
+            await self.instance.checkpoint(image, commit)
+        self._source = made[0]
+        await self._delete(garbage)
+        return made[0]
+
+    async def _files(self, fingerprints: Fingerprints) -> dict[str, Any]:
+        files = await environment.inventory(self.instance, fingerprints)
+        if reasons := environment.unsaveable(files):
+            raise UnsaveableError(self.sandbox_id, reasons)
+        return environment.to_json(files)
+
+    def _recorded(self, artifact: GCSArtifact, files: Mapping[str, Any], seconds: float) -> Checkpoint:
+        return Checkpoint(
+            artifact=artifact,
+            runsc_version=self.instance.runsc.version,
+            runsc_sha256=self.instance.runsc.sha256,
+            platform=self.instance.platform,
+            architecture=os.uname().machine,
+            cpu_features=environment.cpu_features(),
+            spec=self.instance.spec,
+            files=files,
+            contents=self.contents,
+            seconds=round(seconds, 3),
+        )
+
+    async def _record_running(self, checkpoint: Checkpoint | None, previous: Checkpoint | None) -> None:
+        try:
+            garbage = await self._change(lambda document: document.started(checkpoint, previous, now()))
+        except BaseException:
+            await asyncio.shield(self.instance.delete())
+            raise
+        self.cleanup_task = asyncio.create_task(self._delete(garbage))
+
+    async def _change(self, change: ledger.Change) -> set[str]:
+        """Change the document; the artifacts that nobody needs then: proven ones' predecessors, failed attempts.
+
+        Only what was there before the change counts, because after it another server may have made its own.
+        """
+        assert self._stores is not None and self._stores.checkpoints is not None
+        found = await asyncio.to_thread(artifacts, self._stores.checkpoints, checkpoints_prefix(self.sandbox_id))
+        await self._book().change(change)
+        document = self._book().metadata
+        return found - {kept.artifact.name for kept in (document.checkpoint, document.previous) if kept}
+
+    async def _delete(self, garbage: set[str]) -> None:
+        assert self._stores is not None and self._stores.checkpoints is not None
+        with suppress(StorageError):  # the next one collects
+            for name in garbage:
+                await asyncio.to_thread(self._stores.checkpoints.delete_all, name)
+
+    def _book(self) -> Ledger:
+        if self._ledger is None:
+            raise SandboxError(f"Sandbox {self.sandbox_id} is ephemeral: nothing of it is kept.")
+        return self._ledger
+
+
+def describe_persistent(stores: Stores, sandbox_id: str) -> GCSSandboxMetadata:
+    """What is recorded of a sandbox, without any claim to it. Blocks."""
+    return ledger.load(stores.metadata, metadata_name(sandbox_id), sandbox_id)[0]
+
+
+async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> int:
+    """Delete a sandbox with its checkpoints and snapshots, also a damaged one; returns how many bytes that freed.
+
+    LeaseHeldError if it is in use. First goes the document: whatever happens then, the sandbox is gone. What is deleted
+    was there before that, so that one who comes after us loses nothing.
+    """
+    freed, name = 0, metadata_name(sandbox_id)
+    places = [(stores.snapshots, "snapshots/"), (stores.checkpoints, "checkpoints/")]
+    async with _leased(sandbox_id, stores, owner) as lease:
+        found = [
+            (store, await asyncio.to_thread(artifacts, store, prefix(sandbox_id) + at)) for store, at in places if store
+        ]
+        with suppress(SandboxNotFoundError):
+            try:
+                book = await Ledger.open(stores.metadata, name, lease, sandbox_id)
+                await book.sign()
+                generation = book.generation
+            except MetadataError:
+                generation = (await asyncio.to_thread(stores.metadata.info, name)).generation
+            await asyncio.to_thread(stores.metadata.delete, name, generation)
+        for store, names in found:
+            for below in names:
+                freed += await asyncio.to_thread(store.delete_all, below)
+    await lease.release()
+    return freed
+
+
+def delete_persistent(stores: Stores, sandbox_id: str) -> int:
+    """``destroy_persistent`` for those who have no event loop. Blocks."""
+    return asyncio.run(destroy_persistent(stores, sandbox_id, Owner.here("jupyter sandbox")))
+
+
+@asynccontextmanager
+async def _leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
+    """The lease of a sandbox, kept after the block if that succeeds and released if it does not."""
+    lease = await stores.leases.acquire(lock_name(sandbox_id), owner, patience)
+    try:
+        yield lease
+    except BaseException:
+        await asyncio.shield(lease.release())
+        raise
+
+
+def _require_checkpoints(stores: Stores) -> None:
+    if stores.checkpoints is None:
+        raise ConfigurationError(
+            "SANDBOX_CHECKPOINT_BUCKET",
+            "A persistent sandbox needs a place for checkpoints, and SANDBOX_CHECKPOINT_BUCKET is not set.",
+            "Set it, or SANDBOX_CHECKPOINT_MOUNT_PATH.",
+        )
+
+
+async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores) -> None:
+    reasons = await asyncio.to_thread(checkpoints.obstacles, source, runsc, stores.fingerprints)
+    if reasons:
+        offered = document.previous is not None and source is not document.previous
+        raise IncompatibleError(document.sandbox_id, reasons, offered)
+
+
+def without_metadata(stores: Stores) -> set[str]:
+    """The ids with checkpoints but no document: of sandboxes whose deletion did not get to its end. Blocks."""
+    top = "sandboxes/"
+    ids = {info.name.split("/")[1] for info in stores.checkpoints.list(top)} if stores.checkpoints else set()
+    return ids - {info.name.split("/")[1] for info in stores.metadata.list(top) if info.name.endswith("metadata.json")}
+
+
+def artifacts(store: ObjectStore, below: str) -> set[str]:
+    """The prefixes of what is stored ``below`` a prefix: one for each checkpoint, or each snapshot. Blocks."""
+    return {below + info.name.removeprefix(below).partition("/")[0] + "/" for info in store.list(below)}

@@ -6,6 +6,7 @@ The one difference between root and an ordinary user is here: an ordinary user's
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
 import re
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
@@ -133,6 +135,12 @@ def _ask_version(path: Path, stat: os.stat_result, remedy: str) -> str:
     return _versions[key]
 
 
+@cache
+def _checksum(path: Path, mtime: int, size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @dataclass(frozen=True)
 class Runsc:
     """One runsc binary that was found and asked for its version."""
@@ -148,6 +156,12 @@ class Runsc:
             return date(int(found[1]), int(found[2]), int(found[3])) if found else None
         except ValueError:
             return None
+
+    @property
+    def sha256(self) -> str:
+        """The binary's checksum: what tells two builds apart that call themselves the same."""
+        stat = self.path.stat()
+        return _checksum(self.path, stat.st_mtime_ns, stat.st_size)
 
     def settings(self, network: str, platform: str) -> list[str]:
         """The global flags of every call for a sandbox with this network and platform."""

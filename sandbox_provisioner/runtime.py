@@ -1,12 +1,14 @@
 """The folders of live sandboxes: one for each, locked by the process that owns it, swept when that process died.
 
 A lock is a flock on the folder itself, so it ends with its owner however that ends, and a cleaner of /tmp that
-respects locks leaves the folder alone.
+respects locks leaves the folder alone. A folder with a note is of a persistent sandbox, which may still run: it is not
+swept, but left for whoever understands the note.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -14,7 +16,9 @@ import signal
 import stat
 import subprocess
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -23,6 +27,7 @@ from .errors import ConfigurationError
 NAME = re.compile(r"\.?[0-9a-f]{12}")
 STALE_NEWBORN = 3600.0
 GONE_WITHIN = 5.0
+NOTE = "note.json"
 
 
 def runtime_root() -> Path:
@@ -84,6 +89,47 @@ class RuntimeFolder:
             raise
         return folder
 
+    @classmethod
+    def of_the_dead(cls, path: Path) -> RuntimeFolder | None:
+        """Take over a folder whose owner has died; None if it lives, or the folder is gone."""
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            if path.name.startswith(".") and time.time() - os.fstat(lock).st_mtime < STALE_NEWBORN:
+                raise BlockingIOError
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists():
+                raise BlockingIOError
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        return cls(path, lock)
+
+    def write_note(self, note: Mapping[str, Any]) -> None:
+        """Say what this sandbox is, to whoever finds it without its server."""
+        partial = self.path / f".{NOTE}"
+        partial.write_text(json.dumps(note))
+        partial.rename(self.path / NOTE)
+
+    def read_note(self) -> dict[str, Any] | None:
+        """What was said of this sandbox; None if nothing was, or it cannot be understood."""
+        try:
+            note = json.loads((self.path / NOTE).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return note if isinstance(note, dict) else None
+
+    @property
+    def inhabited(self) -> bool:
+        """Whether a runsc process still runs for this folder."""
+        return any(_processes(self.state))
+
+    def runs(self, *commands: bytes) -> bool:
+        """Whether one of these runsc commands is under way for this folder, whoever gave it."""
+        return any(set(commands) & set(arguments) for _, arguments in _processes(self.state))
+
     def remove(self) -> None:
         """End whatever still runs for this folder, and remove it with its mounts. Blocks for some milliseconds."""
         deadline = time.monotonic() + GONE_WITHIN
@@ -112,29 +158,34 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 def sweep() -> list[str]:
     """Remove what dead owners left: processes, mounts, folders. Returns the names of the folders that went."""
     swept = []
-    for path in runtime_root().iterdir():
-        if not NAME.fullmatch(path.name):
-            continue
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            if path.name.startswith(".") and time.time() - os.fstat(lock).st_mtime < STALE_NEWBORN:
-                raise BlockingIOError
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            continue
-        RuntimeFolder(path, lock).remove()
-        swept.append(path.name)
+    for folder in left_behind():
+        if folder.read_note() is None:
+            folder.remove()
+            swept.append(folder.path.name)
+        else:
+            folder.let_go()
     return swept
+
+
+def left_behind() -> Iterator[RuntimeFolder]:
+    """The folders of dead owners, each locked for us: remove it, or let it go."""
+    for path in runtime_root().iterdir():
+        if NAME.fullmatch(path.name) and (folder := RuntimeFolder.of_the_dead(path)):
+            yield folder
 
 
 def kill_processes(state: Path) -> int:
     """Kill every runsc process whose state folder is ``state``; returns how many there were."""
-    wanted = f"--root={state}".encode()
     found = 0
+    for handle, _ in _processes(state):
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        found += 1
+    return found
+
+
+def _processes(state: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """Each runsc process whose state folder is ``state``: a descriptor, good until the next, and its arguments."""
+    wanted = f"--root={state}".encode()
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
             continue
@@ -143,14 +194,13 @@ def kill_processes(state: Path) -> int:
         except OSError:
             continue
         try:
-            if wanted in Path("/proc", entry, "cmdline").read_bytes().split(b"\0"):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-                found += 1
+            arguments = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+            if wanted in arguments:
+                yield handle, arguments
         except OSError:
             pass
         finally:
             os.close(handle)
-    return found
 
 
 def mounts_below(folder: Path) -> list[str]:

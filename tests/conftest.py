@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gcs_server import GCS
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from servers import READY, Server
 
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.interpreter import visible
 from sandbox_provisioner.runsc import Runsc, find
 from sandbox_provisioner.runtime import runtime_root
-
-READY = 90
 
 
 def leftovers(runtime: Path) -> list[str]:
@@ -45,6 +45,23 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(folder))
     yield runtime_root()
     assert leftovers(folder / "jupyter-sandbox") == []
+
+
+@pytest.fixture(scope="session")
+def gcs_process() -> Iterator[GCS]:
+    """One server that speaks GCS's JSON API, for all tests of this run."""
+    server = GCS()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def gcs(gcs_process: GCS, monkeypatch: pytest.MonkeyPatch) -> Iterator[GCS]:
+    """That server with an empty bucket and no faults; STORAGE_EMULATOR_HOST is set."""
+    gcs_process.reset()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_process.url)
+    yield gcs_process
+    gcs_process.reset()
 
 
 @pytest.fixture(scope="session")
@@ -141,3 +158,17 @@ def run(kc: BlockingKernelClient, code: str, timeout: float = 60) -> str:
     if reply["content"]["status"] != "ok":
         raise AssertionError("\n".join(reply["content"]["traceback"]))
     return "".join(pieces)
+
+
+@pytest.fixture
+def serve(tmp_path: Path, notebook_folder: Path) -> Iterator[Callable[..., Server]]:
+    """Starts Jupyter servers, and stops them as a service manager would."""
+    servers: list[Server] = []
+
+    def start(*options: str) -> Server:
+        servers.append(Server(tmp_path, *options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()

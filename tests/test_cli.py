@@ -16,7 +16,7 @@ from machines import OLD, empty_machine, script, stand_in
 
 from sandbox_provisioner import __version__, runsc_sources
 from sandbox_provisioner import runsc as runsc_module
-from sandbox_provisioner.cli import configured_runsc, main
+from sandbox_provisioner.cli import configured, main
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.progress import Note
 from sandbox_provisioner.runsc import Runsc
@@ -167,11 +167,11 @@ def test_the_configuration_of_the_server_names_the_runsc(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert configured_runsc() == ""
+    assert configured("runsc") == ""
     chosen = stand_in(tmp_path / "chosen")
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "jupyter_server_config.py").write_text(f"c.SandboxProvisioner.runsc = {str(chosen)!r}\n")
-    assert configured_runsc() == str(chosen)
+    assert configured("runsc") == str(chosen)
     main(["doctor", "--json"])
     assert f"at {chosen} (from the runsc setting)" in capsys.readouterr().out
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sandbox_provisioner import config
+from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import ConfigurationError
+
+LOCK, METADATA = "SANDBOX_LOCK_BUCKET", "SANDBOX_METADATA_BUCKET"
+CHECKPOINT, CHECKPOINT_MOUNT = "SANDBOX_CHECKPOINT_BUCKET", "SANDBOX_CHECKPOINT_MOUNT_PATH"
+STEMS = ["SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"]
 
 
 def test_text_is_the_value_as_it_stands() -> None:
@@ -64,3 +74,217 @@ def test_a_choice_that_there_is_not_names_those_there_are() -> None:
     assert refusal.value.setting == "SANDBOX_X"
     assert "'c'" in str(refusal.value)
     assert "a or b" in refusal.value.remedy
+
+
+def gcs(*variables: str) -> GCSConfig:
+    """The settings of a server where these are set, to something that will do."""
+    values = {name: "/" if name.endswith("_MOUNT_PATH") else "some-bucket" for name in variables}
+    return GCSConfig.from_environment(Path("/default"), values)
+
+
+def refusal_of(environ: dict[str, str]) -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as refusal:
+        GCSConfig.from_environment(Path("/default"), environ)
+    return refusal.value
+
+
+def test_with_nothing_set_the_embedded_default_can_do_everything(tmp_path: Path) -> None:
+    settings = GCSConfig.from_environment(tmp_path, {})
+    assert settings == GCSConfig(folder=tmp_path)
+    assert settings.can_persist() and settings.can_checkpoint() and settings.can_hand_off() and settings.can_snapshot()
+
+
+def test_an_empty_variable_is_one_that_is_not_set(tmp_path: Path) -> None:
+    assert GCSConfig.from_environment(tmp_path, {LOCK: "", "SANDBOX_STORAGE_DIR": ""}) == GCSConfig(folder=tmp_path)
+
+
+def test_another_folder_can_be_named_and_need_not_exist_yet(tmp_path: Path) -> None:
+    settings = GCSConfig.from_environment(Path("/default"), {"SANDBOX_STORAGE_DIR": str(tmp_path / "new")})
+    assert settings.folder == tmp_path / "new"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    settings = GCSConfig.from_environment(Path("/default"), {"SANDBOX_STORAGE_DIR": f"{tmp_path}//link/"})
+    assert settings.folder == tmp_path / "real"
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("ending", ["_BUCKET", "_MOUNT_PATH"])
+def test_one_bucket_or_mount_path_is_the_end_of_the_embedded_default(stem: str, ending: str) -> None:
+    assert gcs().embedded
+    assert not gcs(stem + ending).embedded
+
+
+def test_the_environment_decides_when_it_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {METADATA: "meta.data", LOCK: "lo_ck", CHECKPOINT_MOUNT: str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SANDBOX_OBJECT_PREFIX", "team/1/")
+    assert GCSConfig.from_environment(tmp_path) == GCSConfig(
+        folder=tmp_path,
+        metadata=Place("SANDBOX_METADATA", bucket="meta.data"),
+        locks=Place("SANDBOX_LOCK", bucket="lo_ck"),
+        checkpoints=Place("SANDBOX_CHECKPOINT", mount=tmp_path),
+        prefix="team/1",
+    )
+
+
+CAPABILITIES = [
+    # what is set                                     persist, checkpoint, hand off, snapshot
+    ([METADATA], (False, False, False, False)),
+    ([LOCK], (False, False, False, False)),
+    ([METADATA, LOCK], (True, False, False, False)),
+    (["SANDBOX_METADATA_MOUNT_PATH", "SANDBOX_LOCK_MOUNT_PATH"], (True, False, False, False)),
+    ([METADATA, LOCK, CHECKPOINT], (True, True, True, False)),
+    ([METADATA, LOCK, CHECKPOINT_MOUNT], (True, True, True, False)),
+    ([CHECKPOINT], (False, False, False, False)),
+    (["FILESYSTEM_SNAPSHOT_BUCKET"], (False, False, False, True)),
+    (["FILESYSTEM_SNAPSHOT_MOUNT_PATH"], (False, False, False, True)),
+]
+
+
+@pytest.mark.parametrize(("variables", "able"), CAPABILITIES)
+def test_what_a_server_can_do_follows_from_what_is_set(variables: list[str], able: tuple[bool, ...]) -> None:
+    settings = gcs(*variables)
+    assert able == (
+        settings.can_persist(),
+        settings.can_checkpoint(),
+        settings.can_hand_off(),
+        settings.can_snapshot(),
+    )
+
+
+ALL = {LOCK, METADATA, CHECKPOINT}
+PLAIN = {"gcs_sandbox_id": "box"}
+HANDOFF = {"gcs_sandbox_id": "box", "enable_handoff": True}
+IDLE = {"gcs_sandbox_id": "box", "enable_checkpoint_at_idle": True}
+TABLE = [
+    # what is asked for, what is set, which variable is missing
+    ({}, set(), None),
+    ({}, {CHECKPOINT}, None),
+    (PLAIN, {LOCK, METADATA}, None),
+    (PLAIN, ALL, None),
+    (PLAIN, {METADATA}, LOCK),
+    (PLAIN, {LOCK}, METADATA),
+    (PLAIN, set(), LOCK),
+    *[
+        row
+        for asked in (HANDOFF, IDLE, HANDOFF | IDLE)
+        for row in [
+            (asked, ALL, None),
+            (asked, {LOCK, METADATA, CHECKPOINT_MOUNT}, None),
+            (asked, {LOCK, METADATA}, CHECKPOINT),
+            (asked, {LOCK, CHECKPOINT}, METADATA),
+            (asked, {METADATA, CHECKPOINT}, LOCK),
+            (asked, set(), LOCK),
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(("asked", "variables", "missing"), TABLE)
+def test_the_validation_table(asked: dict[str, str | bool], variables: set[str], missing: str | None) -> None:
+    settings = gcs(*variables)
+    if missing is None:
+        settings.require(**asked)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigurationError) as refusal:
+        settings.require(**asked)  # type: ignore[arg-type]
+    assert refusal.value.setting == missing
+    assert missing in refusal.value.problem
+
+
+@pytest.mark.parametrize("stem", ["SANDBOX_LOCK", "SANDBOX_METADATA"])
+def test_for_a_gcs_sandbox_id_a_mount_path_is_no_bucket(stem: str) -> None:
+    others = {LOCK, METADATA} - {f"{stem}_BUCKET"}
+    with pytest.raises(ConfigurationError) as refusal:
+        gcs(f"{stem}_MOUNT_PATH", *others).require("box")
+    assert refusal.value.setting == f"{stem}_BUCKET"
+    assert "MOUNT_PATH" not in str(refusal.value)
+
+
+def test_everything_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        gcs().require("box", enable_handoff=True)
+    assert re.findall(r"\w+_(?:BUCKET|MOUNT_PATH)", refusal.value.problem) == [
+        LOCK,
+        METADATA,
+        CHECKPOINT,
+        CHECKPOINT_MOUNT,
+    ]
+
+
+@pytest.mark.parametrize("flags", [{}, {"enable_handoff": True}, {"enable_checkpoint_at_idle": True}])
+def test_a_sandbox_id_takes_whatever_storage_there_is(flags: dict[str, bool]) -> None:
+    gcs().require(sandbox_id="box", **flags)
+    gcs("SANDBOX_METADATA_MOUNT_PATH", LOCK, CHECKPOINT).require(sandbox_id="box", **flags)
+    with pytest.raises(ConfigurationError) as refusal:
+        gcs(METADATA, CHECKPOINT).require(sandbox_id="box", **flags)
+    assert refusal.value.setting == LOCK
+    assert "SANDBOX_LOCK_MOUNT_PATH" in refusal.value.problem
+
+
+GOOD_BUCKETS = ["abc", "a-b_c", "1.2.3", "my.bucket.example", "x" * 63, ".".join(["x" * 55] * 3)]
+BAD_BUCKETS = [
+    "ab", "x" * 64, ".".join(["x" * 62] * 4), "Abc", "-abc", "abc-", "a..b", ".abc", "a/b", "gs://abc", "a b", "abc\n",
+    "192.168.5.4", "büro", "../abc", " ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD_BUCKETS)
+def test_a_bucket_with_a_good_name(name: str) -> None:
+    assert GCSConfig.from_environment(Path("/default"), {LOCK: name}).locks.bucket == name
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("name", BAD_BUCKETS, ids=repr)
+def test_a_name_that_no_bucket_can_have_is_refused(stem: str, name: str) -> None:
+    refusal = refusal_of({f"{stem}_BUCKET": name})
+    assert refusal.setting == f"{stem}_BUCKET"
+    assert refusal.setting in refusal.problem and repr(name) in refusal.problem
+    assert refusal.remedy
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("path", ["relative", "./here", "~/mount", "/not/there", "/dev/null", "/" + "x" * 5000])
+def test_a_mount_path_is_a_folder_that_is_there(stem: str, path: str) -> None:
+    refusal = refusal_of({f"{stem}_MOUNT_PATH": path})
+    assert refusal.setting == f"{stem}_MOUNT_PATH"
+    assert refusal.setting in refusal.problem and repr(path) in refusal.problem
+
+
+def test_a_mount_path_that_leads_in_a_circle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to("round")
+    assert refusal_of({CHECKPOINT_MOUNT: str(tmp_path / "round")}).setting == CHECKPOINT_MOUNT
+
+
+@pytest.mark.parametrize("path", ["relative", "~/storage", "/dev/null"])
+def test_a_storage_folder_that_cannot_be_one_is_refused(path: str) -> None:
+    refusal = refusal_of({"SANDBOX_STORAGE_DIR": path})
+    assert refusal.setting == "SANDBOX_STORAGE_DIR"
+    assert repr(path) in refusal.problem
+
+
+@pytest.mark.parametrize(
+    "prefix", ["/a", "a//b", "..", "a/../b", ".a", "a/.b", "a b", "a\\b", "é", "a\n", "/", "x" * 201]
+)
+def test_a_prefix_that_could_leave_its_place_is_refused(prefix: str) -> None:
+    refusal = refusal_of({"SANDBOX_OBJECT_PREFIX": prefix})
+    assert refusal.setting == "SANDBOX_OBJECT_PREFIX"
+    assert repr(prefix) in refusal.problem
+
+
+VALUES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=80)
+VARIABLES = [stem + ending for stem in STEMS for ending in ("_BUCKET", "_MOUNT_PATH")]
+
+
+@given(st.dictionaries(st.sampled_from([*VARIABLES, "SANDBOX_OBJECT_PREFIX", "SANDBOX_STORAGE_DIR"]), VALUES))
+def test_any_environment_is_understood_or_refused_by_name(environ: dict[str, str]) -> None:
+    try:
+        settings = GCSConfig.from_environment(Path("/default"), environ)
+    except ConfigurationError as refusal:
+        assert repr(environ[refusal.setting]) in refusal.problem
+    else:
+        assert settings.folder.is_absolute()

@@ -1,16 +1,42 @@
-"""SandboxHandle: an id is checked once, here, because it becomes part of paths and object names."""
+"""SandboxHandle: ids and names, and the life of a persistent sandbox from its creation to its end, on real runsc."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cell import local_stores, start_cell, tell
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sandbox_provisioner.bundle import BundleSpec
-from sandbox_provisioner.errors import ConfigurationError
-from sandbox_provisioner.handle import SandboxHandle, valid_id
+from sandbox_provisioner import handle as handles
+from sandbox_provisioner.bundle import BundleSpec, Mount
+from sandbox_provisioner.errors import (
+    ConfigurationError,
+    ConflictError,
+    CorruptObjectError,
+    FencedError,
+    IncompatibleError,
+    LeaseHeldError,
+    MetadataError,
+    SandboxError,
+    SandboxExistsError,
+    SandboxNotFoundError,
+    StorageUnavailableError,
+)
+from sandbox_provisioner.handle import Identity, SandboxHandle, valid_id
+from sandbox_provisioner.lock.base import Lease, Owner
+from sandbox_provisioner.metadata import decode, encode
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.states import State
+from sandbox_provisioner.stores import Stores
 
 GOOD = ["a", "0", "kernel-1", "A_b-C", "5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d", "x" * 128]
 BAD = ["", ".", "..", "../x", "a/b", "a\\b", "-a", "_a", "a b", "a\n", "a\0", "é", "x" * 129, "a.b", "٣"]
@@ -39,3 +65,495 @@ async def test_an_ephemeral_handle_has_a_sandbox_that_is_not_started(spec: Bundl
 async def test_the_factory_refuses_a_bad_id(spec: BundleSpec) -> None:
     with pytest.raises(ConfigurationError):
         SandboxHandle.create_ephemeral("../box", spec, Runsc(Path("/nowhere"), ""))
+
+
+@given(st.text(max_size=200))
+def test_no_id_or_snapshot_name_leads_out_of_its_prefix(name: str) -> None:
+    try:
+        names = [
+            handles.metadata_name(name),
+            handles.lock_name(name),
+            handles.checkpoints_prefix(name),
+            handles.snapshot_prefix("box", name),
+        ]
+    except ConfigurationError:
+        return
+    for built in names:
+        assert os.path.normpath(built) == built.rstrip("/")
+        assert built.startswith(("sandboxes/" + name + "/", "sandboxes/box/snapshots/" + name + "/"))
+
+
+# -- a persistent sandbox ------------------------------------------------------------------------------------------
+
+Attach = Callable[..., Awaitable[SandboxHandle]]
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Stores:
+    return local_stores(tmp_path / "storage")
+
+
+@pytest.fixture
+async def create(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterator[Attach]:
+    """Makes persistent sandboxes, and lets go of them after the test."""
+    made: list[SandboxHandle] = []
+
+    async def create(name: str = "box", **given: Any) -> SandboxHandle:
+        given = {"spec": spec} | given
+        handle = await SandboxHandle.create_persistent(
+            name, runsc=runsc, stores=stores, owner=Owner.here("first"), **given
+        )
+        made.append(handle)
+        return handle
+
+    yield create
+    for handle in made:
+        await handle.release()
+
+
+@pytest.fixture
+async def attach(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterator[Attach]:
+    """Attaches to persistent sandboxes, and lets go of them after the test."""
+    made: list[SandboxHandle] = []
+
+    async def attach(name: str = "box", **given: Any) -> SandboxHandle:
+        given = {"spec": spec, "runsc": runsc} | given
+        handle = await SandboxHandle.attach_persistent(name, stores=stores, owner=Owner.here("second"), **given)
+        made.append(handle)
+        return handle
+
+    yield attach
+    for handle in made:
+        await handle.release()
+
+
+@pytest.fixture
+async def running(create: Attach) -> SandboxHandle:
+    """A persistent sandbox with a cell in it."""
+    handle = await create(identity=Identity("python3-sandbox", "a.ipynb", "me", {"colour": "blue"}))
+    await handle.start()
+    await start_cell(handle)
+    return handle
+
+
+@pytest.fixture
+async def saved(running: SandboxHandle) -> None:
+    """A persistent sandbox that was checkpointed with the value 1, and that nobody has."""
+    await tell(running, "set 1")
+    await running.checkpoint()
+    await running.release()
+
+
+def files(stores: Stores) -> list[str]:
+    return [info.name for info in stores.metadata.list("")]
+
+
+@pytest.mark.runsc
+async def test_a_checkpointed_sandbox_is_restored_by_another_handle_as_it_was(saved: None, attach: Attach) -> None:
+    handle = await attach()
+    assert handle.metadata.kernel_name == "python3-sandbox"
+    assert handle.metadata.settings == {"colour": "blue"}
+    assert not handle.metadata.running
+    await handle.restore()
+    assert handle.metadata.running
+    assert await tell(handle, "get") == "1"
+
+
+@pytest.mark.runsc
+async def test_ten_cycles_lose_nothing(running: SandboxHandle, attach: Attach) -> None:
+    handle = running
+    for number in range(10):
+        await tell(handle, f"set {number}")
+        await handle.checkpoint()
+        if number % 2:
+            await handle.release()
+            handle = await attach()
+        await handle.restore()
+        assert await tell(handle, "get") == str(number)
+
+
+@pytest.mark.runsc
+async def test_a_checkpoint_records_what_it_depends_on(saved: None, stores: Stores, runsc: Runsc) -> None:
+    checkpoint = handles.describe_persistent(stores, "box").checkpoint
+    assert checkpoint is not None
+    assert (checkpoint.runsc_version, checkpoint.runsc_sha256) == (runsc.version, runsc.sha256)
+    assert checkpoint.architecture == os.uname().machine
+    assert checkpoint.contents == {"cell": 1}
+    assert any("libc.so" in path for path in checkpoint.files)
+    assert set(checkpoint.artifact.files) == {"checkpoint.img", "pages.img", "pages_meta.img"}
+    assert checkpoint.size > 1_000_000
+
+
+@pytest.mark.runsc
+async def test_the_image_is_for_this_user_only(saved: None, tmp_path: Path) -> None:
+    for path in (tmp_path / "storage").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+@pytest.mark.runsc
+async def test_the_previous_checkpoint_goes_when_the_new_one_is_proven(
+    running: SandboxHandle, attach: Attach, stores: Stores
+) -> None:
+    first = await running.checkpoint()
+    await running.restore()
+    second = await running.checkpoint()
+    assert (running.metadata.checkpoint, running.metadata.previous) == (second, first)
+    await running.restore()
+    assert running.cleanup_task is not None
+    await running.cleanup_task
+    assert running.metadata.previous is None
+    assert {name.rpartition("/")[0] + "/" for name in files(stores) if "pages" in name} == {second.artifact.name}
+
+
+@pytest.mark.runsc
+async def test_a_fresh_start_keeps_the_checkpoint_until_the_next(saved: None, attach: Attach) -> None:
+    handle = await attach()
+    await handle.start()
+    assert handle.metadata.checkpoint is not None
+    assert handle.metadata.running
+
+
+@pytest.mark.runsc
+async def test_one_that_was_never_checkpointed_is_attached_and_started(create: Attach, attach: Attach) -> None:
+    await (await create()).release()
+    handle = await attach()
+    with pytest.raises(SandboxError, match="no checkpoint"):
+        await handle.restore()
+    await handle.start()
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+async def test_there_is_one_sandbox_of_an_id(create: Attach, stores: Stores) -> None:
+    await (await create()).release()
+    before = files(stores)
+    with pytest.raises(SandboxExistsError, match="box"):
+        await create()
+    assert files(stores) == before
+
+
+async def test_an_unknown_id_is_refused_and_nothing_is_made(attach: Attach, stores: Stores) -> None:
+    with pytest.raises(SandboxNotFoundError, match="no sandbox nobody"):
+        await attach("nobody")
+    assert files(stores) == []
+
+
+async def test_one_in_use_names_its_owner(create: Attach, attach: Attach) -> None:
+    await create()
+    with pytest.raises(LeaseHeldError, match=f"first .process {os.getpid()}"):
+        await attach()
+    with pytest.raises(LeaseHeldError):
+        await create()
+
+
+async def test_a_creation_that_fails_leaves_nothing(
+    create: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageUnavailableError("there", "It is raining.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores.metadata, "write", fail)
+        with pytest.raises(StorageUnavailableError):
+            await create()
+    assert files(stores) == []
+    await create()
+
+
+async def test_a_server_without_a_place_for_checkpoints_says_which_setting_is_missing(
+    spec: BundleSpec, runsc: Runsc, stores: Stores
+) -> None:
+    less = replace(stores, checkpoints=None)
+    with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
+        await SandboxHandle.create_persistent("box", spec, runsc, less, Owner.here("first"))
+    assert files(stores) == []
+
+
+@pytest.mark.runsc
+async def test_another_runsc_is_refused_by_its_version(saved: None, attach: Attach, runsc: Runsc) -> None:
+    with pytest.raises(IncompatibleError, match=f"made by runsc {runsc.version}, and this is 1.0"):
+        await attach(runsc=replace(runsc, version="1.0"))
+    handle = await attach()
+    await handle.restore()
+
+
+@pytest.mark.runsc
+async def test_a_replaced_library_is_refused_by_name_and_the_same_bytes_are_not(
+    create: Attach, attach: Attach, spec: BundleSpec, tmp_path: Path
+) -> None:
+    library = tmp_path / "lib" / "thing.bin"
+    library.parent.mkdir()
+    library.write_bytes(b"old" * 5000)
+    shown = replace(spec, mounts=(*spec.mounts, Mount(str(library.parent), "/lib-of-mine")))
+    handle = await create(spec=shown)
+    await handle.start()
+    code = "import mmap,time; f=open('/lib-of-mine/thing.bin','rb'); m=mmap.mmap(f.fileno(),0,access=mmap.ACCESS_READ)"
+    process = await handle.instance.execute([spec.python, "-c", f"{code}; print(m[:3], flush=True); time.sleep(1000)"])
+    await anext(process.stream())
+    await handle.checkpoint()
+    await handle.release()
+
+    (library.parent / "beside.bin").write_bytes(b"installed later")
+    copy = library.read_bytes()
+    library.unlink()
+    library.write_bytes(copy)
+    await (await attach()).release()
+
+    library.write_bytes(b"new" * 5000)
+    with pytest.raises(IncompatibleError, match=r"/lib-of-mine/thing\.bin is not the same"):
+        await attach()
+    library.unlink()
+    with pytest.raises(IncompatibleError, match=r"/lib-of-mine/thing\.bin is not there"):
+        await attach()
+    shutil.rmtree(library.parent)
+    with pytest.raises(IncompatibleError, match="which it sees, is not there"):
+        await attach()
+
+
+def spoil_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+DAMAGE = {
+    "a flipped byte": spoil_a_byte,
+    "a truncated file": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "a missing file": Path.unlink,
+}
+
+
+@pytest.mark.runsc
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_had(
+    damage: str, running: SandboxHandle, attach: Attach, tmp_path: Path
+) -> None:
+    await tell(running, "set old")
+    await running.checkpoint()
+    await running.restore()
+    await tell(running, "set new")
+    second = await running.checkpoint()
+    await running.release()
+    DAMAGE[damage](tmp_path / "storage" / second.artifact.name / "pages.img")
+
+    handle = await attach()
+    with pytest.raises(CorruptObjectError, match=r"pages\.img.* There is an older checkpoint") as refusal:
+        await handle.restore()
+    assert refusal.value.previous
+    await handle.release()
+
+    handle = await attach(previous=True)
+    await handle.restore()
+    assert await tell(handle, "get") == "old"
+
+
+@pytest.mark.runsc
+async def test_foreign_metadata_is_refused(saved: None, attach: Attach, stores: Stores) -> None:
+    name = handles.metadata_name("box")
+    data, _ = stores.metadata.read(name)
+    document = decode(data, "there", "box")
+    assert document.checkpoint is not None
+    for foreign in ("sandboxes/other/checkpoints/1/", "/etc/", "sandboxes/box/checkpoints/../../other/"):
+        artifact = replace(document.checkpoint.artifact, name=foreign)
+        stores.metadata.write(
+            name, encode(replace(document, checkpoint=replace(document.checkpoint, artifact=artifact)))
+        )
+        handle = await attach()
+        with pytest.raises(MetadataError, match="checkpoint is said to be"):
+            await handle.restore()
+        await handle.release()
+    stores.metadata.write(name, b"{}")
+    with pytest.raises(MetadataError, match=r"metadata\.json"):
+        await attach()
+
+
+# -- two servers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.runsc
+async def test_a_server_that_lost_its_lease_can_change_nothing(
+    running: SandboxHandle, attach: Attach, stores: Stores
+) -> None:
+    await tell(running, "set 1")
+    await running.checkpoint()
+    await running.restore()
+    await tell(running, "set never seen")
+    await running.lease.release()  # as if it had run out while this server stood still
+
+    other = await attach()
+    await other.restore()
+    assert await tell(other, "get") == "1"
+    with pytest.raises(FencedError, match="second"):
+        await running.checkpoint()
+    assert await tell(running, "get") == "never seen"
+    await tell(other, "set 2")
+    await other.checkpoint()
+    await other.restore()
+    assert await tell(other, "get") == "2"
+
+
+@pytest.mark.runsc
+async def test_a_server_that_stood_still_after_its_commit_deletes_nothing_of_the_next_ones(
+    running: SandboxHandle, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awake, delete = asyncio.Event(), running._delete
+
+    async def stand_still(garbage: set[str]) -> None:
+        await awake.wait()
+        await delete(garbage)
+
+    monkeypatch.setattr(running, "_delete", stand_still)
+    checkpoint = asyncio.create_task(running.checkpoint())
+    while running.instance.state == State.RUNNING:
+        await asyncio.sleep(0.01)
+    await running.lease.release()
+    other = await attach()
+    await other.restore()
+    await tell(other, "set 2")
+    await other.checkpoint()
+    awake.set()
+    await checkpoint
+    await other.restore()
+    assert await tell(other, "get") == "2"
+
+
+async def test_a_deletion_that_stood_still_spares_a_sandbox_that_another_has_taken(
+    create: Attach, attach: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await (await create()).release()
+    leases: list[Lease] = []
+    acquire, delete, loop = stores.leases.acquire, stores.metadata.delete, asyncio.get_running_loop()
+
+    async def overheard(*given: Any) -> Lease:
+        leases.append(await acquire(*given))
+        return leases[-1]
+
+    async def take_over() -> None:
+        await leases[0].release()
+        await attach()
+
+    def late(*given: Any) -> bool:
+        asyncio.run_coroutine_threadsafe(take_over(), loop).result()
+        return delete(*given)
+
+    monkeypatch.setattr(stores.leases, "acquire", overheard)
+    monkeypatch.setattr(stores.metadata, "delete", late)
+    with pytest.raises(ConflictError):
+        await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert handles.describe_persistent(stores, "box").sandbox_id == "box"
+
+
+async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach, stores: Stores) -> None:
+    await (await create()).release()
+    stores.metadata.write(handles.metadata_name("box"), b"{}")
+    with pytest.raises(MetadataError):
+        await attach()
+    await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert files(stores) == []
+
+
+async def test_a_previous_checkpoint_that_there_is_not_is_an_error(create: Attach, attach: Attach) -> None:
+    await (await create()).release()
+    with pytest.raises(SandboxError, match="no checkpoint before its last"):
+        await attach(previous=True)
+
+
+@pytest.mark.runsc
+async def test_a_lost_lease_is_regained_if_nobody_had_the_sandbox(running: SandboxHandle, attach: Attach) -> None:
+    before = running.lease.token
+    await running.regain(Owner.here("first"))
+    assert running.lease.token != before
+    await running.checkpoint()
+    await running.release()
+    other = await attach()
+    with pytest.raises((FencedError, LeaseHeldError)):
+        await running.regain(Owner.here("first"))
+    await other.restore()
+
+
+@pytest.mark.runsc
+async def test_a_checkpoint_whose_answer_was_lost_is_made_again(
+    running: SandboxHandle, attach: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = stores.metadata.write
+
+    def deaf(*given: Any) -> None:
+        write(*given)
+        raise StorageUnavailableError("there", "The line was cut.")
+
+    await tell(running, "set 1")
+    with monkeypatch.context() as patch:
+        patch.setattr(stores.metadata, "write", deaf)
+        with pytest.raises(StorageUnavailableError):
+            await running.checkpoint()
+    assert running.instance.state == State.RUNNING
+    await tell(running, "set 2")
+    await running.checkpoint()
+    await running.release()
+    handle = await attach()
+    await handle.restore()
+    assert await tell(handle, "get") == "2"
+
+
+@pytest.mark.runsc
+async def test_a_cancelled_checkpoint_comes_to_its_end(running: SandboxHandle) -> None:
+    await tell(running, "set 1")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(running.checkpoint(), 0.05)
+    assert running._saving is not None
+    await running._saving
+    await running.restore()
+    assert await tell(running, "get") == "1"
+
+
+# -- snapshots -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.runsc
+async def test_files_of_any_sandbox_can_be_kept_and_put_into_another(
+    spec: BundleSpec, runsc: Runsc, stores: Stores, running: SandboxHandle
+) -> None:
+    ephemeral = SandboxHandle.create_ephemeral("passing", spec, runsc, shelf=stores.shelf)
+    await ephemeral.instance.start()
+    try:
+        process = await ephemeral.instance.execute(["/bin/sh", "-c", "echo kept > ~/kept; echo lost > /dev/shm/lost"])
+        assert await process.wait() == 0
+        await ephemeral.save_snapshot("one")
+        with pytest.raises(SandboxError, match=r"snapshot sandboxes/passing/snapshots/one/ .* already"):
+            await ephemeral.save_snapshot("one")
+    finally:
+        await ephemeral.release()
+
+    await running.load_snapshot("passing", "one")
+    process = await running.instance.execute(["/bin/sh", "-c", "cat ~/kept; ls /dev/shm"])
+    assert (await process.read())[0] == b"kept\n"
+    with pytest.raises(SandboxError, match="no snapshot sandboxes/passing/snapshots/two/"):
+        await running.load_snapshot("passing", "two")
+
+
+async def test_a_server_without_a_place_for_snapshots_says_so(spec: BundleSpec, runsc: Runsc) -> None:
+    handle = SandboxHandle.create_ephemeral("box", spec, runsc)
+    with pytest.raises(ConfigurationError, match="FILESYSTEM_SNAPSHOT_BUCKET"):
+        await handle.save_snapshot("one")
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.runsc
+async def test_a_deleted_sandbox_leaves_nothing(saved: None, stores: Stores, attach: Attach) -> None:
+    freed = await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert freed > 1_000_000
+    assert files(stores) == []
+    with pytest.raises(SandboxNotFoundError):
+        await attach()
+
+
+async def test_one_in_use_is_not_deleted(create: Attach, stores: Stores) -> None:
+    await create()
+    with pytest.raises(LeaseHeldError, match="first"):
+        await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert handles.describe_persistent(stores, "box").sandbox_id == "box"

@@ -116,7 +116,7 @@ def test_a_long_cell_is_waited_for_and_its_output_comes_all_along(execute: Execu
 
 def test_a_cell_that_takes_too_long_is_interrupted_and_the_next_one_runs(execute: Execute) -> None:
     def limit(cell: NotebookNode) -> int:
-        return 3 if "sleep" in cell.source else READY
+        return 8 if "sleep" in cell.source else READY
 
     endless = "x = 1\nimport time\nwhile True: time.sleep(0.1)"
     notebook = execute(endless, "print(x)", timeout_func=limit, interrupt_on_timeout=True, allow_errors=True)

@@ -12,14 +12,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -32,6 +29,7 @@ from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.session import Session
 from jupyter_core.utils import ensure_async, ensure_event_loop
+from servers import Server
 from traitlets.config import Config
 
 from sandbox_provisioner.errors import ConfigurationError
@@ -716,67 +714,6 @@ def test_forbidden_user_namespaces_are_named_with_the_command_that_allows_them(
 # -- Jupyter Server --------------------------------------------------------------------------------------------------
 
 
-class Server:
-    """A real ``jupyter server`` with the test's kernelspecs, spoken to over HTTP."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.runtime, self.log = folder / "runtime", folder / "server.log"
-        paths = {"PATH": str(folder), "RUNTIME_DIR": str(self.runtime), "CONFIG_DIR": str(folder / "config")}
-        env = {**os.environ, **{f"JUPYTER_{name}": path for name, path in paths.items()}}
-        argv = [sys.executable, "-m", "jupyter_server", "--allow-root", "--port=0", "--IdentityProvider.token=t"]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen([*argv, *options], cwd=folder / "notebooks", env=env, stderr=log)
-        while not self._answers():
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.1)
-
-    def _answers(self) -> bool:
-        try:
-            (file,) = self.runtime.glob("jpserver-*.json")
-            self.url = json.loads(file.read_text())["url"]
-            return self.ask("GET", "status")[0] == 200
-        except (ValueError, URLError):
-            return False
-
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """The status and the JSON of an HTTP request."""
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(f"{self.url}api/{path}", data, {"Authorization": "token t"}, method=method)
-        try:
-            with urlopen(request, timeout=READY) as answer:
-                return answer.status, json.loads(answer.read() or "null")
-        except HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def open_notebook(self, kernel: str) -> tuple[int, Any]:
-        """What opening a notebook does: start a session, and a kernel for it."""
-        session = {"path": "a.ipynb", "name": "a.ipynb", "type": "notebook", "kernel": {"name": kernel}}
-        return self.ask("POST", "sessions", session)
-
-    def client(self, kernel_id: str) -> BlockingKernelClient:
-        """A client of one of its kernels."""
-        kc = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel_id}.json"))
-        kc.load_connection_file()
-        kc.start_channels()
-        return kc
-
-
-@pytest.fixture
-def serve(tmp_path: Path, notebook_folder: Path) -> Iterator[Callable[..., Server]]:
-    """Starts Jupyter servers, and stops them as a service manager would."""
-    servers: list[Server] = []
-
-    def start(*options: str) -> Server:
-        servers.append(Server(tmp_path, *options))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        if server.process.poll() is None:
-            server.process.terminate()
-            assert server.process.wait(READY) == 0
-
-
 NEVER_STARTED = {"argv": ["true"], "display_name": "Bad", "language": "none"}
 
 
@@ -811,7 +748,6 @@ def test_a_servers_kernel_works_in_the_notebooks_folder_with_the_servers_configu
     assert run(kc, "[os.environ.get(name) for name in ('OFFERED', 'SECRET')]") == "['yes', None]"
     kc.stop_channels()
     assert server.ask("POST", f"kernels/{session['kernel']['id']}/restart")[0] == 200
-    kc = server.client(session["kernel"]["id"])  # one that has not heard the old kernel's heartbeat
-    kc.wait_for_ready(timeout=READY)
+    kc = server.ready_client(session["kernel"]["id"])
     assert run(kc, "'os' in globals()") == "False"
     kc.stop_channels()

@@ -2,6 +2,7 @@
 
 One thread, one epoll. The host is trusted and always reads, so writing to it may block; everything else may not.
 File descriptors 0 and 1 are the way to the host and are never closed: a restored sandbox gets new ones in their place.
+With the argument ``outlive`` the end of the host is not the end: the sandbox waits to be checkpointed and restored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import sys
 from typing import Any
 
 from confine import confine
@@ -37,6 +39,7 @@ from processes import Process, start
 HOST_IN, HOST_OUT = 0, 1
 CONNECT_RETRY = 0.01
 TCP_CONNECT = 0.05
+ORPHAN_TURN = 0.1
 
 
 class HostGone(Exception):
@@ -62,7 +65,9 @@ class Endpoint:
 class Init:
     """The whole of PID 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, outlive: bool) -> None:
+        self.outlive = outlive
+        self.orphaned = False
         self.epoll = select.epoll()
         self.decoder = Decoder()
         self.endpoints: dict[int, Endpoint] = {}
@@ -76,7 +81,7 @@ class Init:
         self.inbox = memoryview(bytearray(MAX_PAYLOAD))
 
     def run(self) -> None:
-        """Serve until the host goes away; the sandbox ends with its PID 1."""
+        """Serve until the host goes away, and beyond if so told; the sandbox ends with its PID 1."""
         signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -84,11 +89,26 @@ class Init:
         self.epoll.register(self.waking, select.EPOLLIN)
         self.epoll.register(HOST_IN, select.EPOLLIN)
         self.greet()
-        try:
-            while True:
+        while True:
+            try:
                 self.turn()
-        except HostGone:
-            os._exit(0)
+            except HostGone:
+                if not self.outlive:
+                    os._exit(0)
+                self.wait_for_adoption()
+
+    def wait_for_adoption(self) -> None:
+        """Keep the processes, and nothing of what was between them and the host that is gone."""
+        self.orphaned = True
+        self.let_go()
+        self.epoll.unregister(HOST_IN)
+        while not (data := os.read(HOST_IN, MAX_PAYLOAD)):
+            if self.epoll.poll(ORPHAN_TURN):
+                self.reap()
+        self.epoll.register(HOST_IN, select.EPOLLIN)
+        self.orphaned = False
+        self.decoder = Decoder()
+        self.take(data)
 
     def turn(self) -> None:
         if self.quiesced:
@@ -111,6 +131,8 @@ class Init:
     # -- the host ----------------------------------------------------------------------------------------------
 
     def send(self, frame: bytes | memoryview) -> None:
+        if self.orphaned:
+            return
         view = memoryview(frame)
         while view:
             try:
@@ -132,6 +154,9 @@ class Init:
             raise HostGone from error
         if not data:
             raise HostGone
+        self.take(data)
+
+    def take(self, data: bytes) -> None:
         for kind, stream, payload in self.decoder.feed(data):
             if kind == CONTROL:
                 self.obey(json.loads(payload))
@@ -170,10 +195,14 @@ class Init:
             self.quiesced = False
             self.tell(op="resumed")
         elif op == "adopt":
-            for endpoint in list(self.endpoints.values()):
-                self.forget(endpoint, keep_pipes=True)
-            self.quiesced = False
+            self.let_go()
             self.greet()
+
+    def let_go(self) -> None:
+        """End all streams; the processes go on, with their pipes."""
+        for endpoint in list(self.endpoints.values()):
+            self.forget(endpoint, keep_pipes=True)
+        self.quiesced = False
 
     # -- processes ---------------------------------------------------------------------------------------------
 
@@ -396,4 +425,4 @@ class Init:
 
 if __name__ == "__main__":
     confine()
-    Init().run()
+    Init(outlive="outlive" in sys.argv).run()

@@ -1,0 +1,155 @@
+"""`make bench`: a sandbox full of memory, saved and brought back, beside plain `cat` of the same bytes, in one run.
+
+The contenders take turns, so that whatever else the machine does hits them all alike: read the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from kernels import describe_load, end_politely, readable, verdict
+
+from sandbox_provisioner import runsc
+from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.runtime import left_behind
+
+MB = 10**6
+MEMORY_GOAL = 100 * MB
+HOARDER = Path(__file__).with_name("hoarder.py")
+EMULATOR = Path(__file__).parents[1] / "tests" / "gcs_server.py"
+BUCKET = "bench-bucket"
+CAT, LOCAL, GCS = "cat", "local storage", "emulated GCS"
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much memory a sandbox has, and how often it is saved and brought back."""
+
+    size: int
+    rounds: int
+
+
+FULL = (Load(100 * MB, 5), Load(1000 * MB, 3))
+QUICK = (Load(4 * MB, 1), Load(40 * MB, 1))
+
+Samples = dict[tuple[str, str], list[float]]
+"""What was seen of each contender, by its name and that of the number."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    loads = QUICK if options(arguments).quick else FULL
+    signal.signal(signal.SIGTERM, end_politely)
+    try:
+        busy = describe_load()
+        print(describe_machine(), flush=True)
+        with tempfile.TemporaryDirectory(prefix="bench-") as scratch, emulator() as address:
+            os.environ |= {"SANDBOX_RUNTIME_DIR": scratch, "STORAGE_EMULATOR_HOST": address}
+            compare(loads, Path(scratch, "storage"))
+        print(busy)
+    except SandboxError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare checkpoint and restore with plain copying.")
+    parser.add_argument("--quick", action="store_true", help="little memory: that it works, not how fast")
+    return parser.parse_args(arguments)
+
+
+def describe_machine() -> str:
+    return (
+        f"Python {platform.python_version()}, google-cloud-storage {version('google-cloud-storage')}, "
+        f"runsc {runsc.find().version}, {'root' if os.geteuid() == 0 else 'an ordinary user'}, {os.cpu_count()} cores"
+    )
+
+
+@contextmanager
+def emulator() -> Iterator[str]:
+    """A server in a process of its own that speaks GCS's JSON API, with one bucket; its address."""
+    command = [sys.executable, str(EMULATOR)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            wish = json.dumps({"name": BUCKET}).encode()
+            urllib.request.urlopen(f"{address}/storage/v1/b?project=bench", wish).close()
+            yield address
+        finally:
+            server.kill()
+
+
+def compare(loads: Sequence[Load], folder: Path) -> None:
+    """Measure and print the table, then the memory that it took."""
+    print(f"\n{'':36}{CAT:>22}{LOCAL:>22}{GCS:>22}{'local/cat':>12}{'GCS/cat':>12}", flush=True)
+    memory = {}
+    for load in loads:
+        samples: Samples = defaultdict(list)
+        for _ in range(load.rounds):
+            for contender, bucket in ((LOCAL, []), (GCS, [BUCKET])):
+                for name, value in run_hoarder(folder, load.size, *bucket).items():
+                    samples[contender, name].append(value)
+        report(load, samples)
+        for contender in (LOCAL, GCS):
+            peaks = samples[contender, "checkpoint memory"] + samples[contender, "restore memory"]
+            memory[f"{load.size // MB:,} MB, {contender}"] = max(peaks)
+    report_memory(memory)
+
+
+def run_hoarder(folder: Path, *arguments: object) -> dict[str, float]:
+    """What the server of one round saw. Whatever happens, nothing of it runs on."""
+    command = [sys.executable, str(HOARDER), str(folder), *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
+        try:
+            answer, _ = server.communicate()
+        finally:
+            server.kill()
+            server.wait()
+            for left in left_behind():
+                left.remove()
+    if server.returncode:
+        raise SandboxError("A round of the benchmark failed.")
+    seen: dict[str, float] = json.loads(answer)
+    return seen
+
+
+def report(load: Load, samples: Samples) -> None:
+    size = statistics.median(samples[LOCAL, "size"])
+    cat = statistics.median(samples[LOCAL, CAT])
+    for action in ("checkpoint", "restore"):
+        local, gcs = (statistics.median(samples[contender, action]) for contender in (LOCAL, GCS))
+        title = f"{action}, {load.size // MB:,} MB (median of {load.rounds})"
+        columns = "".join(
+            f"{f'{readable(seconds)}, {size / seconds / MB:,.0f} MB/s':>22}" for seconds in (cat, local, gcs)
+        )
+        print(f"{title:36}{columns}{f'{local / cat:.2f}x':>12}{f'{gcs / cat:.2f}x':>12}", flush=True)
+
+
+def report_memory(peaks: dict[str, float]) -> None:
+    print(f"\nThe server's memory above idle, at its peak (goal: under {MEMORY_GOAL // MB} MB)")
+    for title, peak in peaks.items():
+        print(f"{title:36}{f'{peak / MB:.0f} MB':>22}  {verdict(peak < MEMORY_GOAL)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""A persistent sandbox driven from Python. Run it twice: the process inside goes on where it was, with what it knew.
+
+    python examples/persistent.py apple; python examples/persistent.py pear
+
+`jupyter sandbox list` shows the sandbox, `jupyter sandbox delete ID` removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from sandbox_provisioner import runsc
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.handle import SandboxHandle
+from sandbox_provisioner.interpreter import visible
+from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.persistence import Persistence, settings
+
+NAME = "examples/persistent.py"
+CODE = """
+import sys
+heard = []
+for line in sys.stdin:
+    heard.append(line.strip())
+    print("Heard so far:", ", ".join(heard), flush=True)
+"""
+
+
+async def tell(handle: SandboxHandle, line: str) -> str:
+    process = handle.instance.link.process(handle.contents["process"])
+    if process is None:
+        raise SandboxError("The process in the sandbox has ended.", "Delete the sandbox, and begin again.")
+    await process.write(f"{line}\n".encode())
+    return (await anext(process.stream())).data.decode().strip()
+
+
+async def main(line: str) -> None:
+    python = os.path.realpath(sys.executable)
+    environment = {"PATH": os.defpath}
+    spec = BundleSpec(python, "/home/me", "me", tuple(visible([python], environment)), environment=environment)
+    kept = Persistence.open()
+    manager = SandboxManager(settings(), runsc.find(), NAME)
+    try:
+        if known := kept.registry.find_notebook(NAME, "python"):
+            sandbox_id = kept.registry.reattach(str(known[0].id), kept.stores).sandbox_id
+            handle = await manager.attach(sandbox_id, spec)
+        else:
+            sandbox_id = kept.registry.allocate(kept.stores, notebook_path=NAME, kernel_name="python").sandbox_id
+            handle = await manager.create(sandbox_id, spec)
+        if handle.metadata.checkpoint:
+            await manager.restore(sandbox_id)
+        else:
+            await manager.start(sandbox_id)
+            process = await handle.instance.execute([python, "-c", CODE])
+            handle.describe({"process": process.number})
+        print(await tell(handle, line))
+        saved = await manager.checkpoint(sandbox_id)
+        print(f"Saved {saved.size / 1e6:.1f} MB as {sandbox_id}.")
+    finally:
+        await manager.shutdown(deadline=60)
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(" ".join(sys.argv[1:]) or "nothing"))
+    except SandboxError as error:
+        sys.exit(str(error))

@@ -1,0 +1,72 @@
+"""Checkpoints in storage: putting an image there, getting it back verified, and whether it fits this server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import uuid4
+
+from . import environment
+from .errors import CorruptObjectError, MetadataError, ObjectNotFoundError
+from .fingerprints import Fingerprints
+from .metadata import Checkpoint, GCSArtifact
+from .runsc import Runsc
+from .storage.base import Advance, ObjectStore
+
+IMAGE_FILES = ("checkpoint.img", "pages.img", "pages_meta.img")
+
+
+def now() -> str:
+    """The present time as documents have it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def new_name() -> str:
+    """A name that no checkpoint has had; by name they are in the order of their making."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid4().hex[:8]}"
+
+
+def save(store: ObjectStore, prefix: str, image: Path, advance: Advance) -> GCSArtifact:
+    """Upload an image's files below ``prefix``. Blocks."""
+    files = {path.name: store.upload(path, prefix + path.name, advance) for path in sorted(image.iterdir())}
+    return GCSArtifact(prefix, now(), files)
+
+
+def fetch(store: ObjectStore, artifact: GCSArtifact, folder: Path, advance: Advance) -> Path:
+    """A folder with the verified image: the stored one itself, or a copy in ``folder``. Blocks."""
+    try:
+        in_place = [store.in_place(artifact.name + name, record) for name, record in artifact.files.items()]
+        if in_place and (first := in_place[0]):
+            return first.parent
+        for name, record in artifact.files.items():
+            store.download(artifact.name + name, record, folder / name, advance)
+    except ObjectNotFoundError as error:
+        raise CorruptObjectError(store.where, error.name, "it is not there") from error
+    return folder
+
+
+def check_names(artifact: GCSArtifact, prefix: str) -> None:
+    """Refuse a document that names anything but an image's files below ``prefix``."""
+    inside, _, rest = artifact.name.removeprefix(prefix).partition("/")
+    named_well = artifact.name.startswith(prefix) and inside and not rest and artifact.name.endswith("/")
+    if not named_well or not set(artifact.files) <= set(IMAGE_FILES):
+        names = ", ".join(sorted(artifact.files))
+        raise MetadataError(f"A checkpoint is said to be {artifact.name!r:.200} with the files {names!r:.200}.")
+
+
+def obstacles(checkpoint: Checkpoint, runsc: Runsc, fingerprints: Fingerprints) -> list[str]:
+    """Why ``checkpoint`` cannot be restored by this server: clauses that name what does not fit. Blocks."""
+    found = []
+    if checkpoint.runsc_version != runsc.version:
+        found.append(f"it was made by runsc {checkpoint.runsc_version}, and this is {runsc.version}")
+    elif checkpoint.runsc_sha256 != runsc.sha256:
+        found.append(f"it was made by another build of runsc {runsc.version} than {runsc.path}")
+    found += environment.missing_cpu_features(checkpoint.architecture, checkpoint.cpu_features)
+    found += [f"{path}, which it sees, is not there" for path in _missing(checkpoint)]
+    return found + environment.differences(environment.from_json(checkpoint.files), checkpoint.spec, fingerprints)
+
+
+def _missing(checkpoint: Checkpoint) -> Iterable[str]:
+    return [mount.source for mount in checkpoint.spec.mounts if mount.source and not os.path.exists(mount.source)]

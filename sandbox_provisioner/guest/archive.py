@@ -1,0 +1,304 @@
+"""Packs what the sandbox wrote into a tar on stdout, and unpacks one from stdin into a new sandbox.
+
+    archive.py create NAME=FOLDER...     archive.py extract NAME=FOLDER...
+
+Each place, such as home=/home/ada, is a file system of the sandbox's own, and NAME/... is its part of the tar, so that
+it can come back where the folder has another name. What is mounted inside a place is no part of it, nor written to.
+Of an overlay the upper layer is packed: not what was there from the beginning and is as it was, and not the fact that
+something was deleted. A folder comes after what is in it, so that its mode and time can be set when it is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+OURS = os.path.dirname(os.path.abspath(__file__))
+BUFFER = 1 << 18
+NOTES_SHOWN = 20
+FATAL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO)
+DEEPEST = 10_000
+"""Frames of ours: two for each folder in the longest path that there can be, and some more."""
+
+
+class Refused(Exception):
+    """A member of a tar that has no place here."""
+
+
+class Place:
+    """A file system of the sandbox's own, by the devices that its folders and files are on."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.device = os.stat(folder).st_dev
+        self.others = mounted() - {self.device}
+        self.lower = os.stat(__file__).st_dev
+
+    def has(self, found: os.stat_result) -> bool:
+        """Whether a file or folder with this status is in it. An overlay's files are on devices of their own."""
+        if stat.S_ISDIR(found.st_mode):
+            return found.st_dev == self.device
+        return found.st_dev not in self.others
+
+    def written(self, found: os.stat_result) -> bool:
+        """Whether the sandbox has written it."""
+        return self.has(found) and (stat.S_ISDIR(found.st_mode) or found.st_dev != self.lower)
+
+
+def mounted() -> set[int]:
+    """The devices of all mounts."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        numbers = [line.split(" ", 3)[2].partition(":") for line in file]
+    return {os.makedev(int(major), int(minor)) for major, _, minor in numbers}
+
+
+class Notes:
+    """What went otherwise than it should have, for a few lines at the end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, name: str, problem: str) -> None:
+        """One thing."""
+        self.count += 1
+        if self.count <= NOTES_SHOWN:
+            print(ascii(name), problem, file=sys.stderr)
+
+    def end(self) -> None:
+        """Say how many were not shown."""
+        if self.count > NOTES_SHOWN:
+            print("and", self.count - NOTES_SHOWN, "more", file=sys.stderr)
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+
+
+class Steady:
+    """A file that gives as many bytes as are asked for, also if it has shrunk or cannot be read to the end."""
+
+    def __init__(self, file: BinaryIO, name: str, notes: Notes) -> None:
+        self._file = file
+        self._name = name
+        self._notes = notes
+        self._ended = False
+
+    def read(self, size: int) -> bytes:
+        """The next ``size`` bytes, or zeros."""
+        data, problem = b"", "shrank while it was read"
+        if not self._ended:
+            try:
+                data = self._file.read(size)
+            except OSError as error:
+                problem = f"could not be read to the end: {error.strerror}"
+            if len(data) < size:
+                self._ended = True
+                self._notes.add(self._name, problem)
+        return data.ljust(size, b"\0")
+
+
+class Packer:
+    """Writes places to a tar."""
+
+    def __init__(self, tar: tarfile.TarFile, notes: Notes) -> None:
+        self._tar = tar
+        self._notes = notes
+        self._linked: dict[tuple[int, int], str] = {}
+
+    def pack(self, name: str, folder: str) -> None:
+        """One place, as ``name``."""
+        self._folder(name, folder, Place(folder))
+
+    def _folder(self, name: str, path: str, place: Place) -> bool:
+        """All that was written in a folder; False if something is mounted in it, so that it is there anyway."""
+        try:
+            entries = sorted(os.listdir(path))
+        except OSError as error:
+            self._notes.add(name, f"cannot be read: {error.strerror}")
+            return True
+        own = True
+        for entry in entries:
+            own &= self._entry(f"{name}/{entry}", os.path.join(path, entry), place)
+        return own
+
+    def _entry(self, name: str, path: str, place: Place) -> bool:
+        try:
+            found = os.lstat(path)
+            if not place.has(found):
+                return False
+            if path == OURS or not place.written(found):
+                return True
+            if not stat.S_ISDIR(found.st_mode):
+                self._other(name, path, found)
+                return True
+            own = self._folder(name, path, place)
+            if own:
+                self._tar.addfile(self._header(name, found, tarfile.DIRTYPE))
+            return own
+        except BrokenPipeError:
+            raise
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self._notes.add(name, f"cannot be packed: {error.strerror}")
+            return True
+
+    def _other(self, name: str, path: str, found: os.stat_result) -> None:
+        identity = found.st_dev, found.st_ino
+        if identity in self._linked:
+            self._tar.addfile(self._header(name, found, tarfile.LNKTYPE, self._linked[identity]))
+            return
+        if stat.S_ISLNK(found.st_mode):
+            self._tar.addfile(self._header(name, found, tarfile.SYMTYPE, os.readlink(path)))
+        elif stat.S_ISREG(found.st_mode):
+            self._file(name, path)
+        else:
+            return
+        if found.st_nlink > 1:
+            self._linked[identity] = name
+
+    def _file(self, name: str, path: str) -> None:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            header = self._header(name, found, tarfile.REGTYPE)
+            header.size = found.st_size
+            self._tar.addfile(header, Steady(file, name, self._notes))  # type: ignore[arg-type]
+
+    def _header(self, name: str, found: os.stat_result, kind: bytes, target: str = "") -> tarfile.TarInfo:
+        header = tarfile.TarInfo(name)
+        header.type = kind
+        header.mode = stat.S_IMODE(found.st_mode)
+        header.mtime = int(found.st_mtime)
+        header.linkname = target
+        return header
+
+
+# -- unpacking ---------------------------------------------------------------------------------------------------------
+
+
+class Unpacker:
+    """Puts the members of a tar in their places: by steps from folder to folder that follow no link and no mount."""
+
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places = {name: Place(folder) for name, folder in places.items()}
+
+    def unpack(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """One member; Refused or OSError if it cannot be where it says."""
+        if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+            raise Refused("is of a kind that is not unpacked")
+        with self._parent(member.name) as (place, parent, name):
+            if member.isdir():
+                with self._step(place, parent, name) as folder:
+                    os.chmod(folder, member.mode & 0o7777)
+                    os.utime(folder, (member.mtime, member.mtime))
+                return
+            self._make_room(place, parent, name)
+            if member.issym():
+                os.symlink(member.linkname, name, dir_fd=parent)
+                os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
+            elif member.islnk():
+                with self._parent(member.linkname) as (_, target_parent, target):
+                    os.link(target, name, src_dir_fd=target_parent, dst_dir_fd=parent, follow_symlinks=False)
+            else:
+                self._file(tar, member, parent, name)
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[Place, int, str]]:
+        """The place of a member, a descriptor of the folder that it is in, and its name there."""
+        name, *steps = path.split("/")
+        place = self._places.get(name)
+        if place is None or not steps or not set(steps).isdisjoint({"", ".", ".."}):
+            raise Refused("is not in any place")
+        folder = os.open(place.folder, os.O_PATH | os.O_DIRECTORY)
+        try:
+            for step in steps[:-1]:
+                with self._step(place, folder, step) as inner:
+                    os.dup2(inner, folder)
+            yield place, folder, steps[-1]
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _step(self, place: Place, parent: int, name: str) -> Iterator[int]:
+        """A descriptor of the folder ``name``, which is made if it is not there."""
+        try:
+            os.mkdir(name, 0o700, dir_fd=parent)
+        except FileExistsError:
+            pass
+        folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        try:
+            if not place.has(os.fstat(folder)):
+                raise Refused("is in a folder of the host's")
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _make_room(self, place: Place, parent: int, name: str) -> None:
+        try:
+            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if not place.has(found):
+            raise Refused("is a file or folder of the host's")
+        os.unlink(name, dir_fd=parent)
+
+    def _file(self, tar: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
+        content = tar.extractfile(member)
+        assert content is not None
+        target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=parent)
+        with open(target, "wb") as file:
+            while data := content.read(BUFFER):
+                file.write(data)
+            file.flush()
+            os.fchmod(target, member.mode & 0o7777)
+            os.utime(target, (member.mtime, member.mtime))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def create(places: dict[str, str], notes: Notes) -> None:
+    """Pack ``places`` to stdout."""
+    form = {"format": tarfile.PAX_FORMAT, "encoding": "utf-8", "errors": "surrogateescape", "copybufsize": BUFFER}
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", bufsize=BUFFER, **form) as tar:  # type: ignore[call-overload]
+        packer = Packer(tar, notes)
+        for name, folder in places.items():
+            packer.pack(name, folder)
+
+
+def extract(places: dict[str, str], notes: Notes) -> None:
+    """Unpack stdin into ``places``."""
+    unpacker = Unpacker(places)
+    form = {"encoding": "utf-8", "errors": "surrogateescape"}
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|", bufsize=BUFFER, **form) as tar:  # type: ignore[call-overload]
+        while member := tar.next():
+            try:
+                unpacker.unpack(tar, member)
+            except (OSError, Refused, ValueError, OverflowError) as error:
+                if getattr(error, "errno", None) in FATAL:
+                    raise
+                notes.add(member.name, getattr(error, "strerror", None) or str(error))
+            tar.members.clear()  # or it would keep them all
+    while sys.stdin.buffer.read(BUFFER):
+        pass
+
+
+def main(command: str, *places: str) -> None:
+    """Do what the arguments say."""
+    sys.setrecursionlimit(DEEPEST)
+    notes = Notes()
+    named = dict(place.split("=", 1) for place in places)
+    {"create": create, "extract": extract}[command](named, notes)
+    notes.end()
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,0 +1,89 @@
+"""Says which files the sandbox's processes have mapped, open or as their folder: what a restore will look for again.
+
+A file that is gone then fails the restore without a name, and one that was replaced shows its new bytes under the old
+mapping. What was replaced while the sandbox ran shows by its inode: the path of a private mapping is compared with what
+it leads to now. (Not that of an open file: that it is another now may be meant, and once a look at the path has told
+gVisor so, it does not save it.) Prints a JSON list of [path, use, state]; see FilePrint in environment.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+
+REGION = re.compile(
+    r"^[0-9a-f]+-[0-9a-f]+ [r-][w-][x-]([ps]) [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) ([0-9]+)[ \n]+", re.MULTILINE
+)
+DELETED = " (deleted)"
+
+Identity = tuple[int, int]
+Sighting = tuple[str, str, Identity]
+"""A path, its use and the file's device and inode."""
+
+
+def mappings(text: str) -> Iterator[Sighting]:
+    """The mapped files in the text of a process's ``maps``, where a path may have line ends in it."""
+    parts = REGION.split(text)
+    for start in range(1, len(parts), 5):
+        kind, major, minor, inode, path = parts[start : start + 5]
+        if path.startswith("/"):
+            identity = os.makedev(int(major, 16), int(minor, 16)), int(inode)
+            yield path[:-1], "shared" if kind == "s" else "mapped", identity
+
+
+def descriptors(folder: str) -> Iterator[Sighting]:
+    """The open files and folders of the process whose ``/proc`` folder this is, and the folder that it is in."""
+    links = ["cwd"]
+    try:
+        links += [f"fd/{name}" for name in os.listdir(f"{folder}/fd")]
+    except OSError:
+        pass
+    for link in links:
+        try:
+            path, found = os.readlink(f"{folder}/{link}"), os.stat(f"{folder}/{link}")
+        except OSError:
+            continue
+        if path.startswith("/") and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            yield path, "folder" if stat.S_ISDIR(found.st_mode) else "open", (found.st_dev, found.st_ino)
+
+
+def state(path: str, use: str, identity: Identity) -> tuple[str, str]:
+    """The path without what the system adds to it, and what has become of the file that it was."""
+    if use == "mapped":
+        try:
+            now = os.lstat(path)
+            same = (now.st_dev, now.st_ino) == identity
+        except OSError:
+            same = False
+        if same or not path.endswith(DELETED):
+            return path, "" if same else "lost"
+    if path.endswith(DELETED):
+        return path[: -len(DELETED)], "deleted"
+    return path, ""
+
+
+def inventory() -> list[tuple[str, str, str]]:
+    """All files in use by other processes than this one, each of them once for each use."""
+    sightings: set[Sighting] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+                sightings.update(mappings(file.read()))
+        except OSError:
+            continue
+        sightings.update(descriptors(f"/proc/{entry}"))
+    found = set()
+    for path, use, identity in sightings:
+        name, fate = state(path, use, identity)
+        found.add((name, use, fate))
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    json.dump(inventory(), sys.stdout)

@@ -1,0 +1,109 @@
+"""Ledger: a sandbox's metadata.json in the hands of its tenant, changed only by compare-and-swap.
+
+The swap is the fence. Whoever gets the lease signs the document with its token, which changes the generation; a server
+that was away for longer than its lease finds another's token there, and can change nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from . import metadata
+from .errors import ConflictError, FencedError, ObjectNotFoundError, SandboxExistsError, SandboxNotFoundError
+from .lock.base import Lease
+from .metadata import GCSSandboxMetadata, Tenancy
+from .storage.base import NEW, ObjectStore
+
+Change = Callable[[GCSSandboxMetadata], GCSSandboxMetadata]
+
+ATTEMPTS = 10
+
+
+class Ledger:
+    """The present ``metadata`` of a sandbox that this server has the lease of. Use a factory."""
+
+    def __init__(
+        self, store: ObjectStore, name: str, lease: Lease, current: GCSSandboxMetadata, generation: int
+    ) -> None:
+        self.metadata = current
+        self.lease = lease
+        self._store = store
+        self._name = name
+        self.generation = generation
+        self._swapping = asyncio.Lock()
+
+    @classmethod
+    async def create(cls, store: ObjectStore, name: str, lease: Lease, first: GCSSandboxMetadata) -> Ledger:
+        """Write the first document, signed; SandboxExistsError if there is one."""
+        signed = replace(first, tenancy=_signature(lease))
+        try:
+            written = await asyncio.to_thread(store.write, name, metadata.encode(signed), NEW)
+        except ConflictError as error:
+            raise SandboxExistsError(first.sandbox_id, store.where) from error
+        return cls(store, name, lease, signed, written.generation)
+
+    @classmethod
+    async def open(cls, store: ObjectStore, name: str, lease: Lease, sandbox_id: str) -> Ledger:
+        """Read the document as it is. It is not ours before it is signed."""
+        current, generation = await asyncio.to_thread(load, store, name, sandbox_id)
+        return cls(store, name, lease, current, generation)
+
+    async def sign(self) -> None:
+        """Make the document ours, so that nobody who had it before can change it."""
+        async with self._swapping:
+            for _ in range(ATTEMPTS):
+                try:
+                    return await self._write(replace(self.metadata, tenancy=_signature(self.lease)))
+                except ConflictError:  # the last words of the tenant before us
+                    await self._reload()
+            raise self._fenced()
+
+    async def change(self, change: Change) -> None:
+        """Replace the document by what ``change`` makes of it; FencedError if it is not ours any more."""
+        async with self._swapping:
+            for _ in range(ATTEMPTS):
+                try:
+                    return await self._write(change(self.metadata))
+                except ConflictError:  # either another's, or ours, of which we never heard that it had succeeded
+                    await self._reload()
+                    tenancy = self.metadata.tenancy
+                    if tenancy is None or tenancy.token != self.lease.token:
+                        raise self._fenced() from None
+            raise self._fenced()
+
+    async def pass_on(self, lease: Lease) -> None:
+        """Go on under another lease of our own; FencedError if the document was another's in between."""
+        async with self._swapping:
+            await self._reload()
+            tenancy = self.metadata.tenancy
+            if tenancy is None or tenancy.token != self.lease.token:
+                raise self._fenced()
+            await self._write(replace(self.metadata, tenancy=replace(tenancy, token=lease.token)))
+            self.lease = lease
+
+    async def _write(self, changed: GCSSandboxMetadata) -> None:
+        written = await asyncio.to_thread(self._store.write, self._name, metadata.encode(changed), self.generation)
+        self.metadata, self.generation = changed, written.generation
+
+    async def _reload(self) -> None:
+        loaded = await asyncio.to_thread(load, self._store, self._name, self.metadata.sandbox_id)
+        self.metadata, self.generation = loaded
+
+    def _fenced(self) -> FencedError:
+        tenancy = self.metadata.tenancy
+        return FencedError(self.metadata.sandbox_id, tenancy.owner if tenancy else "nobody")
+
+
+def load(store: ObjectStore, name: str, sandbox_id: str) -> tuple[GCSSandboxMetadata, int]:
+    """A sandbox's document and its generation, without any claim to it. Blocks."""
+    try:
+        data, info = store.read(name)
+    except ObjectNotFoundError as error:
+        raise SandboxNotFoundError(sandbox_id, store.where) from error
+    return metadata.decode(data, f"{name} in {store.where}", sandbox_id), info.generation
+
+
+def _signature(lease: Lease) -> Tenancy:
+    return Tenancy(lease.token, str(lease.owner), running=False)

@@ -1,0 +1,128 @@
+"""Leases in a Google Cloud Storage bucket, by its conditional requests and its clock.
+
+An entry is an empty object; who owns it is in its custom metadata. Its generation is the token, a renewal is a change
+of the metadata under both preconditions, and ``updated`` is the server's word on when that was. How late it is now is
+the server's word too: the answer to whatever we write has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..storage.gcs_requests import NotMet, NotThere, Requests
+from ..storage.names import valid_name
+from .base import Owner
+from .board import Board, BoardLeases, Entry, duration
+from .keeping import Pace, now
+
+LONGEST_REQUEST = 10.0
+CLOCK = ".clock"
+"""Written, and deleted again, to learn the time; the name of no lease begins with a dot."""
+CLOCK_TRUSTED = 60.0
+"""For how many seconds to count on from the server's last word."""
+
+
+class GCSLeases(BoardLeases):
+    """Leases in a bucket, in objects whose names begin with ``prefix``."""
+
+    def __init__(
+        self, bucket: str, prefix: str = "", lease_time: float = 30.0, renewal: float = 5.0, poll: float = 1.0
+    ) -> None:
+        super().__init__(GCSBoard(bucket, prefix, lease_time), Pace(lease_time, renewal, poll))
+
+
+class GCSBoard(Board):
+    """See ``Board``. An entry's version is its metageneration. A request is sent once; who called tries again."""
+
+    def __init__(self, bucket: str, prefix: str, seconds: float) -> None:
+        self._requests = Requests(bucket, patience=0.0)
+        self._prefix = f"{valid_name(bucket, prefix)}/" if prefix else ""
+        self._seconds = seconds
+        self._timeout = min(LONGEST_REQUEST, seconds / 3)
+        self._heard: tuple[float, float] | None = None
+
+    def create(self, name: str, owner: Owner) -> Entry | None:
+        """See ``Board``."""
+        blob = self._blob(name)
+        blob.metadata = {"owner": owner.to_json(), "seconds": str(self._seconds)}
+        try:
+            self._write(blob, if_generation_match=0)
+        except NotMet:
+            return None
+        return self._written(name, blob)
+
+    def read(self, name: str) -> Entry | None:
+        """See ``Board``."""
+        blob = self._blob(name)
+        try:
+            self._ask(blob.reload)
+        except NotThere:
+            return None
+        return self._entry(name, blob)
+
+    def renew(self, entry: Entry) -> Entry | None:
+        """See ``Board``."""
+        blob = self._blob(entry.name)
+        blob.metadata = {"owner": entry.owner.to_json(), "seconds": str(entry.seconds), "renewal": str(entry.version)}
+        try:
+            self._ask(blob.patch, if_generation_match=entry.generation, if_metageneration_match=entry.version)
+        except (NotThere, NotMet):
+            return None
+        return self._written(entry.name, blob)
+
+    def remove(self, entry: Entry) -> None:
+        """See ``Board``."""
+        self._delete(entry.name, if_generation_match=entry.generation)
+
+    def evict(self, entry: Entry) -> None:
+        """See ``Board``."""
+        self._delete(entry.name, if_generation_match=entry.generation, if_metageneration_match=entry.version)
+
+    def silence(self, entry: Entry) -> float:
+        """See ``Board``. The time on the server is at least what it said last and what went by here since then."""
+        heard = self._heard
+        if heard is None or now() - heard[1] > CLOCK_TRUSTED:
+            heard = self._ask_the_time()
+        there, here = heard
+        return there + (now() - here) - entry.updated
+
+    def _ask_the_time(self) -> tuple[float, float]:
+        blob = self._blob(CLOCK)
+        self._write(blob)
+        heard = (blob.updated.timestamp(), now())
+        self._delete(CLOCK)
+        self._heard = heard
+        return heard
+
+    def _written(self, name: str, blob: Any) -> Entry:
+        """The entry that a request of ours has just made or changed."""
+        entry = self._entry(name, blob)
+        self._heard = (entry.updated, now())
+        return entry
+
+    def _entry(self, name: str, blob: Any) -> Entry:
+        record = blob.metadata or {}
+        owner = Owner.from_json(record.get("owner", ""))
+        seconds = duration(record.get("seconds"), self._seconds)
+        return Entry(name, blob.generation, blob.metageneration, blob.updated.timestamp(), owner, seconds)
+
+    def _blob(self, name: str) -> Any:
+        return self._requests.bucket().blob(self._prefix + name)
+
+    def _write(self, blob: Any, **conditions: int) -> None:
+        try:
+            self._ask(blob.upload_from_string, data=b"", **conditions)
+        except NotThere as error:
+            raise self._requests.no_bucket() from error
+
+    def _delete(self, name: str, **conditions: int) -> None:
+        try:
+            self._ask(self._blob(name).delete, **conditions)
+        except (NotThere, NotMet):
+            pass
+
+    def _ask(self, request: Callable[..., object], **arguments: Any) -> None:
+        """Send one request, once."""
+        self._requests.ask(partial(request, **arguments, timeout=self._timeout, retry=None))

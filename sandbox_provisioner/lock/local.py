@@ -1,0 +1,244 @@
+"""Leases among the servers of one machine: a locked file each, so that a dead process holds nothing.
+
+The locks are of the open file (F_OFD_SETLK): they end with the process however it ends, and, other than with flock,
+one can look whether somebody has one without having it oneself for a moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import struct
+import time
+from pathlib import Path
+from urllib.parse import quote
+from weakref import WeakSet
+
+from ..errors import LeaseLostError, StorageError
+from .base import Owner
+from .keeping import KeptLeases, Pace, now
+
+LONGEST_RECORD = 4096
+
+
+class LocalLeases(KeptLeases):
+    """Leases in ``folder``, which only this user's processes on this machine use. They do not run out.
+
+    A process that was stopped (SIGSTOP) goes on holding what it has.
+    """
+
+    def __init__(self, folder: Path, renewal: float = 0.5, poll: float = 0.1) -> None:
+        super().__init__(Pace(math.inf, renewal, poll))
+        self._folder = folder
+
+    def _attempt(self, name: str, owner: Owner) -> LocalAttempt:
+        return LocalAttempt(self._folder, name, owner)
+
+    def _holder(self, name: str) -> Owner | None:
+        return _who_locks(_path(self._folder, name, "lock"))
+
+
+class LocalAttempt:
+    """See ``Attempt``."""
+
+    def __init__(self, folder: Path, name: str, owner: Owner) -> None:
+        self.holder = Owner.from_json("")
+        self._name = name
+        self._owner = owner
+        self._path = _path(folder, name, "lock")
+        self._waiter = _path(folder, name, "waiter")
+        self._file: LockedFile | None = None
+        self._slot: LockedFile | None = None
+
+    def take(self) -> LocalClaim | None:
+        """See ``Attempt``."""
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            while True:
+                self._file = LockedFile.lock(self._path, self._owner)
+                if self._file is not None:
+                    token = _next_token(self._path.with_name("last-token"))
+                    return LocalClaim(self._name, token, self._file, self._waiter)
+                holder = _who_locks(self._path)
+                if holder is not None:
+                    self.holder = holder
+                    return None
+        except OSError as error:
+            raise _unusable(self._path, error) from error
+
+    def ask(self) -> None:
+        """See ``Attempt``."""
+        try:
+            if self._slot is None or not self._slot.in_place():
+                self.withdraw()
+                self._slot = LockedFile.lock(self._waiter, self._owner)
+        except OSError as error:
+            raise _unusable(self._waiter, error) from error
+
+    def withdraw(self) -> None:
+        """See ``Attempt``."""
+        if self._slot is not None:
+            self._slot.remove()
+
+    def abandon(self) -> None:
+        """See ``Attempt``."""
+        self.withdraw()
+        if self._file is not None:
+            self._file.remove()
+
+
+class LocalClaim:
+    """See ``Claim``."""
+
+    def __init__(self, name: str, token: int, file: LockedFile, waiter: Path) -> None:
+        self.token = token
+        self.renewed = now()
+        self._name = name
+        self._file = file
+        self._waiter = waiter
+
+    def renew(self) -> bool:
+        """See ``Claim``."""
+        if not self._file.in_place():
+            raise LeaseLostError(self._name, f"its file {self._file.path} was removed or replaced")
+        self.renewed = now()
+        return _who_locks(self._waiter) is not None
+
+    def end(self) -> None:
+        """See ``Claim``."""
+        self._file.remove()
+
+
+_open: WeakSet[LockedFile] = WeakSet()
+
+
+class LockedFile:
+    """A file that this process has locked. The lock ends with it, or with ``remove``."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        found = os.fstat(descriptor)
+        self._identity = (found.st_dev, found.st_ino)
+        _open.add(self)
+
+    @classmethod
+    def lock(cls, path: Path, owner: Owner) -> LockedFile | None:
+        """Make the file, if it is not there, lock it and write ``owner`` into it; None if another has locked it."""
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = cls(path, os.open(path, flags, 0o600))
+            try:
+                if not _lock(file._descriptor):
+                    file.close()
+                    return None
+                if file.in_place():
+                    os.ftruncate(file._descriptor, 0)
+                    os.pwrite(file._descriptor, owner.to_json().encode()[:LONGEST_RECORD], 0)
+                    return file
+            except OSError:
+                file.close()
+                raise
+            file.close()
+
+    def in_place(self) -> bool:
+        """Whether it is still the file of that name: who locked one that had just been removed has nothing."""
+        try:
+            found = os.lstat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def remove(self) -> None:
+        """Remove the file and end the lock, in a forked child's copy too. May be called again."""
+        if self._descriptor < 0:
+            return
+        try:
+            if self.in_place():
+                self.path.unlink()
+        except OSError:
+            pass  # it is not locked any more: the next one takes it as it is
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole(fcntl.F_UNLCK))
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it in this process."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _close_all() -> None:
+    for file in list(_open):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+def _whole(kind: int) -> bytes:
+    """A struct flock for all of a file."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole(fcntl.F_WRLCK))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _who_locks(path: Path) -> Owner | None:
+    """Who has locked the file, if there is one and somebody has."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole(fcntl.F_WRLCK))
+        if struct.unpack_from("h", answer)[0] == fcntl.F_UNLCK:
+            return None
+        return Owner.from_json(_written(descriptor))
+    except OSError as error:
+        raise _unusable(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _written(descriptor: int) -> bytes:
+    """What is in a locked file, which its owner writes right after it was locked."""
+    for _ in range(50):
+        content = os.pread(descriptor, LONGEST_RECORD, 0)
+        if content:
+            break
+        time.sleep(0.001)
+    return content
+
+
+def _next_token(counter: Path) -> int:
+    """A number greater than any before. It does not fall behind the clock, so a lost counter repeats none."""
+    descriptor = os.open(counter, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        written = os.pread(descriptor, 20, 0)
+        last = int(written) if written.isdigit() else 0
+        token = max(last + 1, time.time_ns() // 1000)
+        os.pwrite(descriptor, b"%020d" % token, 0)
+        return token
+    finally:
+        os.close(descriptor)
+
+
+def _path(folder: Path, name: str, what: str) -> Path:
+    """Where a lease's file is: in ``folder`` itself, whatever its name."""
+    return folder / f"{quote(name, safe='')}.{what}"
+
+
+def _unusable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        str(path.parent), f"The lease file {path} cannot be used: {error.strerror}.", f"Look at {path.parent}."
+    )

@@ -1,0 +1,265 @@
+"""metadata.json: all that is known of a persistent sandbox, as a typed, versioned and validated document.
+
+The document is what a compare-and-swap replaces as a whole, so everything here is immutable: ``dataclasses.replace``
+makes the next one. A document of a newer schema is refused, an older one is migrated; whatever is wrong with one is
+a MetadataError that says where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+from .bundle import BundleSpec, Mount
+from .errors import MetadataError
+from .storage.base import FileRecord
+
+SCHEMA = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GCSArtifact:
+    """Files that were stored together under the prefix ``name``, never to be changed: a checkpoint or a snapshot."""
+
+    name: str
+    created: str
+    files: Mapping[str, FileRecord]
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return sum(record.size for record in self.files.values())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A sandbox's memory at one moment, with all that a server must have to bring it back."""
+
+    artifact: GCSArtifact
+    runsc_version: str
+    runsc_sha256: str
+    platform: str
+    architecture: str
+    cpu_features: tuple[str, ...]
+    spec: BundleSpec
+    files: Mapping[str, Any]
+    """The host's files that the sandbox's processes had mapped or open; see environment.py."""
+    contents: Mapping[str, Any]
+    """What runs inside, for those who started it: the kernel's process and its endpoints."""
+    seconds: float
+
+    @property
+    def created(self) -> str:
+        """When, as ISO 8601."""
+        return self.artifact.created
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.artifact.size
+
+
+@dataclass(frozen=True)
+class Tenancy:
+    """Which server has the sandbox, and by which lease; ``running`` while its state is newer than any checkpoint."""
+
+    token: int
+    owner: str
+    running: bool
+
+
+@dataclass(frozen=True)
+class GCSSandboxMetadata:
+    """One sandbox. ``previous`` is kept until ``checkpoint`` has been restored from, and is offered if that fails."""
+
+    sandbox_id: str
+    created: str
+    last_used: str
+    kernel_name: str = ""
+    notebook_path: str = ""
+    user: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tenancy: Tenancy | None = None
+    checkpoint: Checkpoint | None = None
+    previous: Checkpoint | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs somewhere, or did when it was last heard of."""
+        return self.tenancy is not None and self.tenancy.running
+
+    def saved(self, made: Checkpoint, time: str) -> GCSSandboxMetadata:
+        """After a checkpoint: the one before is kept until this one has been restored from."""
+        return replace(self.stopped(), checkpoint=made, previous=self.checkpoint, last_used=time)
+
+    def started(self, checkpoint: Checkpoint | None, previous: Checkpoint | None, time: str) -> GCSSandboxMetadata:
+        """After a start or a restore, with the checkpoints that are worth keeping then."""
+        return replace(self._runs(True), checkpoint=checkpoint, previous=previous, last_used=time)
+
+    def stopped(self) -> GCSSandboxMetadata:
+        """When it runs no more."""
+        return self._runs(False)
+
+    def _runs(self, running: bool) -> GCSSandboxMetadata:
+        assert self.tenancy is not None
+        return replace(self, tenancy=replace(self.tenancy, running=running))
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is left with a running sandbox, for those who find it after its server was killed."""
+
+    sandbox_id: str
+    where: str
+    spec: BundleSpec
+    platform: str
+    contents: Mapping[str, Any]
+    container_id: str = ""
+
+
+def encode(metadata: GCSSandboxMetadata) -> bytes:
+    """The document as bytes."""
+    return json.dumps({"schema": SCHEMA, **asdict(metadata)}, indent=1).encode()
+
+
+def decode(data: bytes, where: str, sandbox_id: str) -> GCSSandboxMetadata:
+    """The document of ``sandbox_id`` from bytes; MetadataError, naming ``where``, if that is not what they are."""
+    with _understood(where):
+        metadata = _metadata(_document(data, where))
+        if metadata.sandbox_id != sandbox_id:
+            raise ValueError(f"it is of sandbox {metadata.sandbox_id[:200]!r}")
+        return metadata
+
+
+def encode_artifact(artifact: GCSArtifact) -> bytes:
+    """An artifact's own document, where no sandbox's has it."""
+    return json.dumps({"schema": SCHEMA, **asdict(artifact)}).encode()
+
+
+def decode_artifact(data: bytes, where: str) -> GCSArtifact:
+    """An artifact from its own document; MetadataError as for ``decode``."""
+    with _understood(where):
+        return _artifact(_document(data, where))
+
+
+def decode_note(value: dict[str, Any], where: str) -> Note:
+    """A note from what JSON made of it; MetadataError as for ``decode``."""
+    with _understood(where):
+        return Note(
+            sandbox_id=_get(value, "sandbox_id", str),
+            where=_get(value, "where", str),
+            spec=spec_from_json(_get(value, "spec", dict)),
+            platform=_get(value, "platform", str),
+            contents=_get(value, "contents", dict),
+            container_id=_get(value, "container_id", str),
+        )
+
+
+@contextmanager
+def _understood(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
+        raise MetadataError(f"{where} cannot be understood: {str(error)[:200]}.") from error
+
+
+def _document(data: bytes, where: str) -> dict[str, Any]:
+    document = _object(json.loads(data))
+    schema = _get(document, "schema", int)
+    if schema > SCHEMA:
+        problem = f"{where} has schema {schema}, and this version knows {SCHEMA}."
+        raise MetadataError(problem, "Upgrade sandbox-provisioner on this server.")
+    return document
+
+
+def _metadata(document: dict[str, Any]) -> GCSSandboxMetadata:
+    return GCSSandboxMetadata(
+        sandbox_id=_get(document, "sandbox_id", str),
+        created=_get(document, "created", str),
+        last_used=_get(document, "last_used", str),
+        kernel_name=_get(document, "kernel_name", str),
+        notebook_path=_get(document, "notebook_path", str),
+        user=_get(document, "user", str),
+        settings=_get(document, "settings", dict),
+        tenancy=_optional(document, "tenancy", _tenancy),
+        checkpoint=_optional(document, "checkpoint", _checkpoint),
+        previous=_optional(document, "previous", _checkpoint),
+    )
+
+
+def _tenancy(value: dict[str, Any]) -> Tenancy:
+    return Tenancy(_get(value, "token", int), _get(value, "owner", str), _get(value, "running", bool))
+
+
+def _checkpoint(value: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(
+        artifact=_artifact(_get(value, "artifact", dict)),
+        runsc_version=_get(value, "runsc_version", str),
+        runsc_sha256=_get(value, "runsc_sha256", str),
+        platform=_get(value, "platform", str),
+        architecture=_get(value, "architecture", str),
+        cpu_features=tuple(_is(feature, str) for feature in _get(value, "cpu_features", list)),
+        spec=spec_from_json(_get(value, "spec", dict)),
+        files=_get(value, "files", dict),
+        contents=_get(value, "contents", dict),
+        seconds=float(_is(value["seconds"], (int, float))),
+    )
+
+
+def _artifact(value: dict[str, Any]) -> GCSArtifact:
+    files = {name: _file(_object(record)) for name, record in _get(value, "files", dict).items()}
+    return GCSArtifact(_get(value, "name", str), _get(value, "created", str), files)
+
+
+def _file(value: dict[str, Any]) -> FileRecord:
+    parts = tuple(_is(part, int) for part in _get(value, "parts", list))
+    record = FileRecord(_get(value, "size", int), _get(value, "part_size", int), parts)
+    if record.size < 0 or record.part_size < 1 or len(parts) != -(-record.size // record.part_size):
+        raise ValueError(f"a file of {record.size} bytes has not {len(parts)} parts of {record.part_size}")
+    return record
+
+
+def spec_from_json(value: dict[str, Any]) -> BundleSpec:
+    """A BundleSpec from what ``dataclasses.asdict`` and JSON made of one."""
+    mounts = []
+    for mount in _get(value, "mounts", list):
+        source, destination, writable = mount
+        mounts.append(Mount(_is(source, str), _is(destination, str), _is(writable, bool)))
+    environment = {name: _is(text, str) for name, text in _get(value, "environment", dict).items()}
+    return BundleSpec(
+        python=_get(value, "python", str),
+        home=_get(value, "home", str),
+        user=_get(value, "user", str),
+        mounts=tuple(mounts),
+        network=_get(value, "network", str),
+        environment=environment,
+        outlives=_get(value, "outlives", bool),
+    )
+
+
+def _optional(document: dict[str, Any], name: str, make: Callable[[dict[str, Any]], T]) -> T | None:
+    return None if document[name] is None else make(_get(document, name, dict))
+
+
+def _get(document: dict[str, Any], name: str, kind: type[T]) -> T:
+    if name not in document:
+        raise LookupError(f"it has no {name!r}")
+    try:
+        return _is(document[name], kind)
+    except TypeError as error:
+        raise TypeError(f"{name!r} {error}") from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return _is(value, dict)
+
+
+def _is(value: Any, kind: type[T] | tuple[type[T], ...]) -> T:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"is {str(value)[:50]!r}")
+    return value

@@ -1,0 +1,99 @@
+"""SandboxRecord: what this machine remembers of a persistent sandbox, as a versioned and validated document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+from .errors import ConfigurationError, UnreadableRecordError
+
+VERSION = 1
+LARGEST = 1_000_000
+"""More bytes than any record has."""
+
+FIELDS = {
+    "id": str,
+    "storage": str,
+    "where": str,
+    "sandbox_id": str,
+    "kernel_name": str,
+    "settings": dict,
+    "notebook_path": str,
+    "created": str,
+    "last_used": str,
+}
+
+
+@dataclass(frozen=True)
+class SandboxRecord:
+    """One persistent sandbox: which it is, where it is kept, what it runs and for which notebook."""
+
+    id: UUID
+    storage: str
+    """The kind of storage: ``local``, ``mounted`` or ``gcs``."""
+    where: str
+    """Which one of that kind: a path or ``gs://bucket/prefix``."""
+    sandbox_id: str
+    """Its id in that storage."""
+    kernel_name: str
+    settings: Mapping[str, Any]
+    """What its kernel was started with, as JSON has it."""
+    notebook_path: str
+    created: datetime
+    last_used: datetime
+
+
+def encode(record: SandboxRecord) -> bytes:
+    """The document as bytes; ConfigurationError if the settings are nothing that JSON can hold."""
+    values = {name: getattr(record, name) for name in FIELDS}
+    times = {name: values[name].astimezone(UTC).isoformat() for name in ("created", "last_used")}
+    document = {"version": VERSION, **values, **times, "id": str(record.id), "settings": dict(record.settings)}
+    try:
+        return json.dumps(document, indent=1, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"The settings of sandbox {record.id} cannot be recorded: {error}."
+        raise ConfigurationError("settings", problem, "Use what JSON knows.") from error
+
+
+def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
+    """The record of ``identity`` from bytes; UnreadableRecordError, naming ``path``, if that is not what they are."""
+    try:
+        if len(data) > LARGEST:
+            raise ValueError(f"it has {len(data)} bytes")
+        document = json.loads(data, parse_constant=_no_number)
+        version = document.get("version") if isinstance(document, dict) else None
+        if type(version) is not int:
+            raise ValueError("it is no record of a sandbox")
+        if version > VERSION:
+            remedy = "Upgrade sandbox-provisioner."
+            raise UnreadableRecordError(path, f"it has version {version}, and this program knows {VERSION}", remedy)
+        record = _record(document)
+        if record.id != identity:
+            raise ValueError(f"it is of sandbox {record.id}")
+        return record
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise UnreadableRecordError(path, str(error)[:200], "Restore it or remove it.") from error
+
+
+def _record(document: Mapping[str, Any]) -> SandboxRecord:
+    for name, kind in FIELDS.items():
+        if type(document.get(name)) is not kind:
+            raise ValueError(f"its {name} is {str(document.get(name))[:100]!r}")
+    values = {name: document[name] for name in FIELDS}
+    times = {name: _time(values[name]) for name in ("created", "last_used")}
+    return SandboxRecord(**{**values, **times, "id": UUID(values["id"])})
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _time(text: str) -> datetime:
+    time = datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return time.astimezone(UTC)

@@ -1,0 +1,54 @@
+"""Snapshots in storage: an archive of a sandbox's files, and a manifest without which it does not count."""
+
+from __future__ import annotations
+
+import asyncio
+
+from . import archive, metadata
+from .checkpoints import now
+from .errors import CorruptObjectError, ObjectNotFoundError, SnapshotError
+from .gvisor import GVisorSandbox
+from .metadata import GCSArtifact
+from .staging import staging
+from .storage.base import NEW, Advance, ObjectStore
+from .stores import Shelf
+
+FILE = "files.tar"
+MANIFEST = "manifest.json"
+LARGEST = 64 << 30
+
+
+async def save(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advance) -> GCSArtifact:
+    """Archive a running sandbox's files below the prefix ``below``; SnapshotError if there is a snapshot already."""
+    store = shelf.store
+    if await asyncio.to_thread(manifest, store, below):
+        raise SnapshotError(f"There is a snapshot {below} in {store.where} already.", "Choose another name.")
+    await asyncio.to_thread(store.delete_all, below)
+    with staging(shelf.staging) as folder:
+        await archive.save(sandbox, folder / FILE, LARGEST)
+        record = await asyncio.to_thread(store.upload, folder / FILE, below + FILE, advance)
+    artifact = GCSArtifact(below, now(), {FILE: record})
+    await asyncio.to_thread(store.write, below + MANIFEST, metadata.encode_artifact(artifact), NEW)
+    return artifact
+
+
+async def load(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advance) -> None:
+    """Put the files of the snapshot below ``below`` in their places in a running sandbox."""
+    store = shelf.store
+    artifact = await asyncio.to_thread(manifest, store, below)
+    if artifact is None:
+        raise SnapshotError(f"There is no snapshot {below} in {store.where}.")
+    if FILE not in artifact.files:
+        raise CorruptObjectError(store.where, below + MANIFEST, f"it does not tell of {FILE}")
+    with staging(shelf.staging) as folder:
+        await asyncio.to_thread(store.download, below + FILE, artifact.files[FILE], folder / FILE, advance)
+        await archive.load(sandbox, folder / FILE)
+
+
+def manifest(store: ObjectStore, below: str) -> GCSArtifact | None:
+    """What the snapshot below ``below`` consists of; None if there is none that is complete. Blocks."""
+    try:
+        data, _ = store.read(below + MANIFEST)
+    except ObjectNotFoundError:
+        return None
+    return metadata.decode_artifact(data, f"{below}{MANIFEST} in {store.where}")

@@ -1,0 +1,50 @@
+"""A folder of one's own for images on their way to or from storage; those of dead processes are collected."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+
+@contextmanager
+def staging(top: Path) -> Iterator[Path]:
+    """A new folder in ``top``, which is on the storage's own disk where there is one; gone when the block ends.
+
+    It is locked for as long as its process lives. What others left is removed on the way.
+    """
+    top.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = top / uuid4().hex[:12]
+    with _locked(top, fcntl.LOCK_EX) as _:
+        _collect(top)
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _collect(top: Path) -> None:
+    for path in top.iterdir():
+        try:
+            with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)

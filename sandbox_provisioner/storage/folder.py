@@ -1,0 +1,230 @@
+"""FolderStore: objects as plain files in a folder, for the stores that differ only in how writers take turns.
+
+An object's generation is its file's modification time in nanoseconds. It is set before the file gets its name, so that
+both change in one step, and it is above all that were given out before: the last one is the modification time of
+``.generation``. So a reader needs no turn, and sees an object that was there as a whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError, StorageError
+from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
+from .disk import OPEN, READ, closing, disk_errors, landing, sync
+from .names import is_name, valid_name, valid_prefix
+from .parts import PIECE, ignore, prove, record_of, spans_of, write_to
+from .tree import Draft, collect, destroy, files, leaf, parent_of, prune, root_of, temporary, withdraw
+
+Check = Callable[[], None]
+"""Raises StorageUnavailableError if a turn was lost, as the paused may lose it; called before each change."""
+
+GENERATION = ".generation"
+COARSEST = 10**10
+"""No file system counts its times in larger steps than so many nanoseconds."""
+
+
+class FolderStore(ObjectStore):
+    """Objects in a folder, which the first write makes, with mode 0700."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = Path(os.path.abspath(folder))
+        self.where = str(self.root)
+
+    @abstractmethod
+    def _turn(self, root: int) -> AbstractContextManager[Check]:
+        """While it is held, no other writer changes anything in the folder that is open as ``root``."""
+
+    def read(self, name: str) -> tuple[bytes, ObjectInfo]:
+        """An object's bytes, and which generation they are."""
+        with disk_errors(self.where, f"read {name}"), self._object(name) as (file, info):
+            return b"".join(iter(lambda: os.read(file, PIECE), b"")), info
+
+    def info(self, name: str) -> ObjectInfo:
+        """What is known of an object."""
+        with disk_errors(self.where, f"read {name}"), self._object(name) as (_, info):
+            return info
+
+    def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
+        """Write an object: it is on the disk before it gets its name."""
+        valid_name(self.where, name)
+        with (
+            disk_errors(self.where, f"write {name}"),
+            root_of(self.root, create=True) as root,
+            temporary(root) as draft,
+        ):
+            write_to(draft.file, nothing)(0, data)
+            return self._place(root, draft, name, generation)
+
+    def delete(self, name: str, generation: int | None = None) -> bool:
+        """Delete an object, and the folders that are empty then."""
+        valid_name(self.where, name)
+        with disk_errors(self.where, f"delete {name}"):
+            try:
+                with root_of(self.root) as root, self._turn(root) as check, parent_of(root, name) as folder:
+                    current = _generation(folder, leaf(name))
+                    if current == NEW:
+                        return False
+                    if generation not in (None, current):
+                        raise ConflictError(self.where, name, generation or NEW)
+                    check()
+                    os.unlink(leaf(name), dir_fd=folder)
+                    sync(folder)
+                    prune(root, name)
+                    return True
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """The objects below ``prefix``, by name; what dead writers left is collected."""
+        if prefix:
+            valid_prefix(self.where, prefix)
+        with disk_errors(self.where, "list the objects"):
+            try:
+                with root_of(self.root) as root, parent_of(root, prefix) as top:
+                    collect(root)
+                    return sorted(_info(name, found) for name, found in files(top, prefix) if is_name(name))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def upload(self, source: Path, name: str, advance: Advance = nothing) -> FileRecord:
+        """Store a file: itself if it is ours and on the same file system, else a copy."""
+        valid_name(self.where, name)
+        with (
+            disk_errors(self.where, f"store {source}"),
+            closing(os.open(source, READ)) as file,
+            root_of(self.root, create=True) as root,
+        ):
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise StorageError(self.where, f"{source} cannot be stored in {self.where}: it is not a file.")
+            try:
+                return self._move(root, source, file, name, advance) or self._copy(root, file, name, advance)
+            except ConflictError as conflict:
+                record = record_of(file, ignore)
+                try:
+                    self.in_place(name, record)
+                except CorruptObjectError:
+                    raise conflict from None
+                return record
+
+    def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
+        """Copy a file out, and prove it on the way."""
+        spans_of(self.where, name, record)
+        with (
+            disk_errors(self.where, f"copy {name} to {target}"),
+            self._object(name) as (file, _),
+            landing(target, record.size) as copy,
+        ):
+            prove(self.where, name, file, record, write_to(copy, advance))
+
+    def in_place(self, name: str, record: FileRecord) -> Path:
+        """The file itself, when it was read and proven."""
+        with disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
+            prove(self.where, name, file, record, ignore)
+        return self.root / name
+
+    def delete_all(self, prefix: str) -> int:
+        """Delete what is below ``prefix``: it disappears in one step, and then its files are deleted."""
+        valid_prefix(self.where, prefix)
+        with disk_errors(self.where, f"delete {prefix}"):
+            try:
+                with root_of(self.root) as root:
+                    with self._turn(root) as check:
+                        check()
+                        withdrawn = withdraw(root, prefix[:-1])
+                    return destroy(root, withdrawn)
+            except (FileNotFoundError, NotADirectoryError):
+                return 0
+
+    @contextmanager
+    def _object(self, name: str) -> Iterator[tuple[int, ObjectInfo]]:
+        """An object's file, open; ObjectNotFoundError if there is none."""
+        valid_name(self.where, name)
+        try:
+            with root_of(self.root) as root, parent_of(root, name) as folder:
+                opened = os.open(leaf(name), READ, dir_fd=folder)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ObjectNotFoundError(self.where, name) from None
+        with closing(opened) as file:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise ObjectNotFoundError(self.where, name)
+            yield file, _info(name, found)
+
+    def _place(self, root: int, draft: Draft, name: str, generation: int | None) -> ObjectInfo:
+        """Give a file that is complete its name, if ``generation`` is what has that name now."""
+        now = time.time_ns()
+        os.utime(draft.file, ns=(now, now))
+        os.fsync(draft.file)
+        with self._turn(root) as check:
+            current = self._current(root, name)
+            if generation not in (None, current):
+                raise ConflictError(self.where, name, generation or NEW)
+            self._stamp(root, draft.file, current)
+            with parent_of(root, name, create=True) as folder:
+                check()
+                os.rename(draft.name, leaf(name), src_dir_fd=draft.folder, dst_dir_fd=folder)
+                sync(folder)
+        return _info(name, os.fstat(draft.file))
+
+    def _current(self, root: int, name: str) -> int:
+        try:
+            with parent_of(root, name) as folder:
+                return _generation(folder, leaf(name))
+        except FileNotFoundError:
+            return NEW
+
+    def _stamp(self, root: int, file: int, current: int) -> None:
+        """See that a file's time is above the last generation, however coarse the file system's times are."""
+        with closing(os.open(GENERATION, OPEN, 0o600, dir_fd=root)) as mark:
+            last = max(os.fstat(mark).st_mtime_ns, current)
+            step = 1
+            while os.fstat(file).st_mtime_ns <= last:
+                if step > COARSEST:
+                    raise StorageError(self.where, f"{self.where} does not keep the times of its files.")
+                os.utime(file, ns=(last + step, last + step))
+                os.fsync(file)
+                step *= 10
+            given = os.fstat(file).st_mtime_ns
+            os.utime(mark, ns=(given, given))
+
+    def _move(self, root: int, source: Path, file: int, name: str, advance: Advance) -> FileRecord | None:
+        """Take the file itself; None if that cannot be done."""
+        found, here = os.fstat(file), os.fstat(root)
+        if found.st_dev != here.st_dev or found.st_uid != os.geteuid() or found.st_nlink != 1:
+            return None
+        record = record_of(file, lambda _, piece: advance(len(piece)))
+        os.fchmod(file, 0o600)
+        try:
+            self._place(root, Draft(str(source), None, file), name, NEW)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            return self._copy(root, file, name, nothing)
+        return record
+
+    def _copy(self, root: int, file: int, name: str, advance: Advance) -> FileRecord:
+        with temporary(root) as draft:
+            record = record_of(file, write_to(draft.file, advance))
+            self._place(root, draft, name, NEW)
+        return record
+
+
+def _generation(folder: int, name: str) -> int:
+    """The generation of a file in an open folder; NEW if there is none."""
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return NEW
+    return NEW if stat.S_ISDIR(found.st_mode) else found.st_mtime_ns
+
+
+def _info(name: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(name, found.st_mtime_ns, found.st_size, found.st_mtime)

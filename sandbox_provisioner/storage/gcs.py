@@ -1,0 +1,244 @@
+"""GCSStore: objects in a bucket of Google Cloud Storage, through Google's own client.
+
+A request is tried again while its failure may pass, so it may have been carried out before. A write therefore says in
+the object's metadata which write it is, and does not take itself for somebody else's; only if it has been replaced
+before the second try is it a conflict, as it would be a moment later. A file is kept as parts: objects
+``<name>/00000``, ``<name>/00001`` and so on.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
+from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
+from .disk import READ, closing, disk_errors, landing
+from .gcs_parts import CHUNK, Meter, PartReader, PartWriter
+from .gcs_requests import TIMEOUT, NotMet, NotThere, Requests
+from .names import is_name, valid_name, valid_prefix
+from .parts import PART, Span, at_once, checksum, ignore, spans, spans_of, wrong_part
+
+WRITE = "write"
+"""The key in an object's metadata under which it says which write it is."""
+
+
+class GCSStore(ObjectStore):
+    """Objects in a bucket, below a prefix. A failure that may pass is met by trying again for ``patience`` seconds."""
+
+    kind = "gcs"
+
+    def __init__(self, bucket: str, prefix: str = "", patience: float = 60.0) -> None:
+        self.where = f"gs://{bucket}/{prefix}".rstrip("/")
+        self._prefix = f"{valid_name(self.where, prefix)}/" if prefix else ""
+        self._requests = Requests(bucket, patience)
+
+    def read(self, name: str) -> tuple[bytes, ObjectInfo]:
+        """An object's bytes, and which generation they are."""
+        while True:
+            blob = self._get(name)
+            download = partial(blob.download_as_bytes, raw_download=True, checksum=None, timeout=TIMEOUT, retry=None)
+            try:
+                data: bytes = self._requests.ask(partial(download, if_generation_match=blob.generation))
+            except (NotMet, NotThere):
+                continue  # it was replaced or deleted between the two requests
+            if len(data) != _size(blob) or _encode(google_crc32c.value(data)) != blob.crc32c:
+                raise CorruptObjectError(self.where, name, "it has a wrong checksum")
+            return data, self._info(blob)
+
+    def info(self, name: str) -> ObjectInfo:
+        """What is known of an object."""
+        return self._info(self._get(name))
+
+    def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
+        """Write an object in one request, which the bucket carries out or refuses as a whole."""
+        blob = self._blob(name)
+        blob.metadata = {WRITE: uuid.uuid4().hex}
+        blob.crc32c = _encode(google_crc32c.value(data))
+        send = partial(blob.upload_from_string, data, "application/octet-stream", checksum=None)
+        unsure: list[Exception] = []
+        try:
+            self._requests.ask(partial(send, if_generation_match=generation, timeout=TIMEOUT, retry=None), unsure)
+        except NotThere as error:
+            raise self._requests.no_bucket() from error
+        except NotMet:
+            ours = self._written(name, blob.metadata) if unsure else None
+            if ours is None:
+                raise ConflictError(self.where, name, generation or NEW) from None
+            return ours
+        return self._info(blob)
+
+    def delete(self, name: str, generation: int | None = None) -> bool:
+        """Delete an object."""
+        try:
+            return self._remove(self._blob(name), generation)
+        except NotMet:
+            raise ConflictError(self.where, name, generation or NEW) from None
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """The objects below ``prefix``, by name."""
+        if prefix:
+            valid_prefix(self.where, prefix)
+        infos = map(self._info, self._blobs(prefix))
+        return sorted(info for info in infos if is_name(info.name))
+
+    def upload(self, source: Path, name: str, advance: Advance = nothing) -> FileRecord:
+        """Store a file in parts, several at a time; those that are there already are not sent again."""
+        valid_name(self.where, _part(name, 0))
+        with disk_errors(self.where, f"store {source}"), closing(os.open(source, READ)) as file:
+            size = os.fstat(file).st_size
+            wanted = spans(size, PART)
+            there = {blob.name: blob for blob in self._blobs(f"{name}/")}
+            if set(there) - {self._prefix + _part(name, span.number) for span in wanted}:
+                raise ConflictError(self.where, name, NEW)
+            send = partial(self._send, file, name, there, advance)
+            parts = at_once([partial(send, span) for span in wanted])
+            return FileRecord(size, PART, tuple(parts))
+
+    def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
+        """Fetch the parts of a file, several at a time, but those that an interrupted download left complete."""
+        wanted = self._compare(name, record)
+        with disk_errors(self.where, f"copy {name} to {target}"), landing(target, record.size) as file:
+            resumed = os.fstat(file).st_blocks > 0
+            fetch = partial(self._fetch, file, name, record, resumed, advance)
+            at_once([partial(fetch, span) for span in wanted])
+
+    def delete_all(self, prefix: str) -> int:
+        """Delete all objects below ``prefix``, several at a time."""
+        found = self._blobs(valid_prefix(self.where, prefix))
+        at_once([partial(self._remove, blob) for blob in found])
+        return sum(_size(blob) for blob in found)
+
+    def _blob(self, name: str) -> Any:
+        return self._requests.bucket().blob(self._prefix + valid_name(self.where, name))
+
+    def _get(self, name: str) -> Any:
+        """Google's object for one of ours, with all that the bucket knows of it."""
+        blob = self._blob(name)
+        try:
+            self._requests.ask(partial(blob.reload, timeout=TIMEOUT, retry=None))
+        except NotThere:
+            raise ObjectNotFoundError(self.where, name) from None
+        return blob
+
+    def _blobs(self, prefix: str) -> Sequence[Any]:
+        """All of Google's objects below ``prefix``."""
+        bucket = self._requests.bucket()
+
+        def request() -> Sequence[Any]:
+            return list(bucket.list_blobs(prefix=self._prefix + prefix, timeout=TIMEOUT, retry=self._requests.retry()))
+
+        try:
+            return self._requests.ask(request)
+        except NotThere as error:
+            raise self._requests.no_bucket() from error
+
+    def _info(self, blob: Any) -> ObjectInfo:
+        name = blob.name.removeprefix(self._prefix)
+        return ObjectInfo(name, blob.generation, _size(blob), blob.updated.timestamp())
+
+    def _written(self, name: str, metadata: dict[str, str]) -> ObjectInfo | None:
+        """What is known of an object if it is from the write with this metadata."""
+        try:
+            blob = self._get(name)
+        except ObjectNotFoundError:
+            return None
+        return self._info(blob) if (blob.metadata or {}).get(WRITE) == metadata[WRITE] else None
+
+    def _send(self, file: int, name: str, there: dict[str, Any], advance: Advance, span: Span) -> int:
+        """See that a part is in the bucket; its CRC32C."""
+        found = checksum(file, span, ignore)
+        meter = Meter(advance)
+        blob = self._blob(_part(name, span.number))
+        if blob.name in there:
+            blob = there[blob.name]
+        else:
+            blob.chunk_size = CHUNK
+            blob.crc32c = _encode(found)
+            try:
+                self._requests.ask(partial(self._send_blob, blob, file, span, meter))
+            except NotThere as error:
+                raise self._requests.no_bucket() from error
+            except NotMet:
+                blob = self._get(_part(name, span.number))
+        if (_size(blob), blob.crc32c) != (span.length, _encode(found)):
+            raise ConflictError(self.where, name, NEW)
+        meter.reach(span.length)
+        return found
+
+    def _send_blob(self, blob: Any, file: int, span: Span, meter: Meter) -> None:
+        blob.upload_from_file(
+            PartReader(file, span, meter),
+            size=span.length,
+            content_type="application/octet-stream",
+            if_generation_match=NEW,
+            checksum=None,
+            timeout=TIMEOUT,
+            retry=self._requests.retry(),
+        )
+
+    def _compare(self, name: str, record: FileRecord) -> Sequence[Span]:
+        """The parts of a file, if what the bucket says of them is what the record says."""
+        wanted = spans_of(self.where, name, record)
+        there = {blob.name: blob for blob in self._blobs(f"{valid_name(self.where, name)}/")}
+        if not there:
+            raise ObjectNotFoundError(self.where, name)
+        for span in wanted:
+            blob = there.get(self._prefix + _part(name, span.number))
+            if blob is None:
+                problem = f"part {span.number + 1} of {len(record.parts)} is missing"
+                raise CorruptObjectError(self.where, name, problem)
+            if (_size(blob), blob.crc32c) != (span.length, _encode(record.parts[span.number])):
+                raise wrong_part(self.where, name, span, record)
+        return wanted
+
+    def _fetch(self, file: int, name: str, record: FileRecord, resumed: bool, advance: Advance, span: Span) -> None:
+        """See that a part is in a file."""
+        meter = Meter(advance)
+        expected = record.parts[span.number]
+        if not resumed or checksum(file, span, ignore) != expected:
+            try:
+                self._requests.ask(partial(self._fetch_blob, name, expected, file, span, meter))
+            except NotThere:
+                problem = f"part {span.number + 1} of {len(record.parts)} is missing"
+                raise CorruptObjectError(self.where, name, problem) from None
+        meter.reach(span.length)
+
+    def _fetch_blob(self, name: str, expected: int, file: int, span: Span, meter: Meter) -> None:
+        writer = PartWriter(file, span, meter)
+        blob = self._blob(_part(name, span.number))
+        blob.download_to_file(writer, raw_download=True, checksum=None, timeout=TIMEOUT, retry=self._requests.retry())
+        if writer.finish() != (span.length, expected):
+            raise ConnectionError(f"{blob.name} was damaged on its way")
+
+    def _remove(self, blob: Any, generation: int | None = None) -> bool:
+        """Delete one of Google's objects; whether it was there before our first request, as far as can be known."""
+        unsure: list[Exception] = []
+        try:
+            self._requests.ask(
+                partial(blob.delete, if_generation_match=generation, timeout=TIMEOUT, retry=None), unsure
+            )
+        except NotThere:
+            return bool(unsure)
+        return True
+
+
+def _size(blob: Any) -> int:
+    """An object's size, which may be left out of an answer if it is 0."""
+    return blob.size or 0
+
+
+def _part(name: str, number: int) -> str:
+    return f"{name}/{number:05d}"
+
+
+def _encode(crc: int) -> str:
+    """A CRC32C as Google writes it."""
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

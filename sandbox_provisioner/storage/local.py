@@ -1,0 +1,49 @@
+"""LocalStore: objects in a folder of a local disk, the store that needs nothing to be set up."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import StorageUnavailableError
+from .disk import OPEN, closing
+from .folder import GENERATION, Check, FolderStore
+
+
+class LocalStore(FolderStore):
+    """Objects in a folder of a local disk, shared by any number of this machine's processes.
+
+    Writers take turns by a lock that the kernel gives back when its holder dies. One that was stopped (SIGSTOP) in its
+    turn, which lasts a fraction of a millisecond, holds up the others: after ``patience`` seconds they give up.
+    """
+
+    kind = "local"
+
+    def __init__(self, folder: Path, patience: float = 60.0) -> None:
+        super().__init__(folder)
+        self._patience = patience
+
+    @contextmanager
+    def _turn(self, root: int) -> Iterator[Check]:
+        deadline = time.monotonic() + self._patience
+        with closing(os.open(GENERATION, OPEN, 0o600, dir_fd=root)) as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        problem = f"Another process has held up all others in {self.where} for {self._patience:.0f} s."
+                        remedy = "See whether a Jupyter server is stopped (state T in `ps`), and continue or end it."
+                        raise StorageUnavailableError(self.where, problem, remedy) from None
+                    time.sleep(random.uniform(0.0005, 0.005))
+            yield _never_lost
+
+
+def _never_lost() -> None:
+    """The kernel takes no lock away from a process that lives."""

@@ -1,0 +1,36 @@
+"""Which names objects can have: checked here, and nowhere else, before one becomes part of a path or a request."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import StorageError
+
+LONGEST = 512
+SEGMENT = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}"
+NAME = re.compile(rf"{SEGMENT}(?:/{SEGMENT})*")
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name`` can be an object's: what a store finds under any other one is not ours."""
+    return len(name) <= LONGEST and NAME.fullmatch(name) is not None
+
+
+def valid_name(where: str, name: str) -> str:
+    """``name`` itself, if it can be an object's in ``where``."""
+    if not is_name(name):
+        raise StorageError(
+            where,
+            f"{name!r} cannot be the name of an object in {where}.",
+            f"A name has up to {LONGEST} characters: segments of letters, digits, '-', '_' and '.', joined by '/', "
+            "none of which begins with a dot.",
+        )
+    return name
+
+
+def valid_prefix(where: str, prefix: str) -> str:
+    """``prefix`` itself, if it ends in a slash and what is before that can be a name."""
+    if not prefix.endswith("/"):
+        raise StorageError(where, f"{prefix!r} cannot be a prefix of names in {where}.", "A prefix ends in a slash.")
+    valid_name(where, prefix[:-1])
+    return prefix

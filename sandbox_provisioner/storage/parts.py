@@ -1,0 +1,115 @@
+"""Large files in parts: each with its CRC32C, several at a time, a piece of each in memory.
+
+A file of any size is moved, proven and taken up again part by part, with as many megabytes of memory as there are
+threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import google_crc32c
+
+from ..errors import CorruptObjectError
+from .base import Advance, FileRecord
+
+PART = 32 * 1024 * 1024
+PIECE = 1024 * 1024
+THREADS = 4
+
+Each = Callable[[int, bytes], None]
+"""Given each piece of a file that was read, with its offset, from any thread."""
+
+Result = TypeVar("Result")
+
+
+class Span(NamedTuple):
+    """Where a part is in its file."""
+
+    number: int
+    offset: int
+    length: int
+
+
+def spans(size: int, part_size: int) -> list[Span]:
+    """The parts of a file; an empty one has one, too, so that there is something to be found missing."""
+    starts = range(0, max(size, 1), part_size)
+    return [Span(number, start, min(part_size, size - start)) for number, start in enumerate(starts)]
+
+
+def spans_of(where: str, name: str, record: FileRecord) -> list[Span]:
+    """The parts that ``record`` speaks of; CorruptObjectError if it contradicts itself."""
+    if record.size < 0 or record.part_size < 1 or len(record.parts) != -(-max(record.size, 1) // record.part_size):
+        raise CorruptObjectError(where, name, f"its record has {len(record.parts)} parts for {record.size} bytes")
+    if not all(0 <= part < 1 << 32 for part in record.parts):
+        raise CorruptObjectError(where, name, "its record has a checksum that cannot be one")
+    return spans(record.size, record.part_size)
+
+
+def checksum(file: int, span: Span, each: Each) -> int:
+    """The CRC32C of a part; a shorter one if the file is shorter."""
+    found, offset, end = 0, span.offset, span.offset + span.length
+    while offset < end and (piece := os.pread(file, min(PIECE, end - offset), offset)):
+        found = google_crc32c.extend(found, piece)
+        each(offset, piece)
+        offset += len(piece)
+    return found
+
+
+def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+    """Run tasks in a few threads; what the first to fail raised, when those under way have ended."""
+    with ThreadPoolExecutor(THREADS, "storage") as pool:
+        futures = [pool.submit(task) for task in tasks]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        pool.shutdown(wait=True, cancel_futures=True)
+    failed = [error for future in futures if not future.cancelled() and (error := future.exception())]
+    if failed:
+        raise failed[0]
+    return [future.result() for future in futures]
+
+
+def record_of(file: int, each: Each) -> FileRecord:
+    """The record of an open file."""
+    size = os.fstat(file).st_size
+    parts = at_once([partial(checksum, file, span, each) for span in spans(size, PART)])
+    return FileRecord(size, PART, tuple(parts))
+
+
+def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> None:
+    """CorruptObjectError unless an open file is what ``record`` says."""
+    expected = spans_of(where, name, record)
+    size = os.fstat(file).st_size
+    if size != record.size:
+        raise CorruptObjectError(where, name, f"it has {size} bytes instead of {record.size}")
+
+    def check(span: Span) -> None:
+        if checksum(file, span, each) != record.parts[span.number]:
+            raise wrong_part(where, name, span, record)
+
+    at_once([partial(check, span) for span in expected])
+
+
+def wrong_part(where: str, name: str, span: Span, record: FileRecord) -> CorruptObjectError:
+    """The error for a part whose bytes are not those that were stored."""
+    return CorruptObjectError(where, name, f"part {span.number + 1} of {len(record.parts)} has a wrong checksum")
+
+
+def ignore(offset: int, piece: bytes) -> None:
+    """An ``Each`` for those who want the checksums alone."""
+
+
+def write_to(file: int, advance: Advance) -> Each:
+    """An ``Each`` that copies into an open file and tells of the progress."""
+
+    def each(offset: int, piece: bytes) -> None:
+        view = memoryview(piece)
+        while view:
+            written = os.pwrite(file, view, offset)
+            view, offset = view[written:], offset + written
+        advance(len(piece))
+
+    return each

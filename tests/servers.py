@@ -1,0 +1,95 @@
+"""A real Jupyter Server in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from queue import Empty
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from jupyter_client.blocking.client import BlockingKernelClient
+
+READY = 90
+
+
+class Server:
+    """A real ``jupyter server`` with the test's kernelspecs, spoken to over HTTP."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.runtime, self.log = folder / "runtime", folder / "server.log"
+        paths = {
+            "PATH": folder,
+            "RUNTIME_DIR": self.runtime,
+            "CONFIG_DIR": folder / "config",
+            "DATA_DIR": folder / "data",
+        }
+        env = {**os.environ, **{f"JUPYTER_{name}": str(path) for name, path in paths.items()}}
+        argv = [sys.executable, "-m", "jupyter_server", "--allow-root", "--port=0", "--IdentityProvider.token=t"]
+        for file in self.runtime.glob("jpserver-*"):
+            file.unlink()
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen([*argv, *options], cwd=folder / "notebooks", env=env, stderr=log)
+        while not self._answers():
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        try:
+            (file,) = self.runtime.glob("jpserver-*.json")
+            self.url = json.loads(file.read_text())["url"]
+            return self.ask("GET", "status")[0] == 200
+        except (ValueError, URLError):
+            return False
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """The status and the JSON of an HTTP request."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self.url}api/{path}", data, {"Authorization": "token t"}, method=method)
+        try:
+            with urlopen(request, timeout=READY) as answer:
+                return answer.status, json.loads(answer.read() or "null")
+        except HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def open_notebook(self, kernel: str, name: str = "a.ipynb") -> tuple[int, Any]:
+        """What opening a notebook does: start a session, and a kernel for it."""
+        session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": kernel}}
+        return self.ask("POST", "sessions", session)
+
+    def stop(self) -> None:
+        """Stop it as a service manager would."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            assert self.process.wait(READY) == 0, self.log.read_text()
+
+    def kill(self) -> None:
+        """Give it no time for anything."""
+        self.process.kill()
+        self.process.wait()
+
+    def client(self, kernel_id: str) -> BlockingKernelClient:
+        """A client of one of its kernels."""
+        kc = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel_id}.json"))
+        kc.load_connection_file()
+        kc.start_channels()
+        return kc
+
+    def ready_client(self, kernel_id: str) -> BlockingKernelClient:
+        """One that has heard from it; unlike wait_for_ready, whatever its heartbeat does while it starts or wakes."""
+        kc = self.client(kernel_id)
+        deadline = time.monotonic() + READY
+        while time.monotonic() < deadline:
+            kc.kernel_info()
+            try:
+                kc.get_shell_msg(timeout=1)
+                kc.get_iopub_msg(timeout=0.5)
+            except Empty:
+                continue
+            return kc
+        raise TimeoutError(self.log.read_text())

@@ -1,0 +1,362 @@
+"""``jupyter sandbox list|show|delete|prune`` as a person types them, and as a program reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gcs_server import GCS
+from machines import empty_machine
+
+from sandbox_provisioner import handle, metadata, records
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.cli import main
+from sandbox_provisioner.cli_sandboxes import ago, size, span
+from sandbox_provisioner.lock.base import Owner
+from sandbox_provisioner.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Tenancy
+from sandbox_provisioner.persistence import Persistence
+from sandbox_provisioner.records import SandboxRecord
+from sandbox_provisioner.snapshots import MANIFEST
+from sandbox_provisioner.storage.local import LocalStore
+
+COMMAND = str(Path(sys.executable).parent / "jupyter-sandbox")
+Keep = Callable[..., SandboxRecord]
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine where nothing is set and nothing is kept."""
+    for name in [*os.environ]:
+        if name.startswith(("SANDBOX_", "FILESYSTEM_")) and name != "SANDBOX_RUNTIME_DIR":
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return empty_machine(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def keep(tmp_path: Path, data: Path) -> Keep:
+    """Keeps a sandbox as a server would have left it: with a checkpoint of ``saved`` bytes, if that is given."""
+
+    def make(days: float = 0, saved: int | None = 2000, running: bool = False, **facts: Any) -> SandboxRecord:
+        kept = Persistence.open()
+        record = kept.registry.allocate(kept.stores, **facts)
+        record = replace(record, last_used=datetime.now(UTC) - timedelta(days=days))
+        LocalStore(data / "sandbox" / "registry").write(f"{record.id}.json", records.encode(record))
+        document = GCSSandboxMetadata(
+            sandbox_id=record.sandbox_id,
+            created=record.created.isoformat(),
+            last_used=record.last_used.isoformat(),
+            tenancy=Tenancy(1, "a server", running),
+            checkpoint=None if saved is None else checkpoint(kept, record, tmp_path / "image", saved),
+        )
+        kept.stores.metadata.write(handle.metadata_name(record.sandbox_id), metadata.encode(document))
+        return record
+
+    return make
+
+
+def checkpoint(kept: Persistence, record: SandboxRecord, file: Path, length: int) -> Checkpoint:
+    file.write_bytes(b"x" * length)
+    name = f"{handle.checkpoints_prefix(record.sandbox_id)}first/"
+    assert kept.stores.checkpoints is not None
+    stored = kept.stores.checkpoints.upload(file, f"{name}pages.img")
+    artifact = GCSArtifact(name, "2026-01-02T03:04:05+00:00", {"pages.img": stored})
+    spec = BundleSpec("/usr/bin/python3", "/home/tester", "tester")
+    return Checkpoint(artifact, "runsc", "", "systrap", "x86_64", (), spec, {}, {}, 0.5)
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs a command that succeeds and returns what it printed as JSON."""
+
+    def run(*arguments: str) -> Any:
+        assert main([*arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def objects(data: Path) -> list[str]:
+    """Whatever is stored."""
+    return [info.name for info in LocalStore(data / "sandbox" / "storage").list("")]
+
+
+def test_where_nothing_is_kept_that_is_said(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "There are no persistent sandboxes.\n"
+    assert ask("list") == {"sandboxes": [], "unreadable": []}
+
+
+def test_a_list_shows_the_last_used_first_in_words_for_people(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+    older = keep(days=3, saved=1_234_567, kernel_name="bash-sandbox", notebook_path="/home/a/b.ipynb")
+    newer = keep(saved=None, kernel_name="python3-sandbox", notebook_path="/home/a/n.ipynb")
+    assert main(["list"]) == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    header, first, second = ([cell.strip() for cell in line if cell.strip()] for line in lines)
+    assert header == ["ID", "STATE", "SIZE", "USED", "KERNEL", "NOTEBOOK"]
+    assert first == [str(newer.id)[:8], "empty", "0 B", "just now", "python3-sandbox", "/home/a/n.ipynb"]
+    assert second == [str(older.id)[:8], "saved", "1.2 MB", "3 days ago", "bash-sandbox", "/home/a/b.ipynb"]
+
+
+def test_a_list_for_programs_has_everything(keep: Keep, ask: Ask) -> None:
+    record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb", settings={"network": "none"})
+    (shown,) = ask("list")["sandboxes"]
+    assert shown == {
+        "id": str(record.id),
+        "state": "saved",
+        "storage": "local",
+        "where": record.where,
+        "sandbox_id": record.sandbox_id,
+        "kernel_name": "python3-sandbox",
+        "settings": {"network": "none"},
+        "notebook_path": "/n.ipynb",
+        "created": record.created.isoformat(),
+        "last_used": record.last_used.isoformat(),
+        "size": 2000,
+        "stored": {"checkpoint": {"created": "2026-01-02T03:04:05+00:00", "size": 2000}},
+        "problem": None,
+    }
+    assert ask("show", str(record.id)[:6]) == {"sandboxes": [shown]}
+
+
+def test_finished_snapshots_count_and_go_with_their_sandbox(keep: Keep, ask: Ask, data: Path) -> None:
+    record = keep()
+    store = Persistence.open().stores.snapshots
+    assert store is not None
+    for name, file in (("good", MANIFEST), ("good", "files.tar"), ("unfinished", "files.tar")):
+        store.write(f"{handle.snapshot_prefix(record.sandbox_id, name)}{file}", b"x" * 500)
+    store.write(f"{handle.prefix(record.sandbox_id)}snapshots/no.id/{MANIFEST}", b"x" * 500)
+    (shown,) = ask("list")["sandboxes"]
+    assert {name: item["size"] for name, item in shown["stored"].items()} == {"checkpoint": 2000, "snapshot good": 1000}
+    assert shown["size"] == 3000
+    assert ask("delete", str(record.id))["freed"] == 4000
+    assert objects(data) == []
+
+
+def test_a_sandbox_that_runs_or_is_gone_or_elsewhere_is_shown_as_that(
+    keep: Keep, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = {str(keep(running=True).id): "running", str(keep().id): "saved"}
+    kept = Persistence.open()
+    states[str(kept.registry.allocate(kept.stores).id)] = "gone"
+    damaged = kept.registry.allocate(kept.stores)
+    kept.stores.metadata.write(handle.metadata_name(damaged.sandbox_id), b"{")
+    states[str(damaged.id)] = "unknown"
+    monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "other"))
+    elsewhere = Persistence.open()
+    states[str(elsewhere.registry.allocate(elsewhere.stores).id)] = "elsewhere"
+    monkeypatch.delenv("SANDBOX_STORAGE_DIR")
+    assert {shown["id"]: shown["state"] for shown in ask("list")["sandboxes"]} == states
+    assert main(["list"]) == 0
+    said = capsys.readouterr().err
+    assert str(tmp_path / "other") in said and "cannot be understood" in said
+
+
+def test_unreadable_records_are_named_and_hide_nothing(
+    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = keep()
+    broken = data / "sandbox" / "registry" / "5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d.json"
+    broken.write_text("{")
+    (broken.parent / "\x1b[2J").touch()
+    assert any(str(broken) in message for message in ask("list")["unreadable"])
+    for arguments in (["list"], ["prune", "--older-than", "1d"]):
+        assert main(arguments) == 0
+        said = capsys.readouterr().err
+        assert str(broken) in said and "?[2J" in said and "\x1b" not in said
+    assert main(["delete", "5f0c6b1e"]) == 1
+    assert str(broken) in capsys.readouterr().err
+    assert broken.exists()
+    assert [shown["id"] for shown in ask("list")["sandboxes"]] == [str(record.id)]
+
+
+def test_show_tells_all_in_words(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+    record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb", settings={"network": "none"})
+    assert main(["show", str(record.id)]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        str(record.id),
+        record.where,
+        "python3-sandbox",
+        "/n.ipynb",
+        '{"network": "none"}',
+        "2.0 kB",
+        "just now",
+    ):
+        assert words in said
+
+
+def test_delete_says_what_went_and_how_much_was_freed(
+    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb")
+    other = keep()
+    assert main(["delete", str(record.id)[:8]]) == 0
+    said = capsys.readouterr().out
+    assert f"Deleted {record.id} (python3-sandbox, /n.ipynb): 2.0 kB" in said
+    assert "1 sandbox deleted, 2.0 kB freed." in said
+    assert [shown["id"] for shown in ask("list")["sandboxes"]] == [str(other.id)]
+    assert all(str(other.id) in name for name in objects(data)) and objects(data)
+    deleted = [{"id": str(other.id), "freed": 2000}]
+    assert ask("delete", str(other.id), str(other.id)) == {"deleted": deleted, "kept": [], "freed": 2000}
+    assert objects(data) == []
+
+
+def test_delete_with_an_unknown_id_deletes_nothing_and_lists_the_known(
+    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = keep()
+    before = objects(data)
+    for command in ("delete", "show"):
+        assert main([command, str(record.id), "nonsense"]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "'nonsense'" in said.err and str(record.id) in said.err
+    assert objects(data) == before
+
+
+async def test_a_sandbox_in_use_stays_and_its_owner_is_named(
+    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used, idle = keep(days=40), keep(days=41)
+    name = handle.lock_name(used.sandbox_id)
+    lease = await Persistence.open().stores.leases.acquire(name, Owner("lab-7", "somewhere", 7, "ada", "n"))
+    assert await asyncio.to_thread(main, ["prune", "--older-than", "30d", "--json"]) == 1
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert [entry["id"] for entry in result["deleted"]] == [str(idle.id)]
+    assert [entry["id"] for entry in result["kept"]] == [str(used.id)]
+    assert "lab-7" in said.err
+    assert await asyncio.to_thread(main, ["delete", str(used.id)]) == 1
+    assert "lab-7" in capsys.readouterr().err
+    await lease.release()
+    assert await asyncio.to_thread(main, ["delete", str(used.id)]) == 0
+    assert objects(data) == []
+
+
+def test_a_sandbox_elsewhere_is_not_deleted_by_forgetting_it(
+    keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = keep(days=40)
+    monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "other"))
+    for arguments in (["delete", str(record.id)], ["prune", "--older-than", "30d"]):
+        assert main(arguments) == 1
+        assert record.where in capsys.readouterr().err
+    monkeypatch.delenv("SANDBOX_STORAGE_DIR")
+    assert main(["delete", str(record.id)]) == 0
+
+
+def test_a_dry_run_says_what_would_go_and_deletes_nothing(
+    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale, _ = keep(days=40, notebook_path="/old.ipynb"), keep(days=2)
+    before = objects(data)
+    assert main(["prune", "--older-than", "30d", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"Would delete {stale.id} (/old.ipynb), saved, 2.0 kB" in said
+    assert "1 sandbox, 2.0 kB in all. Nothing was deleted." in said
+    assert [shown["id"] for shown in ask("prune", "--older-than", "30d", "--dry-run")["would_delete"]] == [
+        str(stale.id)
+    ]
+    assert objects(data) == before
+    assert ask("prune", "--older-than", "30d")["deleted"] == [{"id": str(stale.id), "freed": 2000}]
+    assert len(ask("list")["sandboxes"]) == 1
+
+
+def test_it_is_the_same_with_buckets(gcs: GCS, keep: Keep, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stem in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
+        monkeypatch.setenv(f"{stem}_BUCKET", gcs.bucket)
+    monkeypatch.setenv("SANDBOX_OBJECT_PREFIX", "team")
+    record, _ = keep(days=40), keep(days=2)
+    shown = ask("show", str(record.id))["sandboxes"][0]
+    assert (shown["state"], shown["size"], shown["where"]) == ("saved", 2000, f"gs://{gcs.bucket}/team")
+    assert ask("prune", "--older-than", "30d") == {
+        "deleted": [{"id": str(record.id), "freed": 2000}],
+        "kept": [],
+        "freed": 2000,
+    }
+    left = Persistence.open().stores.metadata.list("")
+    assert left and not any(record.sandbox_id in info.name for info in left)
+
+
+@pytest.mark.parametrize("text", ["30", "d", "-1d", "1y", "1.5d", "9999999d", "1d2h", "", "٣d"])
+def test_a_length_of_time_that_is_none_shows_the_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["prune", "--older-than", text])
+    assert caught.value.code == 2
+    assert "usage: jupyter sandbox prune" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["prune"], ["delete"], ["show"]])
+def test_nothing_is_deleted_for_want_of_an_argument(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_the_servers_configuration_names_the_folder(keep: Keep, ask: Ask, tmp_path: Path) -> None:
+    keep()
+    (tmp_path / "config").mkdir()
+    setting = f"c.SandboxProvisioner.storage_dir = {str(tmp_path / 'chosen')!r}\n"
+    (tmp_path / "config" / "jupyter_server_config.py").write_text(setting)
+    (shown,) = ask("list")["sandboxes"]
+    assert shown["state"] == "elsewhere"
+    assert str(tmp_path / "chosen") in shown["problem"]
+
+
+def test_a_wrong_setting_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SANDBOX_METADATA_BUCKET", "Not A Bucket")
+    assert main(["list"]) == 1
+    assert "SANDBOX_METADATA_BUCKET is 'Not A Bucket'" in capsys.readouterr().err
+
+
+def test_names_cannot_command_the_terminal_or_break_an_old_one(keep: Keep) -> None:
+    keep(notebook_path="/\x1b[2J\n\udcff/é.ipynb", kernel_name="k\r")
+    answer = subprocess.run([COMMAND, "list"], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True)
+    assert answer.returncode == 0 and answer.stderr == b""
+    assert answer.stdout.count(b"\n") == 2
+    assert b"\x1b" not in answer.stdout and b"\r" not in answer.stdout
+    assert rb"/?[2J??/\xe9.ipynb" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("amount", "words"),
+    [
+        (None, "?"), (0, "0 B"), (9, "9 B"), (999, "999 B"), (1000, "1.0 kB"), (9949, "9.9 kB"), (9950, "10 kB"),
+        (999_499, "999 kB"), (999_500, "1.0 MB"), (123_456_789, "123 MB"), (5 * 10**12, "5.0 TB"), (10**16, "10000 TB"),
+    ],
+)  # fmt: skip
+def test_sizes_are_for_people(amount: int | None, words: str) -> None:
+    assert size(amount) == words
+
+
+@pytest.mark.parametrize(
+    ("age", "words"),
+    [
+        ({"seconds": -5}, "in the future"), ({"seconds": 5}, "just now"), ({"seconds": 61}, "1 minute ago"),
+        ({"minutes": 59}, "59 minutes ago"), ({"hours": 5}, "5 hours ago"), ({"days": 1}, "1 day ago"),
+        ({"days": 29}, "29 days ago"), ({"days": 65}, "2 months ago"), ({"days": 800}, "2 years ago"),
+    ],
+)  # fmt: skip
+def test_ages_are_for_people(age: dict[str, int], words: str) -> None:
+    assert ago(datetime.now(UTC) - timedelta(**age)) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90s", timedelta(seconds=90)), ("12h", timedelta(hours=12)), ("30d", timedelta(30)), ("2w", timedelta(14))],
+)
+def test_lengths_of_time(text: str, expected: timedelta) -> None:
+    assert span(text) == expected

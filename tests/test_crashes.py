@@ -1,0 +1,127 @@
+"""SIGKILL before and after every single thing that a server asks of storage: the sandbox is never lost.
+
+Afterwards it can be attached, in its old or its new state, and nothing that belongs to nobody is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cell import tell
+
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.config import GCSConfig
+from sandbox_provisioner.errors import SandboxNotFoundError
+from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.runsc import Runsc
+
+pytestmark = pytest.mark.runsc
+
+NEVER = 1 << 30
+
+
+class Killing:
+    """A victim over one storage, and what was heard of it."""
+
+    def __init__(self, folder: Path, spec: BundleSpec, runsc: Runsc) -> None:
+        self.config = GCSConfig(folder / "storage")
+        self.spec = spec
+        self.runsc = runsc
+        self._given = folder / "given"
+        folder.mkdir()
+        self._given.write_bytes(pickle.dumps((spec, runsc, self.config)))
+
+    def victim(self, at: int, act: str) -> list[str]:
+        """Let it act, and be killed at the given step; what it said until then."""
+        script = Path(__file__).with_name("victim.py")
+        ended = subprocess.run(
+            [sys.executable, str(script), str(at), act, str(self._given)], capture_output=True, text=True
+        )
+        assert ended.returncode == (0 if at == NEVER else -9), ended.stderr
+        return ended.stdout.splitlines()
+
+    async def heir(self, said: list[str]) -> str | None:
+        """What another server finds: the sandbox's value, or None if there is no sandbox."""
+        manager = SandboxManager(self.config, self.runsc, "heir")
+        try:
+            await manager.recover()
+            try:
+                handle = await manager.attach("box", self.spec)
+            except SandboxNotFoundError:
+                return None
+            if handle.metadata.checkpoint is None:
+                return "nothing"
+            await manager.restore("box")
+            if "cell" not in handle.contents:
+                return "nothing"
+            value = await tell(handle, "get")
+            assert handle.cleanup_task is not None
+            await handle.cleanup_task
+            self.check_nothing_leaks(manager, handle.metadata.checkpoint.artifact.name)
+            return value
+        finally:
+            report = await manager.shutdown(60)
+            assert set(report.values()) <= {None}, report
+
+    def check_nothing_leaks(self, manager: SandboxManager, checkpoint: str) -> None:
+        kept = {info.name for info in manager.stores.metadata.list("sandboxes/")}
+        assert {name for name in kept if not name.startswith(checkpoint)} == {"sandboxes/box/metadata.json"}
+        assert list(manager.stores.staging.iterdir()) == []
+
+
+def last(said: list[str], word: str) -> int:
+    return max((int(line.split()[1]) for line in said if line.startswith(word)), default=0)
+
+
+def sample(total: int, few: bool) -> Iterator[int]:
+    """All steps, or some that are spread over the whole life."""
+    return iter(range(0, total, max(1, total // 6) | 1) if few else range(total))
+
+
+def kill_in_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool) -> None:
+    said = Killing(tmp_path / "whole", spec, runsc).victim(NEVER, "live")
+    for at in sample(last(said, "calls"), few):
+        killing = Killing(tmp_path / f"at-{at}", spec, runsc)
+        said = killing.victim(at, "live")
+        value = asyncio.run(killing.heir(said))
+        acked, saved = last(said, "acked"), last(said, "saved")
+        if acked == 0:
+            assert value in (None, "nothing", "1"), (at, said, value)
+        else:
+            assert value in (str(acked), str(acked + 1)), (at, said, value)
+        assert saved <= acked
+
+
+def kill_in_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool) -> None:
+    whole = Killing(tmp_path / "whole-deletion", spec, runsc)
+    whole.victim(NEVER, "live")
+    total = last(whole.victim(NEVER, "die"), "calls")
+    for at in sample(total, few):
+        killing = Killing(tmp_path / f"deletion-at-{at}", spec, runsc)
+        killing.victim(NEVER, "live")
+        killing.victim(at, "die")
+        value = asyncio.run(killing.heir([]))
+        assert value in ("3", None), (at, value)
+        if value is None:
+            left = SandboxManager(killing.config, runsc).stores.metadata.list("sandboxes/")
+            assert left == [], at
+
+
+def test_a_server_killed_at_some_steps_of_a_sandboxes_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
+    kill_in_life(tmp_path, spec, runsc, few=True)
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_every_step_of_a_sandboxes_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
+    kill_in_life(tmp_path, spec, runsc, few=False)
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_every_step_of_a_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
+    kill_in_deletion(tmp_path, spec, runsc, few=False)

@@ -1,0 +1,532 @@
+"""What a checkpoint needs of a machine: files in use are found, known by their bytes, and missed by name.
+
+The sandbox that says what it uses is hostile here: whatever it says, nothing but the files it was given is opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandbox_provisioner import environment, guesttool
+from sandbox_provisioner.bundle import BundleSpec, Mount, all_mounts
+from sandbox_provisioner.environment import FilePrint, differences, examine, from_json, inventory, to_json, unsaveable
+from sandbox_provisioner.errors import GuestError, MetadataError
+from sandbox_provisioner.fingerprints import Fingerprints
+from sandbox_provisioner.folders import within
+from sandbox_provisioner.guest.inventory import mappings
+from sandbox_provisioner.guestprocess import GuestProcess
+from sandbox_provisioner.gvisor import GVisorSandbox
+from sandbox_provisioner.runsc import Runsc
+
+LONG = 60
+slow_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+class Machine:
+    """A host with an environment, a notebook folder and something that is nobody's business."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.library = folder / "env" / "lib.so"
+        self.data = folder / "work" / "data.csv"
+        self.secret = folder / "outside" / "secret"
+        for path in (self.library, self.data, self.secret):
+            path.parent.mkdir(parents=True)
+            path.write_bytes(path.name.encode() * 1000)
+        self.prints = Fingerprints(folder / "memory")
+
+    @property
+    def spec(self) -> BundleSpec:
+        mounts = (
+            Mount(str(self.folder / "env"), "/env"),
+            Mount(str(self.folder / "work"), "/work", True),
+            Mount("", "/work/masked", True),
+        )
+        return BundleSpec("/usr/bin/python3", "/home/tester", "tester", mounts)
+
+    def examine(self, *sightings: tuple[str, str, str]) -> dict[str, FilePrint]:
+        return examine(json.dumps(sightings).encode(), self.spec, self.prints)
+
+    def differences(self, recorded: dict[str, FilePrint]) -> list[str]:
+        return differences(recorded, self.spec, self.prints)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "machine")
+
+
+@pytest.fixture
+def recorded(machine: Machine) -> dict[str, FilePrint]:
+    """A sandbox with a library, a data file, and the notebook's folder as its own."""
+    return machine.examine(("/env/lib.so", "mapped", ""), ("/work/data.csv", "open", ""), ("/work", "folder", ""))
+
+
+# -- what fits and what does not -----------------------------------------------------------------------------------
+
+
+def test_where_nothing_changed_there_is_no_difference(machine: Machine, recorded: dict[str, FilePrint]) -> None:
+    assert set(recorded) == {"/env/lib.so", "/work/data.csv", "/work"}
+    assert unsaveable(recorded) == []
+    assert machine.differences(recorded) == []
+
+
+def test_a_touched_file_and_a_package_beside_it_are_no_obstacle(
+    machine: Machine, recorded: dict[str, FilePrint]
+) -> None:
+    os.utime(machine.library, (1, 1))
+    machine.library.with_name("another.so").write_bytes(b"new")
+    assert machine.differences(recorded) == []
+
+
+def test_the_same_environment_on_another_machine_is_no_obstacle(
+    machine: Machine, recorded: dict[str, FilePrint], tmp_path: Path
+) -> None:
+    other = Machine(tmp_path / "another machine")
+    assert other.library.stat().st_ino != machine.library.stat().st_ino
+    assert other.differences(recorded) == []
+
+
+def test_an_upgraded_library_is_an_obstacle_with_a_name(machine: Machine, recorded: dict[str, FilePrint]) -> None:
+    content = machine.library.read_bytes()
+    for other in (content[:-1] + b"!", content + b"!", b""):
+        machine.library.write_bytes(other)
+        assert machine.differences(recorded) == ["/env/lib.so is not the same as it was"]
+    machine.library.write_bytes(content)
+    assert machine.differences(recorded) == []
+
+
+def test_what_is_gone_is_an_obstacle_with_a_name(machine: Machine, recorded: dict[str, FilePrint]) -> None:
+    machine.library.unlink()
+    shutil.rmtree(machine.folder / "work")
+    assert machine.differences(recorded) == [
+        "/env/lib.so is not there",
+        "/work is not there",
+        "/work/data.csv is not there",
+    ]
+
+
+def test_what_the_sandbox_does_not_see_here_is_an_obstacle_with_a_name(
+    machine: Machine, recorded: dict[str, FilePrint]
+) -> None:
+    blind = replace(machine.spec, mounts=machine.spec.mounts[1:])
+    assert differences(recorded, blind, machine.prints) == ["/env/lib.so is in none of the folders that it sees here"]
+
+
+def test_an_open_file_may_change_in_a_folder_that_can_be_written_to_and_not_in_another(machine: Machine) -> None:
+    notes = machine.library.with_name("notes")
+    notes.write_text("before")
+    recorded = machine.examine(("/env/notes", "open", ""), ("/work/data.csv", "open", ""))
+    machine.data.write_text("after")
+    assert machine.differences(recorded) == []
+    notes.write_text("after")
+    assert machine.differences(recorded) == ["/env/notes is not the same as it was"]
+
+
+def test_a_private_mapping_wants_the_same_bytes_anywhere_and_a_shared_one_follows_the_file(machine: Machine) -> None:
+    private = machine.examine(("/work/data.csv", "mapped", ""), ("/work/data.csv", "open", ""))
+    shared = machine.examine(("/work/data.csv", "open", ""), ("/work/data.csv", "shared", ""))
+    machine.data.write_text("after")
+    assert machine.differences(private) == ["/work/data.csv is not the same as it was"]
+    assert machine.differences(shared) == []
+
+
+def test_only_files_of_the_host_are_recorded(machine: Machine) -> None:
+    (machine.folder / "work" / "masked").mkdir()
+    (machine.folder / "work" / "masked" / "file").touch()
+    elsewhere = ("/home/tester/x", "/tmp/x", "/etc/passwd", "/.sandbox/__main__.py", "/proc/1/maps", "/memfd:x", "/x")
+    assert machine.examine(*((path, "mapped", "") for path in (*elsewhere, "/work/masked/file"))) == {}
+
+
+def test_a_library_that_was_replaced_under_a_running_sandbox_cannot_be_saved_nor_restored(machine: Machine) -> None:
+    recorded = machine.examine(("/env/lib.so", "mapped", "lost"), ("/env/lib.so", "mapped", ""))
+    words = ["/env/lib.so, which it has in memory, was removed or replaced while it ran"]
+    assert unsaveable(recorded) == words
+    assert machine.differences(recorded) == words
+
+
+def test_what_the_sandbox_itself_deleted_is_not_missed(machine: Machine) -> None:
+    recorded = machine.examine(("/work/gone", "open", "deleted"))
+    assert recorded == {"/work/gone": FilePrint("open", "deleted")}
+    assert unsaveable(recorded) == machine.differences(recorded) == []
+
+
+def test_what_was_deleted_where_the_sandbox_cannot_delete_is_lost(machine: Machine) -> None:
+    recorded = machine.examine(("/env/gone", "open", "deleted"))
+    assert recorded == {"/env/gone": FilePrint("open", "lost")}
+
+
+def test_a_name_that_would_spoil_a_log_is_quoted(machine: Machine) -> None:
+    name = os.fsdecode(b"bad\x1b[31m\n\xff")
+    machine.library.with_name(name).touch()
+    recorded = machine.examine((f"/env/{name}", "mapped", ""))
+    machine.library.with_name(name).unlink()
+    (words,) = machine.differences(from_json(json.loads(json.dumps(to_json(recorded)))))
+    assert words == r"'/env/bad\x1b[31m\n\udcff' is not there"
+
+
+# -- a hostile sandbox ---------------------------------------------------------------------------------------------
+
+watching: list[list[str]] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note what is opened to be read. A descriptor of O_PATH, which opens nothing, is noted when it is used."""
+    if event == "open" and watching:
+        path, _, flags = arguments
+        if isinstance(path, str) and not flags & os.O_PATH:
+            watching[-1].append(os.readlink(path) if path.startswith("/proc/self/fd/") else path)
+
+
+sys.addaudithook(_audit)
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    watching.append([])
+    try:
+        yield watching[-1]
+    finally:
+        watching.pop()
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """A machine on which the notebook's folder is full of ways out."""
+    machine = Machine(tmp_path_factory.mktemp("trap"))
+    work, outside = machine.folder / "work", machine.folder / "outside"
+    (work / "to-file").symlink_to(machine.secret)
+    (work / "to-folder").symlink_to(outside)
+    (work / "up").symlink_to("../outside")
+    (work / "self").symlink_to(".")
+    (work / "env").symlink_to("/env")
+    os.mkfifo(work / "pipe")
+    (work / "folder").mkdir()
+    (work / "folder" / "file").write_text("file")
+    return machine
+
+
+NAMES = (
+    ".. . work env outside secret to-file to-folder up self pipe folder file lib.so data.csv masked proc root etc usr"
+)
+steps = st.sampled_from([*NAMES.split(), "", "\0", "\udcff", "\ud800", "x" * 300])
+paths = st.one_of(
+    st.lists(steps, max_size=7).map(lambda parts: "/" + "/".join(parts)),
+    st.lists(steps, max_size=4).map(lambda parts: "/work/" + "/".join(parts)),
+    st.text(max_size=20),
+)
+sightings = st.tuples(paths, st.sampled_from(environment.USES), st.sampled_from(environment.STATES))
+
+
+@slow_fixtures
+@given(st.lists(sightings, max_size=8))
+def test_nothing_outside_the_mounts_is_opened_whatever_the_sandbox_says(
+    trap: Machine, said: list[tuple[str, str, str]]
+) -> None:
+    with watched() as opened:
+        found = examine(json.dumps(said).encode(), trap.spec, Fingerprints(trap.folder / "none"))
+    sources = [os.path.realpath(mount.source) for mount in all_mounts(trap.spec) if mount.source]
+    memory = str(trap.folder / "none")
+    assert [path for path in opened if not any(within(path, source) for source in (*sources, memory))] == []
+    assert set(found) <= {path for path, _, _ in said}
+    assert from_json(json.loads(json.dumps(to_json(found)))) == found
+
+
+@pytest.mark.parametrize(
+    "path", ["/work/to-file", "/work/to-folder/secret", "/work/up/secret", "/work/../outside/secret"]
+)
+@pytest.mark.parametrize("use", environment.USES)
+def test_no_way_out_of_a_folder_is_taken(trap: Machine, path: str, use: str) -> None:
+    assert trap.examine((path, use, "")) == {}
+    wanted = {path: FilePrint(use, "", trap.secret.stat().st_size, "0" * 64)}
+    with watched() as opened:
+        assert trap.differences(wanted)
+    assert str(trap.secret) not in opened
+
+
+@slow_fixtures
+@given(
+    st.binary(max_size=50)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | sightings,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    ).map(lambda value: json.dumps(value).encode())
+)
+def test_nonsense_is_an_error_of_ours(trap: Machine, text: bytes) -> None:
+    try:
+        examine(text, trap.spec, Fingerprints(trap.folder / "none"))
+    except GuestError:
+        pass
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"9" * 100_000, b"[" + b"1," * 100_000 + b"1]"])
+def test_overwhelming_nonsense_is_an_error_of_ours(machine: Machine, text: bytes) -> None:
+    with pytest.raises(GuestError, match="makes no sense"):
+        examine(text, machine.spec, machine.prints)
+
+
+def test_a_sandbox_cannot_make_us_read_without_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "MOST_BYTES", 100_000)
+    said = []
+    for number in range(40):
+        (machine.folder / "work" / str(number)).write_bytes(bytes(5000))
+        said.append((f"/work/{number}", "mapped", ""))
+    assert machine.examine(*said[:15])
+    with pytest.raises(GuestError, match="more than 100,000 bytes"):
+        machine.examine(*said)
+
+
+# -- documents -------------------------------------------------------------------------------------------------------
+
+prints = st.builds(
+    FilePrint,
+    st.sampled_from(environment.USES),
+    st.sampled_from(environment.STATES),
+    st.integers(0, 1 << 60),
+    st.sampled_from(["", "0" * 64, "abcdef0123456789" * 4]),
+)
+
+
+@given(st.dictionaries(st.text("ab/\udc80é ", min_size=1).map(lambda text: os.path.normpath("/x" + text)), prints))
+def test_a_document_brings_back_what_was_put_into_it(recorded: dict[str, FilePrint]) -> None:
+    assert from_json(json.loads(json.dumps(to_json(recorded)))) == recorded
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("mapped"),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["/a", "/a/../b", "use", "state", "size", "digest", "x"]), inner, max_size=5
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_any_other_document_is_refused_in_words(document: object) -> None:
+    try:
+        found = from_json(document)
+    except MetadataError as error:
+        assert len(str(error)) < 500
+    else:
+        assert found == from_json(to_json(found))
+
+
+@pytest.mark.parametrize("path", ["", "relative", "/a/../b", "//a", "/a/", "/a\0b", "/\ud800", "/" + "x" * 5000])
+def test_a_path_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(MetadataError, match="not a full path"):
+        from_json({path: {"use": "open"}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"use": "eaten"},
+        {"use": ["open"]},
+        {"use": "open", "state": "eaten"},
+        {"use": "open", "size": -1},
+        {"use": "open", "size": True},
+        {"use": "open", "digest": "0" * 63},
+        {"use": "open", "digest": None},
+        {"use": "open", "more": 1},
+        "open",
+        None,
+    ],
+)
+def test_a_print_that_is_none_is_refused_with_its_path(value: object) -> None:
+    with pytest.raises(MetadataError, match="/some/file"):
+        from_json({"/some/file": value})
+
+
+# -- the CPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_this_cpu_lacks_nothing_that_it_has() -> None:
+    features = environment.cpu_features()
+    assert features
+    assert list(features) == sorted(features)
+    assert environment.missing_cpu_features(os.uname().machine, features) == []
+
+
+def test_missing_features_and_another_architecture_are_named() -> None:
+    here = environment.cpu_features()
+    assert environment.missing_cpu_features(os.uname().machine, [*here, "avx9000", "amx_magic"]) == [
+        "this machine's CPU lacks amx_magic, avx9000"
+    ]
+    (words,) = environment.missing_cpu_features("vax", here)
+    assert words == f"it was made on vax, and this is {os.uname().machine}"
+
+
+def test_flags_that_programs_do_not_use_do_not_count(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu rep_good avx2 md_clear sse4_2 ibrs\nbugs\t: spectre_v1\n")
+    assert environment.cpu_features(cpuinfo) == ("avx2", "sse4_2")
+    cpuinfo.write_text("Features\t: fp asimd sve\n")
+    assert environment.cpu_features(cpuinfo) == ("asimd", "fp", "sve")
+
+
+# -- the guest's side ------------------------------------------------------------------------------------------------
+
+
+def test_maps_are_read_whatever_the_files_are_called() -> None:
+    text = (
+        "00063000-00068000 r-xp 00000000 00:00 0                                  [usertrap]\n"
+        "55d22cf61000-55d22cf62000 r--p 00000000 00:24 3                          /bin/py thon\n"
+        "7ed15fedc000-7ed15ff5e000 rw-p 00000000 00:00 0 \n"
+        "7ec1e86b8000-7ec1e86ba000 r--s 00000000 00:1b 5                          /data/we ird\n"
+        "name\n"
+        "7ec1e86b8000-7ec1e86ba000 rw-s 00000000 00:05 2                          /dev/zero (deleted)\n"
+    )
+    assert list(mappings(text)) == [
+        ("/bin/py thon", "mapped", (os.makedev(0, 0x24), 3)),
+        ("/data/we ird\nname", "shared", (os.makedev(0, 0x1B), 5)),
+        ("/dev/zero (deleted)", "shared", (os.makedev(0, 5), 2)),
+    ]
+
+
+# -- real sandboxes --------------------------------------------------------------------------------------------------
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Start]:
+    """Starts sandboxes that see the given mounts as well."""
+    made: list[GVisorSandbox] = []
+
+    async def start(*mounts: Mount, restore: Path | None = None) -> GVisorSandbox:
+        made.append(GVisorSandbox("box", replace(spec, mounts=(*spec.mounts, *mounts)), runsc))
+        await asyncio.wait_for(made[-1].restore(restore) if restore else made[-1].start(), LONG)
+        return made[-1]
+
+    yield start
+    for sandbox in made:
+        await asyncio.wait_for(sandbox.delete(), LONG)
+
+
+async def occupied(sandbox: GVisorSandbox, code: str) -> GuestProcess:
+    """A process in the sandbox that has done ``code`` and goes on."""
+    code = f"import mmap, os\n{textwrap.dedent(code)}\nprint('done')\ninput()"
+    process = await sandbox.execute([sandbox.spec.python, "-u", "-c", code])
+    async with asyncio.timeout(LONG):
+        async for piece in process.stream():
+            assert piece.stream == "stdout", piece.data
+            break
+    return process
+
+
+MAPS_AND_OPENS = """
+    library = open("/env/lib.so", "rb")
+    mapping = mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_COPY)
+    data = open("/work/data.csv")
+    follow = mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ)
+    log = open("/work/log", "w")
+    scratch = open("/work/scratch", "w"); os.unlink("/work/scratch")
+    private = [open(path, "w") for path in ("/home/tester/x", "/tmp/x", "/etc/x")]
+    os.chdir("/work")
+"""
+
+
+@pytest.mark.runsc
+async def test_the_files_that_a_sandbox_uses_are_found(machine: Machine, start: Start) -> None:
+    sandbox = await start(*machine.spec.mounts)
+    before = await inventory(sandbox, machine.prints)
+    process = await occupied(sandbox, MAPS_AND_OPENS)
+    found = await inventory(sandbox, machine.prints)
+    assert os.path.realpath(sys.executable) in before
+    assert {print.use for print in before.values()} <= {"mapped", "shared"}
+    ours = {path: print for path, print in found.items() if path.startswith(("/env", "/work", "/home", "/tmp", "/etc"))}
+    ours.pop("/work", None)  # Debian's runsc does not show a process's folder to another
+    assert {path: (print.use, print.state) for path, print in ours.items()} == {
+        "/env/lib.so": ("mapped", ""),
+        "/work/data.csv": ("shared", ""),
+        "/work/log": ("open", ""),
+        "/work/scratch": ("open", "deleted"),
+    }
+    assert found["/env/lib.so"].size == machine.library.stat().st_size
+    assert differences(found, sandbox.spec, machine.prints) == []
+    await process.stop(grace=0)
+    assert await inventory(sandbox, machine.prints) == before
+
+
+@pytest.mark.runsc
+async def test_a_library_that_is_replaced_on_the_host_is_noticed_and_a_data_file_may_be(
+    machine: Machine, start: Start
+) -> None:
+    sandbox = await start(*machine.spec.mounts)
+    await occupied(sandbox, MAPS_AND_OPENS)
+    for path in (machine.library, machine.data):
+        new = path.with_name("new")
+        new.write_bytes(path.read_bytes())
+        new.rename(path)
+    for _ in range(2):
+        found = await inventory(sandbox, machine.prints)
+        assert unsaveable(found) == ["/env/lib.so, which it has in memory, was removed or replaced while it ran"]
+    assert found["/work/data.csv"] == FilePrint("shared")
+
+
+@pytest.mark.runsc
+async def test_a_library_that_is_removed_on_the_host_is_noticed(machine: Machine, start: Start) -> None:
+    sandbox = await start(*machine.spec.mounts)
+    await occupied(sandbox, MAPS_AND_OPENS)
+    machine.library.unlink()
+    found = await inventory(sandbox, machine.prints)
+    assert unsaveable(found) == ["/env/lib.so, which it has in memory, was removed or replaced while it ran"]
+
+
+@pytest.mark.runsc
+async def test_a_sandbox_restored_elsewhere_uses_the_same_files_and_is_not_taken_for_changed(
+    machine: Machine, start: Start, tmp_path: Path
+) -> None:
+    sandbox = await start(*machine.spec.mounts)
+    await occupied(sandbox, MAPS_AND_OPENS.replace("scratch = ", "# "))
+    recorded = await inventory(sandbox, machine.prints)
+    await sandbox.checkpoint(tmp_path / "image")
+    other = Machine(tmp_path / "another machine")
+    (other.folder / "work" / "log").touch()
+    there = await start(*other.spec.mounts, restore=tmp_path / "image")
+    assert differences(recorded, there.spec, other.prints) == []
+    assert await inventory(there, other.prints) == recorded
+
+
+LIES = {
+    "it fails": ("sys.exit('no\\x1b[31m way')", "no .31m way"),
+    "it says nothing": ("", "makes no sense"),
+    "it says too much": ("while True: sys.stdout.write('x' * 65536)", "than fit into"),
+    "it says nothing for ever": ("import time; time.sleep(1000)", "stood still"),
+    "it ignores being told to end": (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
+        "stood still",
+    ),
+}
+
+
+@pytest.mark.runsc
+async def test_a_sandbox_that_lies_about_its_files_gets_an_error_and_no_more(
+    machine: Machine, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guesttool, "STALL", 2.0)
+    sandbox = await start()
+    for lie, words in LIES.values():
+        script = f"import sys\n{lie}\n"
+        change = ["sh", "-c", 'printf %s "$1" > /.sandbox/inventory.py', "sh", script]
+        assert await (await sandbox.execute(change)).wait() == 0
+        with pytest.raises(GuestError, match=words):
+            await asyncio.wait_for(inventory(sandbox, machine.prints), LONG)
+    assert sandbox.link._processes == {}

@@ -1,0 +1,170 @@
+"""Fingerprints: the same bytes are the same print, what did not change is not read again, and a bad memory is none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandbox_provisioner import fingerprints
+from sandbox_provisioner.fingerprints import NAME, Fingerprints
+
+UNTRUE = "f" * 64
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_PATH)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def print_of(path: Path, prints: Fingerprints) -> str:
+    with opened(path) as descriptor:
+        return prints.of(descriptor)
+
+
+def falsify(folder: Path) -> None:
+    """Make the memory untrue, so that what comes from it can be told."""
+    known = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps(dict.fromkeys(known, UNTRUE)))
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "SETTLED", 0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(b"content" * 500_000)
+    return path
+
+
+def test_a_print_is_the_hash_of_all_bytes(file: Path, tmp_path: Path) -> None:
+    prints = Fingerprints(tmp_path)
+    assert print_of(file, prints) == hashlib.sha256(file.read_bytes()).hexdigest()
+    (tmp_path / "empty").touch()
+    assert print_of(tmp_path / "empty", prints) == hashlib.sha256(b"").hexdigest()
+
+
+def test_what_is_remembered_is_not_read_again_in_this_or_another_process(
+    file: Path, tmp_path: Path, settled: None
+) -> None:
+    folder = tmp_path / "made" / "on demand"
+    prints = Fingerprints(folder)
+    true = print_of(file, prints)
+    prints.save()
+    falsify(folder)
+    assert print_of(file, prints) == true
+    assert print_of(file, Fingerprints(folder)) == UNTRUE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_bytes(b"another" * 500_000),
+        lambda path: os.utime(path, (1, 1)),
+        lambda path: path.chmod(0o600),
+        lambda path: (path.with_name("copy").write_bytes(path.read_bytes()), path.with_name("copy").rename(path)),
+    ],
+    ids=["written to", "touched", "its mode changed", "replaced"],
+)
+def test_a_file_with_which_anything_was_done_is_read_again(
+    file: Path, tmp_path: Path, settled: None, change: object
+) -> None:
+    prints = Fingerprints(tmp_path)
+    print_of(file, prints)
+    prints.save()
+    falsify(tmp_path)
+    change(file)  # type: ignore[operator]
+    assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_file_that_was_changed_just_now_is_not_remembered(file: Path, tmp_path: Path) -> None:
+    prints = Fingerprints(tmp_path)
+    print_of(file, prints)
+    prints.save()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_the_memory_is_for_its_owner_only_and_nothing_is_left_beside_it(
+    file: Path, tmp_path: Path, settled: None
+) -> None:
+    folder = tmp_path / "memory"
+    prints = Fingerprints(folder)
+    print_of(file, prints)
+    prints.save()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / NAME).stat().st_mode) == 0o600
+    assert os.listdir(folder) == [NAME]
+
+
+def test_the_memory_has_an_end_and_the_last_used_stays(
+    tmp_path: Path, settled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprints, "MOST_ENTRIES", 3)
+    prints = Fingerprints(tmp_path)
+    files = [tmp_path / str(number) for number in range(5)]
+    for path in files:
+        path.write_text(path.name)
+        print_of(path, prints)
+    print_of(files[0], prints)
+    prints.save()
+    falsify(tmp_path)
+    after = Fingerprints(tmp_path)
+    assert [print_of(path, after) == UNTRUE for path in files] == [True, False, False, True, True]
+
+
+def test_a_memory_that_cannot_be_written_costs_nothing_but_time(file: Path, tmp_path: Path, settled: None) -> None:
+    prints = Fingerprints(file / "not a folder")
+    assert print_of(file, prints) == hashlib.sha256(file.read_bytes()).hexdigest()
+    prints.save()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.integers() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    ).map(lambda value: json.dumps(value).encode())
+)
+def test_a_memory_that_was_damaged_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b" " * (fingerprints.MOST_BYTES + 1)], ids=["deep", "large"])
+def test_a_memory_that_is_too_much_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_huge_file_is_known_by_its_size_and_samples_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    seen = set()
+    for offset, byte, size in (
+        (0, b"a", 1 << 40),
+        (0, b"b", 1 << 40),
+        ((1 << 40) - 1, b"c", 1 << 40),
+        (0, b"b", 1 << 39),
+    ):
+        path.unlink(missing_ok=True)
+        with path.open("wb") as file:
+            file.truncate(size)
+            file.seek(offset)
+            file.write(byte)
+        seen.add(print_of(path, Fingerprints(tmp_path)))
+    assert len(seen) == 4

@@ -1,0 +1,271 @@
+"""The server that stands in for Google Cloud Storage: the real client and raw HTTP get Google's answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import urllib.error
+import urllib.request
+from http.client import IncompleteRead
+from typing import Any
+
+import pytest
+from gcs_server import GCS
+from google.api_core.exceptions import ClientError, NotFound, PreconditionFailed
+from google.cloud import storage
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def bucket(gcs: GCS) -> storage.Bucket:
+    return storage.Client().bucket(gcs.bucket)
+
+
+def raw(
+    gcs: GCS, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """One request without a client library: status, headers, body."""
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(gcs.url + path, data=body, method=method, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), error.read()
+
+
+def put(gcs: GCS, name: str, data: bytes = b"data", conditions: str = "") -> tuple[int, dict[str, Any]]:
+    path = f"/upload/storage/v1/b/{gcs.bucket}/o?uploadType=media&name={name}{conditions}"
+    status, _, body = raw(gcs, "POST", path, data, {"Content-Type": "text/plain"})
+    return status, json.loads(body or b"{}")
+
+
+def test_an_object_is_written_read_patched_and_deleted_by_the_real_client(bucket: storage.Bucket) -> None:
+    blob = bucket.blob("folder/name with ü.txt")
+    blob.metadata = {"a": "1", "b": "2"}
+    blob.upload_from_string(b"hello", checksum="crc32c")
+    assert (blob.metageneration, blob.size, blob.crc32c, blob.md5_hash) == (
+        1,
+        5,
+        "mnG7TA==",
+        "XUFAKrxLKna5cZ2REBfFkg==",
+    )
+    assert bucket.get_blob(blob.name).metadata.items() >= {("a", "1"), ("b", "2")}
+    generation = blob.generation
+    blob.metadata = {"a": None, "c": "3"}
+    blob.patch()
+    assert (blob.generation, blob.metageneration) == (generation, 2)
+    assert blob.metadata.items() >= {("b", "2"), ("c", "3")}
+    assert "a" not in blob.metadata
+    assert blob.updated > blob.time_created
+    assert blob.download_as_bytes(start=1, end=3) == b"ell"
+    blob.delete()
+    with pytest.raises(NotFound):
+        blob.download_as_bytes()
+
+
+def test_a_large_upload_is_resumable_and_whole(bucket: storage.Bucket) -> None:
+    data = os.urandom(3 * MIB + 17)
+    blob = bucket.blob("large", chunk_size=MIB)
+    blob.upload_from_file(io.BytesIO(data), size=len(data), checksum="crc32c")
+    assert bucket.blob("large").download_as_bytes() == data
+
+
+def test_objects_are_composed_in_order_under_conditions(bucket: storage.Bucket) -> None:
+    parts = [bucket.blob(f"part{number}") for number in range(3)]
+    for number, part in enumerate(parts):
+        part.upload_from_string(str(number))
+    whole = bucket.blob("whole")
+    whole.compose(parts, if_generation_match=0, if_source_generation_match=[part.generation for part in parts])
+    assert whole.download_as_bytes() == b"012"
+    with pytest.raises(PreconditionFailed):
+        whole.compose(parts, if_generation_match=0)
+    with pytest.raises(PreconditionFailed):
+        bucket.blob("other").compose(parts, if_source_generation_match=[1, 1, 1])
+
+
+def test_an_object_is_copied_within_and_between_buckets(gcs: GCS, bucket: storage.Bucket) -> None:
+    blob = bucket.blob("one")
+    blob.upload_from_string(b"1")
+    other = storage.Client().bucket(gcs.new_bucket())
+    copy = bucket.copy_blob(blob, other, "two", if_generation_match=0)
+    assert copy.download_as_bytes() == b"1"
+    with pytest.raises(PreconditionFailed):
+        bucket.copy_blob(blob, other, "two", if_generation_match=0)
+
+
+def test_a_list_has_pages_prefixes_and_an_order(bucket: storage.Bucket) -> None:
+    for name in ("a/1", "a/2", "a/b/3", "b/4", "c"):
+        bucket.blob(name).upload_from_string(name)
+    assert [blob.name for blob in bucket.list_blobs(page_size=2)] == ["a/1", "a/2", "a/b/3", "b/4", "c"]
+    listing = bucket.list_blobs(prefix="a/", delimiter="/", page_size=1)
+    assert [blob.name for blob in listing] == ["a/1", "a/2"]
+    assert listing.prefixes == {"a/b/"}
+    assert [blob.name for blob in bucket.list_blobs(start_offset="a/b", end_offset="c")] == ["a/b/3", "b/4"]
+
+
+def test_a_list_can_be_cut_short(bucket: storage.Bucket) -> None:
+    for name in ("a", "b", "c"):
+        bucket.blob(name).upload_from_string(name)
+    assert [blob.name for blob in bucket.list_blobs(max_results=2)] == ["a", "b"]
+
+
+def test_a_composed_object_has_a_count_of_components_and_no_md5(bucket: storage.Bucket) -> None:
+    bucket.blob("part").upload_from_string("x")
+    whole = bucket.blob("whole")
+    whole.compose([bucket.blob("part")] * 3)
+    assert (whole.component_count, whole.md5_hash) == (3, None)
+
+
+def test_buckets_are_made_found_and_removed_when_empty(gcs: GCS) -> None:
+    client, name = storage.Client(), f"{gcs.bucket}-made-by-the-client"
+    bucket = client.create_bucket(name)
+    assert client.lookup_bucket(name) is not None
+    bucket.blob("x").upload_from_string("x")
+    with pytest.raises(ClientError):
+        bucket.delete()
+    bucket.blob("x").delete()
+    bucket.delete()
+    assert client.lookup_bucket(name) is None
+    with pytest.raises(NotFound):
+        bucket.blob("x").upload_from_string("x")
+
+
+def test_generations_only_grow_even_when_an_object_is_made_again(gcs: GCS) -> None:
+    seen = []
+    for _ in range(5):
+        status, resource = put(gcs, "name", conditions="&ifGenerationMatch=0")
+        assert (status, resource["metageneration"]) == (200, "1")
+        seen.append(int(resource["generation"]))
+        assert raw(gcs, "DELETE", f"/storage/v1/b/{gcs.bucket}/o/name")[0] in (200, 204)
+    assert seen == sorted(set(seen))
+
+
+def test_every_verb_heeds_every_condition(gcs: GCS) -> None:
+    generation = put(gcs, "name")[1]["generation"]
+    path = f"/storage/v1/b/{gcs.bucket}/o/name"
+    verbs: list[tuple[str, str, bytes | None]] = [
+        ("GET", f"{path}?", None),
+        ("GET", f"{path}?alt=media", None),
+        ("PATCH", f"{path}?", b"{}"),
+        ("POST", f"{path}/compose?", b'{"sourceObjects": [{"name": "name"}]}'),
+        ("POST", f"/upload{path.removesuffix('/name')}?uploadType=media&name=name", b"new"),
+        ("DELETE", f"{path}?", None),
+    ]
+    for method, url, body in verbs:
+        current = json.loads(raw(gcs, "GET", path)[2])
+        generation, metageneration = current["generation"], current["metageneration"]
+        refused = {
+            "ifGenerationMatch=1": 412,
+            "ifGenerationMatch=0": 412,
+            "ifMetagenerationMatch=99": 412,
+            f"ifGenerationNotMatch={generation}": 304,
+            f"ifMetagenerationNotMatch={metageneration}": 304,
+            f"ifGenerationMatch={generation}&ifMetagenerationMatch=99": 412,
+        }
+        for condition, status in refused.items():
+            assert raw(gcs, method, f"{url}&{condition}", body)[0] == status, (method, url, condition)
+        met = f"ifGenerationMatch={generation}&ifMetagenerationMatch={metageneration}&ifGenerationNotMatch=1"
+        assert raw(gcs, method, f"{url}&{met}", body)[0] in (200, 204), (method, url)
+
+
+def test_a_condition_on_an_object_that_is_not_there_is_a_404_except_for_a_write(gcs: GCS) -> None:
+    path = f"/storage/v1/b/{gcs.bucket}/o/name"
+    for method, body in (("GET", None), ("DELETE", None), ("PATCH", b"{}")):
+        assert raw(gcs, method, f"{path}?ifGenerationMatch=5", body)[0] == 404
+    assert put(gcs, "name", conditions="&ifGenerationMatch=5")[0] == 412
+
+
+def test_an_error_is_worded_as_google_words_it(gcs: GCS) -> None:
+    answers = [put(gcs, "name", conditions=f"&ifGenerationMatch={value}")[1]["error"] for value in ("5", "x")]
+    assert [(answer["code"], answer["errors"][0]["reason"]) for answer in answers] == [
+        (412, "conditionNotMet"),
+        (400, "invalid"),
+    ]
+    assert all(answer["message"] == answer["errors"][0]["message"] for answer in answers)
+
+
+def test_a_resumable_upload_says_how_far_it_is_and_can_go_on_or_be_cancelled(gcs: GCS) -> None:
+    start = f"/upload/storage/v1/b/{gcs.bucket}/o?uploadType=resumable&name=big&ifGenerationMatch=0"
+    location = raw(gcs, "POST", start, b"{}")[1]["Location"].removeprefix(gcs.url)
+    data = os.urandom(600 * 1024)
+    status, headers, _ = raw(gcs, "PUT", location, b"", {"Content-Range": "bytes */*"})
+    assert (status, "Range" in headers) == (308, False)
+    first = {"Content-Range": f"bytes 0-262143/{len(data)}"}
+    status, headers, _ = raw(gcs, "PUT", location, data[:262144], first)
+    assert (status, headers["Range"]) == (308, "bytes=0-262143")
+    status, headers, _ = raw(gcs, "PUT", location, b"", {"Content-Range": f"bytes */{len(data)}"})
+    assert (status, headers["Range"]) == (308, "bytes=0-262143")
+    rest = {"Content-Range": f"bytes 262144-{len(data) - 1}/{len(data)}"}
+    assert raw(gcs, "PUT", location, data[262144:], rest)[0] == 200
+    assert raw(gcs, "PUT", location, b"", {"Content-Range": f"bytes */{len(data)}"})[0] == 200
+    assert raw(gcs, "GET", f"/storage/v1/b/{gcs.bucket}/o/big?alt=media")[2] == data
+
+    late = raw(gcs, "POST", start, b"{}")[1]["Location"].removeprefix(gcs.url)
+    assert raw(gcs, "PUT", late, b"x", {"Content-Range": "bytes 0-0/1"})[0] == 412
+    assert raw(gcs, "DELETE", late)[0] == 499
+    assert raw(gcs, "PUT", late, b"x", {"Content-Range": "bytes 0-0/1"})[0] == 404
+
+
+def test_a_resumable_upload_keeps_multiples_of_256_kib_until_the_last_byte(gcs: GCS) -> None:
+    start = f"/upload/storage/v1/b/{gcs.bucket}/o?uploadType=resumable&name=big"
+    location = raw(gcs, "POST", start, b"{}")[1]["Location"].removeprefix(gcs.url)
+    status, headers, _ = raw(gcs, "PUT", location, b"x" * 300_000, {"Content-Range": "bytes 0-299999/600000"})
+    assert (status, headers["Range"]) == (308, "bytes=0-262143")
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_is_stored(bucket: storage.Bucket) -> None:
+    for checksums in ({"crc32c": "AAAAAA=="}, {"md5_hash": "AAAAAAAAAAAAAAAAAAAAAA=="}):
+        blob = bucket.blob("name")
+        for key, value in checksums.items():
+            setattr(blob, key, value)
+        with pytest.raises(ClientError):
+            blob.upload_from_string(b"hello", checksum=None)
+    assert not bucket.blob("name").exists()
+
+
+def test_a_wrong_checksum_in_a_header_is_refused_as_well(gcs: GCS) -> None:
+    path = f"/upload/storage/v1/b/{gcs.bucket}/o?uploadType=media&name=x"
+    for hashes in ("crc32c=AAAAAA==", "md5=AAAAAAAAAAAAAAAAAAAAAA=="):
+        assert raw(gcs, "POST", path, b"hello", {"X-Goog-Hash": hashes})[0] == 400
+    assert raw(gcs, "GET", f"/storage/v1/b/{gcs.bucket}/o/x")[0] == 404
+
+
+def test_a_part_of_an_object_is_had_by_range(gcs: GCS) -> None:
+    put(gcs, "name", b"0123456789")
+    path = f"/storage/v1/b/{gcs.bucket}/o/name?alt=media"
+    for wish, status, body in (("2-4", 206, b"234"), ("7-", 206, b"789"), ("-2", 206, b"89"), ("8-99", 206, b"89")):
+        answer = raw(gcs, "GET", path, headers={"Range": f"bytes={wish}"})
+        assert (answer[0], answer[2]) == (status, body)
+    assert raw(gcs, "GET", path, headers={"Range": "bytes=10-"})[0] == 416
+
+
+def test_faults_strike_as_told(gcs: GCS) -> None:
+    gcs.fault("status", code=429, operation="insert", name="a.*", skip=1, every=2, times=2)
+    assert [put(gcs, "a1")[0] for _ in range(7)] == [200, 200, 429, 200, 429, 200, 200]
+    assert put(gcs, "b")[0] == 200
+    gcs.fault("cut", operation="insert")
+    with pytest.raises(OSError):
+        put(gcs, "cut")
+    gcs.fault("lose", operation="insert")
+    with pytest.raises(OSError):
+        put(gcs, "lost")
+    path = f"/storage/v1/b/{gcs.bucket}/o"
+    assert [raw(gcs, "GET", f"{path}/{name}")[0] for name in ("cut", "lost")] == [404, 200]
+    put(gcs, "long", b"x" * MIB)
+    gcs.fault("truncate", operation="media")
+    with pytest.raises((IncompleteRead, ConnectionError)):
+        raw(gcs, "GET", f"{path}/long?alt=media")
+    assert [fault["struck"] for fault in gcs.faults()] == [2, 1, 1, 1]
+    assert gcs.requests()[-1] == ("media", "long")
+
+
+def test_the_clock_can_be_set_ahead(gcs: GCS) -> None:
+    before = put(gcs, "name")[1]
+    gcs.set_clock(3600)
+    after = put(gcs, "name")[1]
+    assert after["updated"] > before["updated"]
+    assert int(after["generation"]) - int(before["generation"]) >= 3_600_000_000

@@ -1,0 +1,837 @@
+"""Leases: one contract for every kind, then what is particular to each, then the fights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gcs_server import GCS
+from google.cloud.storage import Client
+from hypothesis import given
+from hypothesis import strategies as st
+from lock_player import SANDBOX, open_leases
+
+from sandbox_provisioner.errors import (
+    ConfigurationError,
+    LeaseHeldError,
+    StorageError,
+    StorageUnavailableError,
+)
+from sandbox_provisioner.lock.base import Leases, Owner
+from sandbox_provisioner.lock.local import LocalLeases
+from sandbox_provisioner.lock.objects import ObjectLeases
+from sandbox_provisioner.storage.base import ObjectInfo
+from sandbox_provisioner.storage.memory import MemoryStore
+
+LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
+SOON = 30.0
+
+
+class Ground:
+    """Where the leases of one kind are."""
+
+    def __init__(self, kind: str, place: str) -> None:
+        self.kind = kind
+        self.place = place
+
+    def leases(self) -> Leases:
+        """Those of one more server."""
+        return open_leases(self.kind, self.place, LEASE, RENEWAL, POLL)
+
+    def files(self) -> list[Path]:
+        return [path for path in Path(self.place).rglob("*") if path.is_file()]
+
+    def objects(self) -> list[str]:
+        """What there is of any lease."""
+        return [path.name for path in self.files() if path.name not in ("last-token", ".generation")]
+
+    def destroy(self) -> None:
+        """Remove the lease of SANDBOX behind its owner's back."""
+        for path in self.files():
+            if path.name in ("lock", "sandboxes%2Fa%2Flock.lock"):
+                path.unlink()
+
+    def spoil(self, content: bytes) -> None:
+        """Replace what is said of the owner, in place."""
+        for path in self.files():
+            if path.name in ("lock", "sandboxes%2Fa%2Flock.lock"):
+                times = path.stat()
+                path.write_bytes(content)
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+class MemoryGround(Ground):
+    def __init__(self) -> None:
+        super().__init__("memory", "")
+        self.store = MemoryStore()
+
+    def leases(self) -> Leases:
+        return ObjectLeases(self.store, LEASE, RENEWAL, POLL)
+
+    def objects(self) -> list[str]:
+        return [info.name for info in self.store.list("")]
+
+    def destroy(self) -> None:
+        self.store.delete(SANDBOX)
+
+
+class BucketGround(Ground):
+    def __init__(self, gcs: GCS) -> None:
+        super().__init__("gcs", gcs.bucket)
+        self.bucket = Client().bucket(gcs.bucket)
+
+    def objects(self) -> list[str]:
+        return [blob.name for blob in self.bucket.list_blobs()]
+
+    def destroy(self) -> None:
+        self.bucket.blob(f"servers/{SANDBOX}").delete()
+
+    def spoil(self, content: bytes) -> None:
+        blob = self.bucket.blob(f"servers/{SANDBOX}")
+        blob.metadata = {"owner": content.decode(errors="replace"), "seconds": content.decode(errors="replace")}
+        blob.patch()
+
+
+@pytest.fixture
+def ground(request: pytest.FixtureRequest, tmp_path: Path) -> Ground:
+    """One of each kind, in turn."""
+    if request.param == "memory":
+        return MemoryGround()
+    if request.param == "gcs":
+        return BucketGround(request.getfixturevalue("gcs"))
+    return Ground(request.param, str(tmp_path / "leases"))
+
+
+every = pytest.mark.parametrize("ground", ["local", "mounted", "memory", "gcs"], indirect=True)
+between_processes = pytest.mark.parametrize("ground", ["local", "mounted", "gcs"], indirect=True)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(SOON):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def soon(awaitable: Any) -> Any:
+    async with asyncio.timeout(SOON):
+        return await awaitable
+
+
+def me(server: str = "server one") -> Owner:
+    return Owner.here(server)
+
+
+class Players:
+    """Processes that want a lease."""
+
+    def __init__(self, ground: Ground, count: int, lease: tuple[float, ...] = (LEASE, RENEWAL, POLL)) -> None:
+        program = str(Path(__file__).with_name("lock_player.py"))
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, program, ground.kind, ground.place, f"player-{number}", *map(str, lease)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for number in range(count)
+        ]
+        for process in self.processes:
+            assert hear(process) == {"ready": True}
+
+    def __enter__(self) -> list[subprocess.Popen[bytes]]:
+        return self.processes
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def say(process: subprocess.Popen[bytes], what: str) -> None:
+    assert process.stdin
+    process.stdin.write(f"{what}\n".encode())
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert process.stdout
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+def ask(process: subprocess.Popen[bytes], what: str) -> dict[str, Any]:
+    say(process, what)
+    return hear(process)
+
+
+# --- The contract
+
+
+@every
+async def test_a_free_lease_is_had_at_once(ground: Ground) -> None:
+    owner = me()
+    lease = await ground.leases().acquire(SANDBOX, owner)
+    assert (lease.name, lease.owner) == (SANDBOX, owner)
+    assert lease.token > 0
+    assert not lease.wanted.is_set()
+    assert not lease.lost.done()
+    await lease.release()
+
+
+@every
+async def test_a_lease_that_another_has_is_refused_and_its_owner_named(ground: Ground) -> None:
+    lease = await ground.leases().acquire(SANDBOX, me("the first server"))
+    with pytest.raises(LeaseHeldError, match=rf"in use by the first server \(process {os.getpid()} of") as refusal:
+        await ground.leases().acquire(SANDBOX, me("the second server"))
+    assert refusal.value.owner == lease.owner
+    await lease.release()
+
+
+@every
+async def test_the_same_server_has_a_lease_only_once(ground: Ground) -> None:
+    leases, owner = ground.leases(), me()
+    lease = await leases.acquire(SANDBOX, owner)
+    with pytest.raises(LeaseHeldError):
+        await leases.acquire(SANDBOX, owner)
+    await lease.release()
+
+
+@every
+async def test_leases_of_different_names_have_nothing_to_do_with_each_other(ground: Ground) -> None:
+    leases = ground.leases()
+    names = ["sandboxes/a/lock", "sandboxes/b/lock", "sandboxes/a/lock.lock", "sandboxes-a-lock", "lock"]
+    held = [await leases.acquire(name, me()) for name in names]
+    for lease in held:
+        await lease.release()
+
+
+@every
+async def test_a_released_lease_leaves_nothing_and_the_next_has_a_new_token(ground: Ground) -> None:
+    leases, tokens = ground.leases(), []
+    for _ in range(5):
+        lease = await leases.acquire(SANDBOX, me())
+        tokens.append(lease.token)
+        await lease.release()
+        assert lease.lost.cancelled()
+        assert ground.objects() == []
+    assert tokens == sorted(set(tokens))
+
+
+@every
+async def test_a_lease_is_kept_for_longer_than_it_lasts(ground: Ground) -> None:
+    lease = await ground.leases().acquire(SANDBOX, me())
+    newcomer = ground.leases()
+    with pytest.raises(LeaseHeldError):
+        await newcomer.acquire(SANDBOX, me(), patience=1.5 * LEASE)
+    assert not lease.lost.done()
+    await lease.release()
+
+
+@every
+async def test_the_holder_is_known_to_all(ground: Ground) -> None:
+    others = ground.leases()
+    assert await others.holder(SANDBOX) is None
+    lease = await ground.leases().acquire(SANDBOX, me())
+    assert await others.holder(SANDBOX) == lease.owner
+    assert await others.holder("sandboxes/b/lock") is None
+    await lease.release()
+    assert await others.holder(SANDBOX) is None
+    assert ground.objects() == []
+
+
+@every
+async def test_a_lease_that_is_wanted_is_handed_to_the_one_that_waits(ground: Ground) -> None:
+    first = await ground.leases().acquire(SANDBOX, me())
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("server two"), patience=SOON))
+    await soon(first.wanted.wait())
+    assert not waiting.done()
+    await first.release()
+    second = await soon(waiting)
+    assert second.token > first.token
+    await asyncio.sleep(3 * RENEWAL)
+    assert not second.wanted.is_set()
+    await second.release()
+    assert ground.objects() == []
+
+
+@every
+async def test_a_waiter_that_gave_up_is_wanted_no_more_and_does_not_block_the_next(ground: Ground) -> None:
+    first = await ground.leases().acquire(SANDBOX, me("the owner"))
+    hasty = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the hasty"), patience=1.5))
+    await soon(first.wanted.wait())
+    with pytest.raises(LeaseHeldError, match="in use by the owner"):
+        await hasty
+    await until(lambda: not first.wanted.is_set())
+    patient = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
+    await soon(first.wanted.wait())
+    await first.release()
+    await (await soon(patient)).release()
+    assert ground.objects() == []
+
+
+@every
+async def test_a_cancelled_attempt_leaves_nothing(ground: Ground) -> None:
+    first = await ground.leases().acquire(SANDBOX, me())
+    before = sorted(ground.objects())
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
+    await soon(first.wanted.wait())
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert sorted(re.sub("beat.*", "beat", name) for name in ground.objects()) == [
+        re.sub("beat.*", "beat", name) for name in before
+    ]
+    await first.release()
+
+
+@every
+async def test_an_attempt_that_is_cancelled_at_any_moment_leaves_nothing(ground: Ground) -> None:
+    leases = ground.leases()
+    for turn in range(20):
+        attempt = asyncio.create_task(leases.acquire(SANDBOX, me()))
+        await asyncio.sleep(turn * 0.0005)
+        attempt.cancel()
+        try:
+            await (await attempt).release()
+        except asyncio.CancelledError:
+            pass
+        assert ground.objects() == []
+
+
+@every
+async def test_a_second_waiter_is_refused_in_the_name_of_the_owner_and_the_first_still_served(ground: Ground) -> None:
+    first = await ground.leases().acquire(SANDBOX, me("the owner"))
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the waiter"), patience=SOON))
+    await soon(first.wanted.wait())
+    with pytest.raises(LeaseHeldError, match="in use by the owner"):
+        await ground.leases().acquire(SANDBOX, me("the late"), patience=0.5)
+    await first.release()
+    second = await soon(waiting)
+    assert second.owner.server == "the waiter"
+    await second.release()
+    assert ground.objects() == []
+
+
+@every
+async def test_a_loss_is_told_once_with_the_reason_and_leaves_the_next_owner_alone(ground: Ground) -> None:
+    first = await ground.leases().acquire(SANDBOX, me())
+    ground.destroy()
+    second = await ground.leases().acquire(SANDBOX, me("the thief"))
+    reason = await soon(first.lost)
+    assert re.search("removed or replaced|its entry was removed|the thief .* has it now", reason)
+    await first.release()
+    await first.release()
+    assert first.lost.result() == reason
+    assert await ground.leases().holder(SANDBOX) == second.owner
+    await asyncio.sleep(3 * RENEWAL)
+    assert not second.lost.done()
+    await second.release()
+
+
+@every
+async def test_a_release_leaves_no_task_behind_however_often_it_is_called(ground: Ground) -> None:
+    lease = await ground.leases().acquire(SANDBOX, me())
+    await asyncio.gather(lease.release(), lease.release(), lease.release())
+    await lease.release()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@every
+async def test_an_old_renewal_never_disturbs_the_next_lease(ground: Ground) -> None:
+    leases = ground.leases()
+    for turn in range(5):
+        lease = await leases.acquire(SANDBOX, me())
+        await asyncio.sleep(RENEWAL + (turn - 2) * 0.002)
+        await lease.release()
+        again = await leases.acquire(SANDBOX, me())
+        await asyncio.sleep(0.02)
+        assert not again.lost.done()
+        await again.release()
+        await asyncio.sleep(0.05)
+        assert ground.objects() == []
+
+
+async def test_a_lease_is_renewed_though_all_other_threads_are_busy() -> None:
+    end = threading.Event()
+    busy = ThreadPoolExecutor(2)
+    asyncio.get_running_loop().set_default_executor(busy)
+    try:
+        for _ in range(4):
+            asyncio.get_running_loop().run_in_executor(None, end.wait)
+        lease = await MemoryGround().leases().acquire(SANDBOX, me())
+        await asyncio.sleep(1.5 * LEASE)
+        assert not lease.lost.done()
+        await lease.release()
+    finally:
+        end.set()
+
+
+@every
+@pytest.mark.parametrize("name", ["", "/", "..", "../a", "a/../b", "a//b", ".clock", "a\0b", "a b", "ü", "x" * 600])
+async def test_a_name_that_is_no_name_is_refused(ground: Ground, name: str) -> None:
+    leases = ground.leases()
+    with pytest.raises(StorageError, match="cannot be the name"):
+        await leases.acquire(name, me())
+    with pytest.raises(StorageError, match="cannot be the name"):
+        await leases.holder(name)
+    assert ground.objects() == []
+
+
+@pytest.mark.parametrize("ground", ["local", "mounted", "gcs"], indirect=True)
+@pytest.mark.parametrize(
+    "content", [b"[" * 9000, b"null", b'{"owner": 7}', b"\xff\xfe", b'{"seconds": "nan"}', b"1e999"]
+)
+async def test_a_lease_that_cannot_be_read_is_somebodys(ground: Ground, content: bytes) -> None:
+    lease = await ground.leases().acquire(SANDBOX, me())
+    ground.spoil(content)
+    with pytest.raises(LeaseHeldError, match="in use by an unknown server"):
+        await ground.leases().acquire(SANDBOX, me())
+    await lease.release()
+
+
+@given(st.one_of(st.binary(), st.text(), st.dictionaries(st.text(), st.text()).map(json.dumps)))
+def test_whatever_is_stored_is_an_owner_fit_for_a_message(content: str | bytes) -> None:
+    assert str(Owner.from_json(content)).isprintable()
+
+
+def test_an_owner_is_the_same_after_it_was_stored() -> None:
+    owner = me("a server, and its 'name'")
+    assert Owner.from_json(owner.to_json()) == owner
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0, 0.1), (30.0, 10.0, 10.0), (7200.0, 10.0, 1.0), (0.0, 0.0, 0.0)])
+def test_times_that_do_not_go_together_are_refused(times: tuple[float, float, float]) -> None:
+    with pytest.raises(ConfigurationError, match="A lease of"):
+        ObjectLeases(MemoryStore(), *times)
+
+
+# --- Processes that die, stop and wait
+
+
+@between_processes
+async def test_a_killed_owners_lease_passes_on(ground: Ground) -> None:
+    with Players(ground, 1) as (player,):
+        token = ask(player, "acquire 0")["token"]
+        newcomer = ground.leases()
+        with pytest.raises(LeaseHeldError, match="in use by player-0"):
+            await newcomer.acquire(SANDBOX, me())
+        player.kill()
+        player.wait()
+        lease = await newcomer.acquire(SANDBOX, me(), patience=0 if ground.kind == "local" else SOON)
+    assert lease.token > token
+    await lease.release()
+    assert ground.objects() == []
+
+
+@between_processes
+async def test_a_killed_owner_holds_nothing_once_its_time_is_over(ground: Ground) -> None:
+    newcomer = ground.leases()
+    with Players(ground, 1) as (player,):
+        ask(player, "acquire 0")
+        assert await newcomer.holder(SANDBOX) is not None
+    await asyncio.sleep(0 if ground.kind == "local" else 1.2 * LEASE)
+    assert await newcomer.holder(SANDBOX) is None or ground.kind == "mounted"
+    lease = await newcomer.acquire(SANDBOX, me(), patience=0 if ground.kind != "mounted" else SOON)
+    await lease.release()
+
+
+@between_processes
+async def test_a_killed_waiter_is_wanted_no_more_and_its_place_is_free(ground: Ground) -> None:
+    lease = await ground.leases().acquire(SANDBOX, me())
+    with Players(ground, 1) as (player,):
+        say(player, f"acquire {SOON}")
+        await soon(lease.wanted.wait())
+    await until(lambda: not lease.wanted.is_set())
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
+    await soon(lease.wanted.wait())
+    await lease.release()
+    await (await soon(waiting)).release()
+    assert ground.objects() == []
+
+
+@between_processes
+async def test_a_killed_waiter_does_not_ask_the_next_owner(ground: Ground) -> None:
+    lease = await ground.leases().acquire(SANDBOX, me())
+    with Players(ground, 1) as (player,):
+        say(player, f"acquire {SOON}")
+        await soon(lease.wanted.wait())
+    await lease.release()
+    lease = await ground.leases().acquire(SANDBOX, me())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(lease.wanted.wait(), 4 * RENEWAL)
+    await lease.release()
+
+
+@pytest.mark.parametrize("ground", ["mounted", "gcs"], indirect=True)
+async def test_an_owner_that_stood_still_for_too_long_is_told_when_it_wakes(ground: Ground) -> None:
+    with Players(ground, 1) as (player,):
+        token = ask(player, "acquire 0")["token"]
+        player.send_signal(signal.SIGSTOP)
+        lease = await ground.leases().acquire(SANDBOX, me("the newcomer"), patience=SOON)
+        assert lease.token > token
+        player.send_signal(signal.SIGCONT)
+        told = await soon(asyncio.to_thread(hear, player))
+        assert re.search("stood still|the newcomer .* has it now|its entry was removed", told["lost"])
+        assert ask(player, "release") == {"released": True}
+    await asyncio.sleep(2 * RENEWAL)
+    assert not lease.lost.done()
+    await lease.release()
+    assert ground.objects() == []
+
+
+async def test_an_owner_on_this_machine_that_stood_still_still_has_its_lease(tmp_path: Path) -> None:
+    ground = Ground("local", str(tmp_path))
+    with Players(ground, 1) as (player,):
+        ask(player, "acquire 0")
+        player.send_signal(signal.SIGSTOP)
+        with pytest.raises(LeaseHeldError, match="player-0"):
+            await ground.leases().acquire(SANDBOX, me(), patience=1.5)
+        player.send_signal(signal.SIGCONT)
+        assert ask(player, "release") == {"released": True}
+
+
+# --- Local
+
+
+async def test_local_leases_are_for_this_user_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "leases"
+    lease = await LocalLeases(folder).acquire(SANDBOX, me())
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    await lease.release()
+
+
+async def test_a_forked_child_does_not_keep_its_parents_lease(tmp_path: Path) -> None:
+    lease = await LocalLeases(tmp_path).acquire(SANDBOX, me())
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"forked")
+        signal.pause()
+    os.read(reading, 6)
+    files = [os.readlink(f"/proc/{child}/fd/{number}") for number in os.listdir(f"/proc/{child}/fd")]
+    os.kill(child, signal.SIGKILL)
+    await asyncio.to_thread(os.waitpid, child, 0)
+    os.close(reading)
+    os.close(writing)
+    assert not [name for name in files if name.startswith(str(tmp_path))]
+    await lease.release()
+
+
+async def test_a_program_that_an_owner_starts_does_not_get_its_lease(tmp_path: Path) -> None:
+    lease = await LocalLeases(tmp_path).acquire(SANDBOX, me())
+    child = await asyncio.create_subprocess_exec(
+        "ls", "-l", "/proc/self/fd", stdout=asyncio.subprocess.PIPE, close_fds=False
+    )
+    output, _ = await child.communicate()
+    await lease.release()
+    assert str(tmp_path).encode() not in output
+
+
+async def test_a_lost_counter_repeats_no_token(tmp_path: Path) -> None:
+    tokens = []
+    for damage in (None, b"", b"nonsense", b"00000000000000000007"):
+        counter = tmp_path / "last-token"
+        if damage is None:
+            counter.unlink(missing_ok=True)
+        else:
+            counter.write_bytes(damage)
+        lease = await LocalLeases(tmp_path).acquire(SANDBOX, me())
+        tokens.append(lease.token)
+        await lease.release()
+    assert tokens == sorted(set(tokens))
+
+
+async def test_tokens_rise_though_the_clock_was_set_back(tmp_path: Path) -> None:
+    ahead = time.time_ns() // 1000 + 10**12
+    (tmp_path / "last-token").write_bytes(b"%020d" % ahead)
+    lease = await LocalLeases(tmp_path).acquire(SANDBOX, me())
+    assert lease.token == ahead + 1
+    await lease.release()
+
+
+async def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=f"{tmp_path}/file/leases"):
+        await LocalLeases(tmp_path / "file" / "leases").acquire(SANDBOX, me())
+
+
+async def test_a_link_in_the_place_of_a_lease_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("precious")
+    folder = tmp_path / "leases"
+    folder.mkdir()
+    (folder / "sandboxes%2Fa%2Flock.lock").symlink_to(target)
+    with pytest.raises(StorageError, match="cannot be used"):
+        await LocalLeases(folder).acquire(SANDBOX, me())
+    assert target.read_text() == "precious"
+
+
+# --- Storage that fails
+
+
+class MoodyStore(MemoryStore):
+    """One that cannot be reached while it is ``away``; what was asked for happens nevertheless, if it is ``late``."""
+
+    away = False
+    late = False
+
+    def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
+        if self.late or not self.away:
+            written = super().write(name, data, generation)
+        if self.away:
+            raise StorageUnavailableError(self.where, "Nobody answers.")
+        return written
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_failures_that_pass_are_waited_out(late: bool) -> None:
+    store = MoodyStore()
+    store.away, store.late = True, late
+    attempt = asyncio.create_task(ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me()))
+    await asyncio.sleep(0.3)
+    assert not attempt.done()
+    store.away = False
+    lease = await soon(attempt)
+    for _ in range(2):
+        store.away = True
+        await asyncio.sleep(2 * RENEWAL)
+        store.away = False
+        await asyncio.sleep(2 * RENEWAL)
+    assert not lease.lost.done()
+    await lease.release()
+    assert store.list("") == []
+
+
+async def test_an_old_doubt_does_not_shorten_a_lease_that_was_waited_for() -> None:
+    store = MoodyStore()
+    first = await ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me())
+    store.away = True
+    waiting = asyncio.create_task(ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me(), patience=SOON))
+    await asyncio.sleep(RENEWAL)
+    store.away = False
+    await asyncio.sleep(1.2 * LEASE)
+    store.away = store.late = True
+    await first.release()
+    await asyncio.sleep(RENEWAL)
+    store.away = False
+    second = await soon(waiting)
+    await asyncio.sleep(2 * RENEWAL)
+    assert not second.lost.done()
+    await second.release()
+    assert store.list("") == []
+
+
+async def test_a_lease_that_cannot_be_renewed_is_lost_when_it_has_run_out_and_why_is_told() -> None:
+    store = MoodyStore()
+    lease = await ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me())
+    store.away = True
+    assert await soon(lease.lost) == f"it was not renewed for {LEASE:g} s: Nobody answers."
+    await lease.release()
+
+
+async def test_storage_that_stays_away_is_an_error_of_its_own() -> None:
+    store = MoodyStore()
+    store.away = True
+    with pytest.raises(StorageUnavailableError, match="Nobody answers"):
+        await soon(ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me()))
+
+
+FAULTS: list[dict[str, Any]] = [
+    {"kind": "status", "code": 429},
+    {"kind": "status", "code": 503},
+    {"kind": "cut"},
+    {"kind": "lose"},
+    {"kind": "truncate"},
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.get("code", fault["kind"])))
+@pytest.mark.parametrize("operation", ["insert", "get", "patch", "delete"])
+async def test_a_bucket_that_fails_three_times_costs_nobody_a_lease(
+    gcs: GCS, operation: str, fault: dict[str, Any]
+) -> None:
+    ground = BucketGround(gcs)
+    gcs.fault(operation=operation, times=3, **fault)
+    first = await ground.leases().acquire(SANDBOX, me("the owner"))
+    with pytest.raises(LeaseHeldError, match="the owner"):
+        await ground.leases().acquire(SANDBOX, me())
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
+    await soon(first.wanted.wait())
+    assert not first.lost.done()
+    await first.release()
+    second = await soon(waiting)
+    assert second.token > first.token
+    await second.release()
+    assert ground.objects() == []
+
+
+async def test_a_bucket_that_stays_away_costs_the_lease_when_it_has_run_out(gcs: GCS) -> None:
+    lease = await BucketGround(gcs).leases().acquire(SANDBOX, me())
+    gcs.fault("status", code=503, operation="patch", times=None)
+    assert re.search(f"not renewed for {LEASE:g} s: .*{gcs.bucket}.*503", await soon(lease.lost))
+    await lease.release()
+    assert BucketGround(gcs).objects() == []
+
+
+async def test_who_lost_a_lease_because_storage_was_away_can_have_it_again_when_it_is_back(gcs: GCS) -> None:
+    leases = BucketGround(gcs).leases()
+    first = await leases.acquire(SANDBOX, me())
+    gcs.fault("status", code=503, operation="patch", times=None)
+    await soon(first.lost)
+    gcs.fault("status", code=503, operation="delete", times=3)
+    await first.release()
+    second = await leases.acquire(SANDBOX, me())
+    assert second.token > first.token
+    await second.release()
+
+
+async def test_a_bucket_that_does_not_answer_costs_the_lease_when_it_has_run_out(gcs: GCS) -> None:
+    lease = await BucketGround(gcs).leases().acquire(SANDBOX, me())
+    gcs.fault("delay", seconds=LEASE, operation="patch", times=None)
+    assert f"not renewed for {LEASE:g} s" in await soon(lease.lost)
+    await lease.release()
+
+
+async def test_a_bucket_that_is_not_there_is_an_error_at_once(gcs: GCS) -> None:
+    leases = open_leases("gcs", "no-such-bucket", LEASE, RENEWAL, POLL)
+    with pytest.raises(StorageError, match="no-such-bucket") as error:
+        await leases.acquire(SANDBOX, me())
+    assert not isinstance(error.value, StorageUnavailableError)
+
+
+# --- GCS
+
+
+async def test_a_renewal_under_way_when_its_lease_is_released_changes_nothing_any_more(gcs: GCS) -> None:
+    ground = BucketGround(gcs)
+    gcs.fault("delay", seconds=0.5, operation="patch", times=None)
+    lease = await ground.leases().acquire(SANDBOX, me())
+    await until(lambda: ("patch", f"servers/{SANDBOX}") in gcs.requests())
+    await lease.release()
+    assert ground.objects() == []
+    again = await ground.leases().acquire(SANDBOX, me())
+    blob = ground.bucket.get_blob(f"servers/{SANDBOX}")
+    await asyncio.sleep(0.6)
+    found = ground.bucket.get_blob(f"servers/{SANDBOX}")
+    assert (found.generation, found.metadata["owner"]) == (blob.generation, again.owner.to_json())
+    assert not again.lost.done()
+    await again.release()
+    await asyncio.sleep(0.6)
+    assert ground.objects() == []
+
+
+@pytest.mark.parametrize("operation", ["insert", "patch", "delete"])
+async def test_a_request_that_arrives_after_its_sender_gave_up_on_it_changes_nothing(gcs: GCS, operation: str) -> None:
+    ground = BucketGround(gcs)
+    gcs.fault("delay", seconds=LEASE / 2, operation=operation, times=1)
+    first = await ground.leases().acquire(SANDBOX, me())
+    await asyncio.sleep(2 * RENEWAL)
+    await first.release()
+    second = await ground.leases().acquire(SANDBOX, me())
+    assert second.token > first.token
+    await asyncio.sleep(LEASE)
+    assert not second.lost.done()
+    await second.release()
+    assert ground.objects() == []
+
+
+@pytest.mark.parametrize("offset", [-86400.0, 86400.0])
+async def test_only_the_servers_clock_counts(gcs: GCS, offset: float) -> None:
+    gcs.set_clock(offset)
+    ground = BucketGround(gcs)
+    first = await ground.leases().acquire(SANDBOX, me())
+    with pytest.raises(LeaseHeldError):
+        await ground.leases().acquire(SANDBOX, me())
+    gcs.set_clock(offset + 2 * LEASE)
+    second = await ground.leases().acquire(SANDBOX, me())
+    assert second.token > first.token
+    assert "has it now" in await soon(first.lost)
+    await first.release()
+    await second.release()
+    assert ground.objects() == []
+
+
+async def test_a_lease_lasts_as_long_as_its_owner_said(gcs: GCS) -> None:
+    long = await open_leases("gcs", gcs.bucket, 60.0, 10.0, 1.0).acquire(SANDBOX, me())
+    gcs.set_clock(30.0)
+    with pytest.raises(LeaseHeldError):
+        await BucketGround(gcs).leases().acquire(SANDBOX, me())
+    gcs.set_clock(90.0)
+    await (await BucketGround(gcs).leases().acquire(SANDBOX, me())).release()
+    await long.release()
+
+
+async def test_a_free_lease_costs_one_request_to_get_and_one_to_give_back(gcs: GCS) -> None:
+    leases = BucketGround(gcs).leases()
+    lease = await leases.acquire(SANDBOX, me())
+    await lease.release()
+    requests = [operation for operation, name in gcs.requests() if name]
+    assert requests == ["insert", "delete"]
+
+
+# --- The fights
+
+PLAYERS, ROUNDS = 16, 100
+
+
+def fight(players: list[subprocess.Popen[bytes]]) -> list[tuple[subprocess.Popen[bytes], int]]:
+    """All want it in the same moment; those that got it. They have it until each has got its answer, and longer."""
+    for player in players:
+        say(player, "acquire 0")
+    answers = [(player, hear(player)) for player in players]
+    assert all(answer.keys() <= {"token", "held"} for _, answer in answers), answers
+    return [(player, answer["token"]) for player, answer in answers if "token" in answer]
+
+
+@pytest.fixture
+def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
+    """A ground where, if it is a bucket, one request of four goes wrong in one way or another."""
+    if ground.kind == "gcs":
+        gcs: GCS = request.getfixturevalue("gcs")
+        for fault in FAULTS:
+            gcs.fault(times=None, probability=0.05, **fault)
+        gcs.fault("delay", seconds=0.02, times=None, probability=0.05)
+    return ground
+
+
+@pytest.mark.parametrize("ground", ["local", "gcs"], indirect=True)
+def test_of_sixteen_processes_exactly_one_wins_each_of_a_hundred_fights(rough: Ground) -> None:
+    tokens = []
+    with Players(rough, PLAYERS, (8.0, 0.8, 0.2)) as players:
+        for _ in range(ROUNDS):
+            winners = fight(players)
+            assert len(winners) == 1
+            [(winner, token)] = winners
+            tokens.append(token)
+            assert ask(winner, "release") == {"released": True}
+    assert tokens == sorted(set(tokens))
+
+
+@between_processes
+def test_of_the_heirs_of_a_killed_owner_exactly_one_wins(rough: Ground) -> None:
+    tokens = []
+    with Players(rough, 6, (2.0, 0.25, 0.1)) as everybody:
+        players = list(everybody)
+        while len(players) > 3:
+            winners = fight(players)
+            while not winners:
+                winners = fight(players)
+            assert len(winners) == 1
+            [(winner, token)] = winners
+            tokens.append(token)
+            winner.kill()
+            players.remove(winner)
+    assert tokens == sorted(set(tokens))

@@ -1,0 +1,259 @@
+"""SandboxManager: what it refuses before anything exists, and what it does by itself, on real runsc."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from cell import LONG, start_cell, tell
+
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.config import GCSConfig, Place
+from sandbox_provisioner.errors import (
+    ConfigurationError,
+    LeaseHeldError,
+    SandboxNotFoundError,
+    StateError,
+)
+from sandbox_provisioner.handle import SandboxHandle
+from sandbox_provisioner.manager import Features, SandboxManager
+from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.runtime import kill_processes
+from sandbox_provisioner.states import State
+
+Serve = Callable[..., SandboxManager]
+
+
+@pytest.fixture
+async def serve(runsc: Runsc, tmp_path: Path) -> AsyncIterator[Serve]:
+    """Makes managers, each of a server of its own, over the same storage."""
+    made: list[SandboxManager] = []
+
+    def serve(name: str = "first") -> SandboxManager:
+        made.append(SandboxManager(GCSConfig(folder=tmp_path / "storage"), runsc, name))
+        return made[-1]
+
+    yield serve
+    for manager in made:
+        await manager.shutdown(LONG)
+
+
+async def begin(manager: SandboxManager, spec: BundleSpec, name: str = "box", **features: object) -> SandboxHandle:
+    handle = await manager.create(name, spec, features=Features(**features))  # type: ignore[arg-type]
+    await manager.start(name)
+    await start_cell(handle)
+    return handle
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_what_the_server_cannot_do_is_refused_before_anything_exists(
+    runsc: Runsc, spec: BundleSpec, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    places = {"metadata": Place("SANDBOX_METADATA", mount=shared), "locks": Place("SANDBOX_LOCK", mount=shared)}
+    nowhere = GCSConfig(tmp_path / "own", **places)
+    manager = SandboxManager(nowhere, runsc)
+    with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
+        await manager.create("box", spec, features=Features(enable_handoff=True))
+    with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
+        await manager.create("box", spec)
+    assert list(shared.iterdir()) == []
+
+
+async def test_a_server_that_can_only_keep_snapshots_has_ephemeral_sandboxes(
+    runsc: Runsc, spec: BundleSpec, tmp_path: Path
+) -> None:
+    config = GCSConfig(tmp_path / "own", snapshots=Place("FILESYSTEM_SNAPSHOT", mount=tmp_path))
+    assert SandboxManager(config, runsc).create_ephemeral("box", spec).sandbox_id == "box"
+
+
+@pytest.mark.parametrize("name", ["../box", "", "a/b"])
+async def test_a_bad_id_is_refused(serve: Serve, spec: BundleSpec, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be a sandbox's id"):
+        await serve().create(name, spec)
+
+
+async def test_one_that_it_does_not_have_is_an_error(serve: Serve) -> None:
+    with pytest.raises(SandboxNotFoundError, match="no sandbox box in first"):
+        await serve().checkpoint("box")
+
+
+async def test_one_that_it_has_is_not_attached_twice(serve: Serve, spec: BundleSpec) -> None:
+    manager = serve()
+    await manager.create("box", spec)
+    with pytest.raises(StateError):
+        await manager.attach("box", spec)
+
+
+@pytest.mark.runsc
+async def test_a_sandbox_is_created_saved_and_attached_by_another_server(serve: Serve, spec: BundleSpec) -> None:
+    first, second = serve("first"), serve("second")
+    handle = await begin(first, spec)
+    await tell(handle, "set 1")
+    await first.checkpoint("box")
+    with pytest.raises(LeaseHeldError, match="first"):
+        await second.attach("box", spec)
+    await first.hand_over("box")
+    handle = await second.attach("box", spec)
+    await second.restore("box")
+    assert await tell(handle, "get") == "1"
+    assert await second.delete("box") > 0
+    with pytest.raises(SandboxNotFoundError):
+        await second.attach("box", spec)
+
+
+@pytest.mark.runsc
+async def test_one_is_handed_over_to_the_server_that_asks(serve: Serve, spec: BundleSpec) -> None:
+    first, second = serve("first"), serve("second")
+    gone: list[tuple[str, str]] = []
+    first.on_gone = lambda name, reason: gone.append((name, reason))
+    handle = await begin(first, spec, enable_handoff=True)
+    await tell(handle, "set 1")
+    handle = await second.attach("box", spec, patience=LONG)
+    await second.restore("box")
+    assert await tell(handle, "get") == "1"
+    await until(lambda: bool(gone))
+    assert gone == [("box", "another server asked for it")]
+    assert first.handles == {}
+
+
+@pytest.mark.runsc
+async def test_an_idle_one_is_saved_and_a_busy_one_is_not(serve: Serve, spec: BundleSpec) -> None:
+    manager = serve()
+    busy = True
+    manager.busy = lambda name: busy
+    handle = await begin(manager, spec, enable_checkpoint_at_idle=True, idle_timeout=0.3)
+    await tell(handle, "set 1")
+    await asyncio.sleep(0.6)
+    assert handle.instance.state == State.RUNNING
+    busy = False
+    await until(lambda: handle.instance.state == State.CHECKPOINTED)
+    await manager.restore("box")
+    assert await tell(handle, "get") == "1"
+    await until(lambda: handle.instance.state == State.CHECKPOINTED)
+
+
+@pytest.mark.runsc
+async def test_a_shutdown_saves_all_and_says_what_it_could_not(serve: Serve, spec: BundleSpec) -> None:
+    first = serve("first")
+    for name in ("a", "b", "c"):
+        await tell(await begin(first, spec, name), f"set {name}")
+    first.handles["c"].instance.runsc = Runsc(Path("/nowhere"), "0")
+    report = await first.shutdown(LONG)
+    assert {name: error is None for name, error in report.items()} == {"a": True, "b": True, "c": False}
+    first.handles["c"].instance.runsc = first._runsc
+    assert await first.shutdown(LONG) == {"c": None}
+    second = serve("second")
+    for name in ("a", "b", "c"):
+        handle = await second.attach(name, spec)
+        await second.restore(name)
+        assert await tell(handle, "get") == name
+
+
+@pytest.mark.runsc
+async def test_files_pass_from_one_sandbox_to_another(serve: Serve, spec: BundleSpec) -> None:
+    manager = serve()
+    one = manager.create_ephemeral("one", spec)
+    await manager.start("one")
+    process = await one.instance.execute(["/bin/sh", "-c", "echo kept > ~/kept"])
+    assert await process.wait() == 0
+    await manager.save_snapshot("one", "mine")
+    two = await begin(manager, spec, "two")
+    await manager.load_snapshot("two", "mine", "one")
+    process = await two.instance.execute(["/bin/sh", "-c", "cat ~/kept"])
+    assert (await process.read())[0] == b"kept\n"
+
+
+# -- servers that were killed ----------------------------------------------------------------------------------------
+
+VICTIM = """
+    import asyncio, os, pickle, sys
+    sys.path.insert(0, {tests!r})
+    from cell import start_cell, tell
+    from sandbox_provisioner.config import GCSConfig
+    from sandbox_provisioner.manager import SandboxManager
+
+    async def main():
+        spec, runsc, folder = pickle.loads(bytes.fromhex(sys.argv[1]))
+        manager = SandboxManager(GCSConfig(folder=folder), runsc, "victim")
+        for name in sys.argv[2:]:
+            handle = await manager.create(name, spec)
+            await manager.start(name)
+            await start_cell(handle)
+            await tell(handle, "set " + name)
+        os.kill(os.getpid(), 9)
+
+    asyncio.run(main())
+"""
+
+
+def fall_victim(spec: BundleSpec, runsc: Runsc, storage: Path, *names: str) -> None:
+    """Let a server start sandboxes and be killed."""
+    code = textwrap.dedent(VICTIM).format(tests=str(Path(__file__).parent))
+    given = pickle.dumps((spec, runsc, storage)).hex()
+    ended = subprocess.run([sys.executable, "-c", code, given, *names], capture_output=True, text=True)
+    assert ended.returncode == -9, ended.stderr
+
+
+@pytest.mark.runsc
+async def test_a_killed_servers_sandboxes_are_found_saved_and_restored_as_they_were(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
+) -> None:
+    fall_victim(spec, runsc, tmp_path / "storage", "a", "b")
+    manager = serve()
+    recovered = await manager.recover()
+    assert {(one.sandbox_id, one.saved, one.problem) for one in recovered} == {("a", True, ""), ("b", True, "")}
+    assert list(runtime.iterdir()) == []
+    for name in ("a", "b"):
+        handle = await manager.attach(name, spec)
+        assert handle.metadata.checkpoint is not None
+        assert handle.metadata.checkpoint.files
+        await manager.restore(name)
+        assert await tell(handle, "get") == name
+
+
+@pytest.mark.runsc
+async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path) -> None:
+    fall_victim(spec, runsc, tmp_path / "storage", "a")
+    manager = serve()
+    handle = await manager.attach("a", spec)
+    await manager.restore("a")
+    assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
+async def test_one_that_died_with_its_server_is_marked(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
+) -> None:
+    fall_victim(spec, runsc, tmp_path / "storage", "a")
+    for folder in runtime.iterdir():
+        kill_processes(folder / "runsc")
+    manager = serve()
+    (one,) = await manager.recover()
+    assert (one.sandbox_id, one.saved) == ("a", False)
+    handle = await manager.attach("a", spec)
+    assert not handle.metadata.running
+    assert list(runtime.iterdir()) == []
+
+
+@pytest.mark.runsc
+async def test_another_storages_sandboxes_are_left_alone(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
+) -> None:
+    fall_victim(spec, runsc, tmp_path / "elsewhere", "a")
+    assert await serve().recover() == []
+    elsewhere = SandboxManager(GCSConfig(folder=tmp_path / "elsewhere"), runsc)
+    (one,) = await elsewhere.recover()
+    assert one.saved

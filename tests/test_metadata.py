@@ -1,0 +1,143 @@
+"""metadata.json: what is written is read again, and whatever else is read is refused in words of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_provisioner.bundle import BundleSpec, Mount
+from sandbox_provisioner.errors import MetadataError
+from sandbox_provisioner.metadata import (
+    SCHEMA,
+    Checkpoint,
+    GCSArtifact,
+    GCSSandboxMetadata,
+    Note,
+    Tenancy,
+    decode,
+    decode_artifact,
+    decode_note,
+    encode,
+    encode_artifact,
+)
+from sandbox_provisioner.storage.base import FileRecord
+
+SPEC = BundleSpec(
+    "/usr/bin/python3",
+    "/home/me",
+    "me",
+    (Mount("/data", "/data", True), Mount("", "/x")),
+    "none",
+    {"PATH": "/bin"},
+    True,
+)
+ARTIFACT = GCSArtifact(
+    "sandboxes/a/checkpoints/1/", "2026-11-16T00:00:00", {"pages.img": FileRecord(70, 32, (1, 2, 3))}
+)
+CHECKPOINT = Checkpoint(
+    artifact=ARTIFACT,
+    runsc_version="20260905",
+    runsc_sha256="ab" * 32,
+    platform="systrap",
+    architecture="x86_64",
+    cpu_features=("avx2", "sse2"),
+    spec=SPEC,
+    files={"/usr/lib/x.so": {"use": "mapped", "state": "", "size": 3, "digest": "cd" * 32}},
+    contents={"process": 1},
+    seconds=0.25,
+)
+FULL = GCSSandboxMetadata(
+    sandbox_id="a",
+    created="2026-11-16T00:00:00",
+    last_used="2026-11-16T00:00:01",
+    kernel_name="python3-sandbox",
+    notebook_path="work/Ünïcode.ipynb",
+    user="me",
+    settings={"enable_handoff": True},
+    tenancy=Tenancy(7, "server-1 (process 5 of me on here)", running=True),
+    checkpoint=CHECKPOINT,
+    previous=replace(CHECKPOINT, seconds=1.0),
+)
+BARE = GCSSandboxMetadata("a", "2026-11-16", "2026-11-16")
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize("document", [FULL, BARE], ids=["full", "bare"])
+def test_a_document_survives_storage(document: GCSSandboxMetadata) -> None:
+    assert decode(encode(document), "there", "a") == document
+
+
+def test_an_artifact_and_a_note_survive_storage() -> None:
+    note = Note("a", "gs://b", SPEC, "systrap", {"process": 1}, "c1")
+    assert decode_artifact(encode_artifact(ARTIFACT), "there") == ARTIFACT
+    assert decode_note(json.loads(json.dumps(asdict(note))), "there") == note
+
+
+def test_a_newer_schema_is_refused_with_what_to_do() -> None:
+    newer = json.loads(encode(BARE)) | {"schema": SCHEMA + 1}
+    with pytest.raises(MetadataError, match=rf"there has schema {SCHEMA + 1}.*Upgrade"):
+        decode(json.dumps(newer).encode(), "there", "a")
+
+
+def test_anothers_document_is_refused() -> None:
+    with pytest.raises(MetadataError, match="of sandbox 'a'"):
+        decode(encode(BARE), "there", "b")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda document: document.pop("created"),
+        lambda document: document.update(created=5),
+        lambda document: document.update(settings=[]),
+        lambda document: document["tenancy"].update(token="7"),
+        lambda document: document["tenancy"].update(token=True),
+        lambda document: document["tenancy"].update(running=1),
+        lambda document: document["checkpoint"]["spec"].update(mounts=[["/a", "/b"]]),
+        lambda document: document["checkpoint"]["spec"]["mounts"].append([1, 2, 3]),
+        lambda document: document["checkpoint"]["artifact"]["files"].update(x={"size": 1}),
+        lambda document: document["checkpoint"]["artifact"]["files"]["pages.img"].update(size=-1),
+        lambda document: document["checkpoint"]["artifact"]["files"]["pages.img"].update(parts=[1]),
+        lambda document: document["checkpoint"].update(cpu_features=[None]),
+        lambda document: document["checkpoint"].update(seconds="long"),
+    ],
+)
+def test_what_is_wrong_with_a_document_is_said_with_where_it_is(spoil: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads(encode(FULL))
+    spoil(document)
+    with pytest.raises(MetadataError, match=r"^there cannot be understood: "):
+        decode(json.dumps(document).encode(), "there", "a")
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_but_our_error(data: bytes) -> None:
+    for decoding in (lambda: decode(data, "there", "a"), lambda: decode_artifact(data, "there")):
+        with pytest.raises(MetadataError):
+            decoding()
+
+
+@given(st.sampled_from(sorted(json.loads(encode(FULL)))), JSON)
+def test_no_value_in_any_place_raises_anything_but_our_error(name: str, value: Any) -> None:
+    document = json.loads(encode(FULL)) | {name: value}
+    try:
+        decoded = decode(json.dumps(document).encode(), "there", "a")
+    except MetadataError:
+        return
+    assert decode(encode(decoded), "there", "a") == decoded
+
+
+@given(JSON)
+def test_no_note_raises_anything_but_our_error(value: Any) -> None:
+    with pytest.raises(MetadataError):
+        decode_note(value if isinstance(value, dict) else {"spec": value}, "there")
