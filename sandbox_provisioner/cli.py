@@ -6,12 +6,12 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jupyter_core.application import JupyterApp
 
@@ -94,6 +94,13 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"install for all who use this Python environment ({sys.prefix}), not just for this user",
     )
     setup.add_argument(
+        "--idle-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="save a notebook's kernel and give its memory back after so many seconds without a running cell; 0 for "
+        f"never; {kernelspecs.DEFAULTS['idle_timeout']:g} for a new kernel unless said otherwise",
+    )
+    setup.add_argument(
         "--remove",
         action="store_true",
         help="remove the twins that setup made (with --kernel: those of these kernels) and do nothing else",
@@ -141,7 +148,7 @@ def run_setup(arguments: argparse.Namespace) -> int:
     with progress.step("Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
     prove_runsc(runsc, progress)
-    return install_twins(origins, kernels_folder, progress)
+    return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
 
 
 def ready_runsc(source: str | None, folder: Path, progress: Progress) -> Runsc:
@@ -176,13 +183,15 @@ def prove_runsc(runsc: Runsc, progress: Progress) -> None:
         step.result = prove(runsc, step.note)
 
 
-def install_twins(origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress) -> int:
+def install_twins(
+    origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress, config: Mapping[str, Any] | None = None
+) -> int:
     """Make a twin of each kernel and say how to use one; a refused one does not stop the others."""
     twins, refused = [], []
     for origin in origins:
         try:
             with progress.step(f"Kernel {origin.name}{kernelspecs.SUFFIX}") as step:
-                twins.append(kernelspecs.install_twin(origin, folder))
+                twins.append(kernelspecs.install_twin(origin, folder, config))
                 step.result = twins[-1].display_name
         except SandboxError as error:
             refused.append(error)

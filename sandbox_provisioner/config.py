@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,22 @@ def words(variable: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     return [item.strip() for item in environ.get(variable, "").split(",") if item.strip()]
 
 
-def flag(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
+def seconds(variable: str, default: float, environ: Mapping[str, str] = os.environ) -> float:
+    """A time; ConfigurationError names a value that is none."""
+    value = environ.get(variable) or str(default)
+    try:
+        number = float(value)
+        if not 0 <= number < math.inf:
+            raise ValueError
+    except ValueError:
+        problem = f"{variable} is {value!r}, which is not a number of seconds."
+        raise ConfigurationError(variable, problem, "Set it to a number like 1800.") from None
+    return number
+
+
+def flag(variable: str, environ: Mapping[str, str] = os.environ, default: bool = False) -> bool:
     """A yes or no; ConfigurationError names a value that is neither."""
-    value = environ.get(variable, "").strip().lower()
+    value = environ.get(variable, "").strip().lower() or ("1" if default else "0")
     if value not in YES + NO:
         raise ConfigurationError(
             variable, f"{variable} is {value!r}, which is neither yes nor no.", "Set it to 1 or 0."

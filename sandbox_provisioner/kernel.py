@@ -6,98 +6,178 @@ import asyncio
 import errno
 import os
 import select
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from signal import SIGKILL
+from typing import Any
 
 from .bundle import Mount
-from .errors import GuestError, LinkClosedError
+from .errors import GuestError, LinkClosedError, SandboxError
 from .folders import identity, replaced
 from .guestprocess import GuestProcess
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
+from .manager import SandboxManager
 from .process import Process
 from .relay import ChannelRelay
 from .runtime import sweep
+from .states import State
 
 LAST_OUTPUT = 1.0
 """Seconds that an ended kernel's last messages and output have to get through."""
 LAST_WORDS = 2000
 IDENTIFY_TRIES = 10
 
-Sinks = Mapping[str, int | None]
-"""The descriptors that a kernel's stdout and stderr are copied to, and which are closed in the end; None drops them."""
+
+@dataclass(frozen=True)
+class Start:
+    """What a kernel is started with. ``remember`` is kept for those who restore it."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    folder: Mount | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    remember: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a kernel's stdout and stderr go (None drops them) until they are closed, and who hears its status then."""
+
+    sinks: Mapping[str, int | None] = field(default_factory=dict)
+    tell: Callable[[int], None] = lambda status: None
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for sink in self.sinks.values():
+            if sink is not None:
+                os.close(sink)
 
 
 class SandboxedKernel:
-    """One kernel after another behind the same listeners: ``launch`` ends the one that still runs."""
+    """One kernel after another behind the same listeners: ``launch`` ends the one that still runs.
+
+    A persistent one can ``hibernate`` and is woken by the first client that asks something of it; ``on_trouble`` is
+    told, in the I/O thread, why it could not be. Calls are not heeded while it is being shut down.
+    """
 
     def __init__(self) -> None:
         self.relay = ChannelRelay()
+        self.relay.on_call = self._called
+        self.on_trouble: Callable[[SandboxError], None] = lambda error: None
+        self.heeds_calls: Callable[[], bool] = lambda: True
         self.handle: SandboxHandle | None = None
+        self.manager: SandboxManager | None = None
+        self._waking: asyncio.Task[None] | None = None
         self.status: int | None = 0
         self.last_words = b""
         self._process: GuestProcess | None = None
         self._life: asyncio.Task[None] | None = None
 
-    async def launch(
-        self,
-        handle: SandboxHandle,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str,
-        folder: Mount | None,
-        files: Mapping[str, str],
-        targets: Mapping[str, str],
-        sinks: Sinks,
-        on_end: Callable[[int], None],
-    ) -> None:
+    async def launch(self, handle: SandboxHandle, start: Start, targets: Mapping[str, str], ending: Ending) -> None:
         """Start the sandbox and the kernel in it, and join the clients to its ``targets``. All or nothing.
 
-        The kernel is not started unless the sandbox shows the very ``folder`` that was asked for.
+        The kernel is not started unless the sandbox shows the very folder that was asked for.
         """
+        async with self._taking_over(handle, ending):
+            await (self.manager.start(handle.sandbox_id) if self.manager else handle.start())
+            self._process = await self._start(handle.instance, start)
+            handle.describe({"process": self._process.number, "targets": dict(targets), **start.remember})
+        self._join(handle, targets, ending)
+
+    async def resume(self, handle: SandboxHandle, ending: Ending) -> None:
+        """Bring a kernel back that was saved by this or another server. All or nothing; what was saved stays."""
+        assert self.manager is not None
+        async with self._taking_over(handle, ending):
+            await self.manager.restore(handle.sandbox_id)
+            self._process = handle.instance.link.process(handle.contents["process"])
+            if self._process is None:
+                raise SandboxError(f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.")
+        self._join(handle, handle.contents["targets"], ending)
+
+    async def hibernate(self) -> None:
+        """Save a persistent kernel and give its memory back; its clients stay, and what they ask for wakes it."""
+        assert self.manager is not None and self.handle is not None
+        sandbox_id = self.handle.sandbox_id
+        self.handle.describe({**self.handle.contents, "busy": self.manager.busy(sandbox_id)})
+        await self.manager.checkpoint(sandbox_id)
+
+    async def wake(self) -> None:
+        """Bring a hibernated kernel back; nothing happens to one that is awake."""
+        if self.asleep:
+            assert self.manager is not None and self.handle is not None
+            await self.manager.restore(self.handle.sandbox_id)
+            self.relay.awake()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it is hibernated."""
+        return self.handle is not None and self.handle.instance.state == State.CHECKPOINTED
+
+    @asynccontextmanager
+    async def _taking_over(self, handle: SandboxHandle, ending: Ending) -> AsyncIterator[None]:
+        """From whatever was there to a kernel in ``handle``, or to nothing."""
         _sweep_once()
-        await self.kill()
+        if self.handle is not handle:
+            await self.kill()
         await self.ended()
         self.handle = handle
         try:
             await self.relay.listen()
-            await handle.instance.start()
-            self._process = await self._start(handle.instance, argv, env, cwd, files, folder)
+            yield
         except BaseException:
-            _close(sinks)
+            ending.close()
             await asyncio.shield(handle.instance.delete())
             raise
+
+    def _join(self, handle: SandboxHandle, targets: Mapping[str, str], ending: Ending) -> None:
+        assert self._process is not None
         self.status = None
         self.last_words = b""
         self.relay.connect(handle.instance.link, targets)
-        self._life = asyncio.create_task(self._live(handle, self._process, sinks, on_end))
+        self._life = asyncio.create_task(self._live(handle, self._process, ending))
+
+    def saved(self) -> None:
+        """Told by whoever saved it: a client may have asked for something in that very moment."""
+        if self.relay.called:
+            self._called()
+
+    def _called(self) -> None:
+        if self.heeds_calls() and (self._waking is None or self._waking.done()):
+            self._waking = asyncio.create_task(self._wake_up())
+
+    async def _wake_up(self) -> None:
+        try:
+            await self.wake()
+        except SandboxError as error:
+            self.on_trouble(error)
 
     @staticmethod
-    async def _start(
-        sandbox: GVisorSandbox,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str,
-        files: Mapping[str, str],
-        folder: Mount | None,
-    ) -> GuestProcess:
+    async def _start(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
         for _ in range(IDENTIFY_TRIES):  # a neighbour that writes into the folder changes what it is known by
             try:
-                expect = identity(folder)
-                return await sandbox.execute(argv, env=env, cwd=cwd, stdin=False, files=files, expect=expect)
+                return await sandbox.execute(
+                    start.argv,
+                    env=start.env,
+                    cwd=start.cwd,
+                    stdin=False,
+                    files=start.files,
+                    expect=identity(start.folder),
+                )
             except GuestError as error:
-                if folder is None or error.errno != errno.ESTALE:
+                if start.folder is None or error.errno != errno.ESTALE:
                     raise
-        assert folder is not None
-        raise replaced(folder)
+        assert start.folder is not None
+        raise replaced(start.folder)
 
     async def signal(self, signum: int) -> None:
         """Signal the kernel's process group; SIGKILL ends the whole sandbox, which no guest can resist."""
         if signum == SIGKILL:
             await self.kill()
         elif self._process and self.status is None:
+            await self.wake()
             with suppress(LinkClosedError):  # it is dead, which is no mistake of the caller's
                 self._process.send_signal(signum)
 
@@ -118,23 +198,21 @@ class SandboxedKernel:
         await self.ended()
         await self.relay.close()
 
-    async def _live(
-        self, handle: SandboxHandle, process: GuestProcess, sinks: Sinks, on_end: Callable[[int], None]
-    ) -> None:
-        copying = asyncio.create_task(self._copy(process, sinks))
+    async def _live(self, handle: SandboxHandle, process: GuestProcess, ending: Ending) -> None:
+        copying = asyncio.create_task(self._copy(process, ending.sinks))
         status = await process.wait()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.relay.drained(), LAST_OUTPUT)
         await asyncio.wait({copying}, timeout=LAST_OUTPUT)
         copying.cancel()
         await asyncio.gather(copying, return_exceptions=True)
-        _close(sinks)
-        on_end(status)
+        ending.close()
+        ending.tell(status)
         self.status = status
         self.relay.disconnect()
         await handle.instance.delete()
 
-    async def _copy(self, process: Process, sinks: Sinks) -> None:
+    async def _copy(self, process: Process, sinks: Mapping[str, int | None]) -> None:
         async for piece in process.stream():
             self.last_words = (self.last_words + piece.data)[-LAST_WORDS:]
             sink = sinks.get(piece.stream)
@@ -165,12 +243,6 @@ def printable(words: bytes) -> str:
     """What a kernel said, fit for one line of a log: no escape sequences, no lines that look like the log's own."""
     lines = words.decode("utf-8", "replace").strip().splitlines()
     return " | ".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
-
-
-def _close(sinks: Sinks) -> None:
-    for sink in sinks.values():
-        if sink is not None:
-            os.close(sink)
 
 
 _sweeping: dict[int, asyncio.Task[list[str]]] = {}

@@ -24,6 +24,8 @@ PROVISIONER = "sandbox-provisioner"
 LOCAL = ("", "local-provisioner")
 SUFFIX = "-sandbox"
 MARK = "sandbox_twin_of"
+DEFAULTS = {"enable_checkpoint_at_idle": True, "idle_timeout": 1800.0}
+"""What a new twin is told: stock Jupyter culls nothing, and nothing that has a browser tab open."""
 """The key in a twin's metadata that names the kernel it was made from."""
 
 
@@ -134,8 +136,15 @@ def twin_spec(origin: Kernel, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**origin.spec, "display_name": f"{origin.display_name} (sandbox)", "metadata": metadata}
 
 
-def install_twin(origin: Kernel, folder: Path) -> Kernel:
-    """Make or refresh the twin of ``origin`` in the kernels folder ``folder``.
+def idle_settings(seconds: float | None) -> dict[str, Any]:
+    """The settings for a kernel that is saved after so many idle seconds, or never if 0; None says nothing."""
+    if seconds is None:
+        return {}
+    return {"enable_checkpoint_at_idle": seconds > 0, **({"idle_timeout": seconds} if seconds > 0 else {})}
+
+
+def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None = None) -> Kernel:
+    """Make or refresh the twin of ``origin`` in the kernels folder ``folder``; ``config`` is for its provisioner.
 
     Raises SandboxError if a kernelspec that we did not make has the twin's name.
     """
@@ -146,7 +155,7 @@ def install_twin(origin: Kernel, folder: Path) -> Kernel:
             f"{place} exists and was not made by `jupyter sandbox setup`.",
             "It was left as it is; move it away to have a twin in its place.",
         )
-    twin = Kernel(place.name, place, twin_spec(origin, present.config))
+    twin = Kernel(place.name, place, twin_spec(origin, {**DEFAULTS, **present.config, **(config or {})}))
     try:
         _replace(place, origin.folder, twin.spec)
     except (OSError, shutil.Error) as error:

@@ -69,6 +69,11 @@ class GuestLink:
         """Whether no guest was ever at the other end."""
         return not self._hello.done()
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the guest is checkpointed: nobody is at the other end, and nothing is lost."""
+        return self._writer is None and not self.fresh and not self.error
+
     async def adopt(self) -> None:
         """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
         self._require_open()

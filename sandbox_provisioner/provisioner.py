@@ -17,113 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
-from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from jupyter_client.session import Session
 from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
-from traitlets import Bool, Enum, List, Unicode, default
 
-from . import config
+from . import persistence
+from .activity import ActivityWatch
 from .bundle import BundleSpec, Mount, parse_mount
+from .claims import Claim, Wanted
 from .errors import ConfigurationError, SandboxError
 from .folders import homes, masks, shields, working_folder
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
 from .interpreter import parts, resolve, roomy, visible
 from .iothread import IO
-from .kernel import SandboxedKernel, printable
+from .kernel import Ending, SandboxedKernel, Start, printable
 from .relay import CHANNELS
-from .runsc import PLATFORMS, find
+from .runsc import Runsc, find
 from .runtime import runtime_root
+from .settings import SandboxSettings
+from .variables import filtered
 
-PASSED = (
-    "PATH", "LANG", "LANGUAGE", "TZ", "TERM", "COLUMNS", "LINES", "VIRTUAL_ENV", "CONDA_PREFIX",
-    "CONDA_DEFAULT_ENV", "PYTHONPATH", "IPYKERNEL_CELL_NAME", "JPY_SESSION_NAME", "OMP_NUM_THREADS",
-)  # fmt: skip
-"""What a kernel sees of the server's environment, besides LC_*, unless told otherwise."""
-
-FALLBACK_HOME = "/home/sandbox"
 GUEST_RUNTIME = "/run/jupyter"
+CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
+"""What a kernel and its clients must agree on, besides where they meet."""
 STABLE_START = 20.0
 
 
-class SandboxProvisioner(LocalProvisioner):
-    """Starts a kernel inside a gVisor sandbox.
-
-    Every setting can be given in the kernelspec (metadata.kernel_provisioner.config), in Jupyter's configuration
-    (c.SandboxProvisioner.NAME) and by an environment variable; the first of these that says something wins.
-    """
-
-    runsc = Unicode(
-        config=True,
-        help="The runsc binary; empty looks on PATH and where `jupyter sandbox setup` puts it. "
-        "Environment: SANDBOX_RUNSC",
-    )
-    mounts = List(
-        Unicode(),
-        config=True,
-        help="Further folders and files that the kernel sees, each 'source[:destination][:ro|rw]', read-only unless "
-        "it ends in :rw. Environment, comma-separated: SANDBOX_MOUNTS",
-    )
-    pass_environment = List(
-        Unicode(),
-        config=True,
-        help="Further variables of the server's environment that the kernel gets. "
-        "Environment, comma-separated: SANDBOX_PASS_ENVIRONMENT",
-    )
-    network = Enum(
-        ("none", "host"),
-        config=True,
-        help="'none': the kernel reaches no address but its own loopback. 'host': it uses the host's network. "
-        "Environment: SANDBOX_NETWORK",
-    )
-    platform = Enum(
-        PLATFORMS,
-        config=True,
-        help="How gVisor intercepts system calls. Environment: SANDBOX_PLATFORM",
-    )
-    guest_transport = Enum(
-        ("ipc", "tcp"),
-        config=True,
-        help="What the kernel's channels are inside the sandbox: unix sockets, or loopback TCP for a kernel that knows "
-        "no ipc. Clients notice no difference. Environment: SANDBOX_GUEST_TRANSPORT",
-    )
-    working_folder = Unicode(
-        config=True,
-        help="The folder that the kernel works in and may write to; empty means the notebook's. "
-        "Environment: SANDBOX_WORKING_FOLDER",
-    )
-    allow_home = Bool(
-        config=True,
-        help="Let a notebook that lies directly in your home folder see and change all of it. "
-        "Environment: SANDBOX_ALLOW_HOME",
-    )
-
-    @default("mounts")
-    def _default_mounts(self) -> list[str]:
-        return config.words("SANDBOX_MOUNTS")
-
-    @default("pass_environment")
-    def _default_pass_environment(self) -> list[str]:
-        return config.words("SANDBOX_PASS_ENVIRONMENT")
-
-    @default("network")
-    def _default_network(self) -> str:
-        return config.choice("SANDBOX_NETWORK", ("none", "host"), "none")
-
-    @default("platform")
-    def _default_platform(self) -> str:
-        return config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
-
-    @default("guest_transport")
-    def _default_guest_transport(self) -> str:
-        return config.choice("SANDBOX_GUEST_TRANSPORT", ("ipc", "tcp"), "ipc")
-
-    @default("working_folder")
-    def _default_working_folder(self) -> str:
-        return config.text("SANDBOX_WORKING_FOLDER")
-
-    @default("allow_home")
-    def _default_allow_home(self) -> bool:
-        return config.flag("SANDBOX_ALLOW_HOME")
+class SandboxProvisioner(SandboxSettings):
+    """Starts a kernel inside a gVisor sandbox, and keeps its state if it is a notebook's."""
 
     parent: Any
 
@@ -139,7 +60,13 @@ class SandboxProvisioner(LocalProvisioner):
                 )
         super().__init__(**kwargs)
         self._kernel = SandboxedKernel()
+        self._kernel.heeds_calls = lambda: not self.parent.shutting_down
+        self._kernel.on_trouble = self._not_woken
+        self._claim: Claim | None = None
+        self._activity: ActivityWatch | None = None
+        self._keeps_state = False
         self._launched = False
+        self._launched_before = False
 
     # -- the contract of KernelProvisionerBase; KernelManager calls all of these -----------------------------------
 
@@ -162,8 +89,20 @@ class SandboxProvisioner(LocalProvisioner):
 
     async def send_signal(self, signum: int) -> None:
         """Signal the kernel's process group inside the sandbox."""
-        if self._launched:
-            await IO.run(self._kernel.signal(signum))
+        if not self._launched:
+            return
+        if self.parent.shutting_down and signum == signal.SIGINT:
+            if self._claim and self.on_shutdown == "checkpoint":
+                await self.hibernate()
+                self._keeps_state = True
+            if self._kernel.asleep:
+                return
+        await IO.run(self._kernel.signal(signum))
+
+    async def shutdown_requested(self, restart: bool = False) -> None:
+        """The kernel was asked to end; one that sleeps does not hear that, and is not woken for it."""
+        if self._launched and self._kernel.asleep:
+            await self.kill(restart)
 
     async def kill(self, restart: bool = False) -> None:
         """End the kernel and its sandbox at once."""
@@ -183,6 +122,11 @@ class SandboxProvisioner(LocalProvisioner):
         find(self.runsc)
         IO.hold(self, self._kernel.close)
         try:
+            wanted = self._wanted(kwargs.get("env") or {})
+            if wanted and not self._claim:
+                await self._make_claim(wanted)
+            if self._resumes:
+                kwargs |= self._take_up_connection()
             await self._reserve()
             self.ports_cached = True
             return await super().pre_launch(**kwargs)
@@ -194,6 +138,7 @@ class SandboxProvisioner(LocalProvisioner):
         """Start the sandbox and the kernel in it."""
         try:
             await self._launch(cmd, **kwargs)
+            await IO.run(self._watch_activity())
         except BaseException as error:
             if isinstance(error, SandboxError):
                 self.log.error("Kernel %s was not started: %s", self.kernel_id, error)
@@ -221,9 +166,106 @@ class SandboxProvisioner(LocalProvisioner):
 
     async def _release(self) -> None:
         if IO.held_by(self):
+            await IO.run(self._end_activity())
             await IO.run(self._kernel.close())
+            if self._claim:
+                await IO.run(self._claim.give_up(forget=self._forgets))
             IO.release(self)
+        self._claim = None
         self._launched = False
+
+    # -- keeping a kernel's state ------------------------------------------------------------------------------------
+
+    @property
+    def claim(self) -> Claim | None:
+        """The persistent sandbox that the kernel runs in; None if it is ephemeral."""
+        return self._claim
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the kernel is hibernated."""
+        return self._kernel.asleep
+
+    async def hibernate(self) -> None:
+        """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
+        if self._claim and self._launched and not self.asleep and self._kernel.status is None:
+            await IO.run(self._kernel.hibernate())
+
+    async def wake(self) -> None:
+        """Bring a hibernated kernel back now."""
+        await IO.run(self._kernel.wake())
+
+    async def follow(self, notebook_path: str) -> None:
+        """The notebook has this path now."""
+        if self._claim and not (self.sandbox_id or self.gcs_sandbox_id):
+            await IO.run(self._claim.follow(notebook_path))
+
+    def keep_state(self) -> None:
+        """Whatever ends the kernel now is no reason to forget what was saved of it: the server stops."""
+        self._keeps_state = True
+
+    def _wanted(self, env: dict[str, str]) -> Wanted | None:
+        """Which persistent sandbox this start is for; None if for none."""
+        explicit = self.gcs_sandbox_id or self.sandbox_id
+        notebook = env.get("JPY_SESSION_NAME", "")
+        if not explicit and not (self.persistent and notebook.endswith(".ipynb")):
+            return None
+        name = self.parent.kernel_name
+        return Wanted(name, notebook, explicit, bool(self.gcs_sandbox_id), getpass.getuser())
+
+    async def _make_claim(self, wanted: Wanted) -> None:
+        settings, patience = (
+            persistence.settings(self.storage_dir),
+            self.handoff_timeout if self.enable_handoff else 0.0,
+        )
+        server = f"Jupyter server {os.getpid()}"
+        claim = await IO.run(Claim.make(wanted, settings, find(self.runsc), server, self.features, patience))
+        claim.manager.on_saved = lambda sandbox_id: self._kernel.saved()
+        claim.manager.on_gone = lambda sandbox_id, reason: self.log.warning("Kernel %s: %s", self.kernel_id, reason)
+        self._claim, self._kernel.manager = claim, claim.manager
+
+    async def _watch_activity(self) -> None:
+        """In the I/O thread: know when no cell runs, for a kernel that is to be saved then."""
+        if self._claim is None or not self.enable_checkpoint_at_idle:
+            return
+        if self._activity:
+            self._activity.close()
+        manager, handle, km = self._claim.manager, self._claim.handle, self.parent
+        self._activity = ActivityWatch(bool(handle.contents.get("busy")), lambda: manager.touch(handle.sandbox_id))
+        curve = (km.curve_publickey, km.curve_secretkey) if getattr(km, "curve_publickey", None) else None
+        session = Session(key=km.session.key, signature_scheme=km.session.signature_scheme)
+        self._activity.listen(km._make_url("iopub"), session, curve)
+        manager.busy = lambda sandbox_id: self._activity is not None and self._activity.busy
+
+    async def _end_activity(self) -> None:
+        if self._activity:
+            self._activity.close()
+            self._activity = None
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether this launch brings a saved kernel back: only the first of a claim does."""
+        return self._claim is not None and not self._launched_before and self._claim.handle.saved
+
+    @property
+    def _forgets(self) -> bool:
+        return self._launched_before and not self._keeps_state and self.on_shutdown == "delete"
+
+    def _take_up_connection(self) -> dict[str, str]:
+        """A kernel that comes back knows its old keys; so will its clients."""
+        assert self._claim is not None
+        km, saved = self.parent, self._claim.handle.contents["connection"]
+        km.session.key = saved["key"].encode()
+        km.session.signature_scheme = saved["signature_scheme"]
+        if "curve_publickey" not in saved:
+            return {"transport_encryption": "disabled"}
+        km.curve_publickey, km.curve_secretkey = saved["curve_publickey"].encode(), saved["curve_secretkey"].encode()
+        return {}
+
+    def _not_woken(self, error: SandboxError) -> None:
+        self.log.error("Kernel %s could not be woken, and its state is kept: %s", self.kernel_id, error)
+
+    # -- starting ----------------------------------------------------------------------------------------------------
 
     async def _reserve(self) -> None:
         km = self.parent
@@ -247,7 +289,13 @@ class SandboxProvisioner(LocalProvisioner):
             setattr(km, f"{channel}_port", port)
 
     async def _launch(self, cmd: list[str], **kwargs: Any) -> None:
-        env = self._environment(kwargs["env"])
+        if self._resumes:
+            assert self._claim is not None
+            self.cwd = self._claim.handle.contents["cwd"]
+            await IO.run(self._kernel.resume(self._claim.handle, self._ending(kwargs)))
+            self._launched = self._launched_before = True
+            return
+        env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
         connection = os.path.realpath(self.parent.connection_file)
         inside = f"{GUEST_RUNTIME}/{os.path.basename(connection)}"
         argv = [part.replace(connection, inside) for part in cmd]
@@ -271,22 +319,33 @@ class SandboxProvisioner(LocalProvisioner):
             environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
         )
 
-        async def launch() -> None:
-            await self._kernel.launch(
-                SandboxHandle.create_ephemeral(self.kernel_id, spec, runsc, self.platform),
-                roomy(argv),
-                env=env,
-                cwd=cwd,
-                folder=folder,
-                files={inside: json.dumps(info)},
-                targets=_targets(info),
-                sinks={name: _sink(kwargs.get(name), fd) for name, fd in (("stdout", 1), ("stderr", 2))},
-                on_end=self._ended,
-            )
-
-        await IO.run(launch())
-        self._launched = True
+        start = Start(
+            argv=roomy(argv),
+            env=env,
+            cwd=cwd,
+            folder=folder,
+            files={inside: json.dumps(info)},
+            remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
+        )
+        await IO.run(self._begin(spec, runsc, start, _targets(info), kwargs))
+        self._launched = self._launched_before = True
         self.cwd = cwd
+
+    async def _begin(
+        self, spec: BundleSpec, runsc: Runsc, start: Start, targets: dict[str, str], kwargs: dict[str, Any]
+    ) -> None:
+        """In the I/O thread: a new kernel, in the sandbox that was claimed or in one of its own."""
+        if self._claim is None:
+            handle = SandboxHandle.create_ephemeral(self.kernel_id, spec, runsc, self.platform)
+        else:
+            handle = self._claim.handle
+            await self._kernel.kill()
+            handle.begin_anew(spec, self.platform)
+        await self._kernel.launch(handle, start, targets, self._ending(kwargs))
+
+    def _ending(self, kwargs: dict[str, Any]) -> Ending:
+        sinks = {name: _sink(kwargs.get(name), inherited) for name, inherited in (("stdout", 1), ("stderr", 2))}
+        return Ending(sinks, self._ended)
 
     def _ended(self, status: int) -> None:
         if status > 0:
@@ -298,22 +357,6 @@ class SandboxProvisioner(LocalProvisioner):
         first, ip = (1, f"{GUEST_RUNTIME}/kernel") if self.guest_transport == "ipc" else (5001, "127.0.0.1")
         ports = {f"{channel}_port": first + number for number, channel in enumerate(CHANNELS)}
         return {"transport": self.guest_transport, "ip": ip, **ports}
-
-    def _environment(self, env: dict[str, str]) -> dict[str, str]:
-        """Of all variables: the kernelspec's, those this start was given, and the harmless or permitted ones."""
-        _server_environment.update(_initial_environment().items(), os.environ.items())
-        named = {*self.kernel_spec.env, *self.pass_environment, *PASSED}
-        passed = {
-            name: value
-            for name, value in env.items()
-            if name in named or name.startswith("LC_") or (name, value) not in _server_environment
-        }
-        home = os.path.expanduser("~")
-        passed["HOME"] = home if os.path.isabs(home) and home != "/" else FALLBACK_HOME
-        passed["USER"] = passed["LOGNAME"] = getpass.getuser()
-        passed["TMPDIR"] = "/tmp"
-        passed["JPY_PARENT_PID"] = "1"  # the sandbox's init, which ipykernel knows not to watch
-        return passed
 
     def _folder(self, cwd: str | None) -> Mount | None:
         """The folder that the kernel works in and may write to; None if it gets only its private home."""
@@ -344,17 +387,3 @@ def _sink(given: Any, inherited: int) -> int | None:
     """A copy of the descriptor that Popen would be told of: nothing said is our own, a pipe is read by nobody."""
     number = inherited if given is None else given if isinstance(given, int) else given.fileno()
     return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
-
-
-_server_environment: set[tuple[str, str]] = set()
-"""Every variable the server was ever seen to have: what a restart brings back of them was not given to the kernel."""
-
-
-def _initial_environment() -> dict[str, str]:
-    """The environment that this process was started with, whatever it has become since."""
-    try:
-        raw = Path("/proc/self/environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

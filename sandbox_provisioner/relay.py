@@ -1,7 +1,9 @@
 """ChannelRelay: the host's side of the data path, where clients connect to a kernel's five channels.
 
 It moves bytes and knows nothing of ZeroMQ, so signing, CurveZMQ and every kernel's dialect pass through unchanged.
-Its listeners outlive the kernel: clients that come while none is up are held, and served when one is.
+Its listeners outlive the kernel: clients that come while none is up are held, and served when one is. While a kernel
+sleeps its clients' connections stay open, what they send is held, and the first of it on a channel that asks for
+something is a call to wake it. Heartbeats are answered meanwhile, and call nobody.
 """
 
 from __future__ import annotations
@@ -9,16 +11,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 from .errors import GuestError, SandboxError
+from .heart import Heart
 from .link import GuestLink
 from .stream import Stream
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+CALLS = ("shell", "stdin", "control")
+"""The channels on which a client asks for something."""
+PING = b"\x01\x00"
+"""How a heartbeat begins on a connection that is up; its answer is itself, byte for byte."""
 MAX_CLIENTS = 250
 """Connections at once to one kernel; a kernel has five for each client."""
 
@@ -31,6 +38,7 @@ class ChannelRelay:
     """Listens for clients on the host and joins each connection to a stream into the sandbox."""
 
     def __init__(self) -> None:
+        self.on_call: Callable[[], None] = lambda: None
         self._reserved: dict[str, socket.socket] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._addresses: dict[str, str | int] = {}
@@ -92,6 +100,21 @@ class ChannelRelay:
         for client in list(self._clients):
             client.drop()
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the kernel is checkpointed, and its clients wait for its return."""
+        return self._link is not None and self._link.asleep
+
+    def awake(self) -> None:
+        """The kernel is back."""
+        for client in list(self._clients):
+            client.awake()
+
+    @property
+    def called(self) -> bool:
+        """Whether a client waits for an answer of a kernel that sleeps, or was about to fall asleep."""
+        return any(client.calling for client in self._clients)
+
     async def drained(self) -> None:
         """Wait until the kernel has closed all its connections, so that nothing of it is still on the way."""
         self._link = None  # who comes from now on waits for the next kernel
@@ -143,6 +166,7 @@ class _Client(asyncio.Protocol):
         self._relay = relay
         self._channel = channel
         self._stream: Stream | None = None
+        self._heart: Heart | None = None
         self._early = b""
         self._waiting = bytearray()
         self._unsent = 0
@@ -159,12 +183,17 @@ class _Client(asyncio.Protocol):
         self.join()
 
     def data_received(self, data: bytes) -> None:
+        if self._relay.asleep and self._channel == "hb" and (self._heart or data.startswith(PING)):
+            self._beat(data)
+            return
         if self._stream:
             self._stream.write(data)
         else:
             self._early += data
         if len(self._early) > MAX_EARLY or (self._stream and self._stream.backlog > MAX_EARLY):
             self._transport.pause_reading()
+        if self._relay.asleep and self._channel in CALLS:
+            self._relay.on_call()
 
     def pause_writing(self) -> None:
         self._congested = True
@@ -194,6 +223,9 @@ class _Client(asyncio.Protocol):
     def join(self) -> None:
         if self._stream or self._transport.is_closing():
             return
+        if self._relay.asleep and self._channel == "hb":
+            self._heart = Heart()
+            return
         try:
             self._stream = self._relay._open(self._channel)
         except ConnectionError:
@@ -211,6 +243,21 @@ class _Client(asyncio.Protocol):
     @property
     def joined(self) -> bool:
         return self._stream is not None and not self._transport.is_closing()
+
+    def _beat(self, data: bytes) -> None:
+        try:
+            self._transport.write(self._heart.answer(data) if self._heart else data)
+        except ValueError:
+            self._transport.abort()
+
+    def awake(self) -> None:
+        """The kernel's own heart beats again: a client of ours connects anew, to that."""
+        if self._heart:
+            self._transport.close()
+
+    @property
+    def calling(self) -> bool:
+        return self._channel in CALLS and self._stream is not None and self._stream.backlog > 0
 
     def drop(self) -> None:
         if self._stream:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from gcs_server import GCS
+from hypothesis import settings
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
@@ -20,6 +21,9 @@ from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.interpreter import visible
 from sandbox_provisioner.runsc import Runsc, find
 from sandbox_provisioner.runtime import runtime_root
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def leftovers(runtime: Path) -> list[str]:

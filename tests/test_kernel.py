@@ -18,7 +18,7 @@ from test_link import LIMIT
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import GuestError, RunscError
 from sandbox_provisioner.handle import SandboxHandle
-from sandbox_provisioner.kernel import LAST_WORDS, SandboxedKernel, printable
+from sandbox_provisioner.kernel import LAST_WORDS, Ending, SandboxedKernel, Start, printable
 from sandbox_provisioner.relay import CHANNELS
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.runtime import kill_processes
@@ -53,17 +53,10 @@ class Bench:
     async def launch(self, code: str, argv: list[str] | None = None, **options: Any) -> None:
         """Run ``code`` as a kernel, with nothing shown of its output unless the test gives sinks."""
         command = argv or [self.spec.python, "-u", "-c", textwrap.dedent(code)]
-        settings: dict[str, Any] = {
-            "env": {},
-            "cwd": "/tmp",
-            "files": {},
-            "targets": TARGETS,
-            "sinks": {},
-            "folder": None,
-        }
         handle = SandboxHandle.create_ephemeral("kernel", self.spec, options.pop("runsc", self.runsc))
-        launching = self.kernel.launch(handle, command, **(settings | options), on_end=self.ends.append)
-        await asyncio.wait_for(launching, LONG)
+        ending = Ending(options.pop("sinks", {}), self.ends.append)
+        start = Start(command, **({"env": {}, "cwd": "/tmp"} | options))
+        await asyncio.wait_for(self.kernel.launch(handle, start, TARGETS, ending), LONG)
 
     async def end(self) -> int:
         return await asyncio.wait_for(self.kernel.ended(), LONG)

@@ -14,6 +14,7 @@ from machines import empty_machine
 
 from sandbox_provisioner import kernelspecs
 from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.kernelspecs import DEFAULTS
 
 SPEC = {
     "argv": ["python", "-m", "some_kernel", "-f", "{connection_file}"],
@@ -58,7 +59,7 @@ def test_a_twin_says_all_that_the_original_says_in_a_sandbox(folder: Path) -> No
         "display_name": "Some Kernel ☃ (sandbox)",
         "metadata": {
             "debugger": True,
-            "kernel_provisioner": {"provisioner_name": "sandbox-provisioner", "config": {}},
+            "kernel_provisioner": {"provisioner_name": "sandbox-provisioner", "config": DEFAULTS},
             "sandbox_twin_of": "some",
         },
     }
@@ -113,7 +114,24 @@ def test_again_refreshes_and_keeps_the_settings_of_a_person(folder: Path) -> Non
     assert sorted(path.name for path in (folder / "some-sandbox").iterdir()) == ["kernel.json", "new.png"]
     refreshed = read(folder / "some-sandbox")
     assert refreshed["display_name"] == "Newer (sandbox)"
-    assert refreshed["metadata"]["kernel_provisioner"]["config"] == {"network": "host"}
+    assert refreshed["metadata"]["kernel_provisioner"]["config"] == {**DEFAULTS, "network": "host"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "settings"),
+    [
+        (None, {}),
+        (60.0, {"enable_checkpoint_at_idle": True, "idle_timeout": 60.0}),
+        (0.0, {"enable_checkpoint_at_idle": False}),
+    ],
+)
+def test_how_long_a_kernel_may_be_idle_is_for_the_person_to_say(
+    folder: Path, seconds: float | None, settings: dict[str, Any]
+) -> None:
+    add(folder, "some")
+    (origin,) = kernelspecs.origins(["some"])
+    twin = kernelspecs.install_twin(origin, folder, kernelspecs.idle_settings(seconds))
+    assert twin.config == {**DEFAULTS, **settings}
 
 
 def test_nothing_else_is_left_in_the_data_folder(folder: Path) -> None:

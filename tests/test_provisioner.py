@@ -462,6 +462,13 @@ def test_every_setting_has_an_environment_variable_that_its_help_names(
         "guest_transport": ("tcp", "tcp"),
         "working_folder": ("/work", "/work"),
         "allow_home": ("yes", True),
+        "persistent": ("no", False),
+        "enable_handoff": ("yes", True),
+        "enable_checkpoint_at_idle": ("yes", True),
+        "idle_timeout": ("60", 60.0),
+        "handoff_timeout": ("5", 5.0),
+        "on_shutdown": ("checkpoint", "checkpoint"),
+        "storage_dir": ("/storage", "/storage"),
     }
     traits = SandboxProvisioner.class_traits(config=True)
     for name, (text, _) in given.items():

@@ -1,0 +1,58 @@
+"""ActivityWatch: hears what a kernel publishes, as any client could, and so knows whether a cell runs or waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from jupyter_client.session import Session
+
+STATUS = b'"status"'
+
+
+class ActivityWatch:
+    """Listens on a kernel's iopub channel, in the I/O thread, until it is closed.
+
+    ``busy`` is what the kernel said last; ``on_news`` is told of everything that it publishes.
+    """
+
+    def __init__(self, busy: bool, on_news: Callable[[], None]) -> None:
+        self.busy = busy
+        self._on_news = on_news
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._task: asyncio.Task[None] | None = None
+
+    def listen(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
+        """Begin; ``curve`` is the public and the secret key of an encrypted connection."""
+        self._socket.linger = 0
+        if curve:
+            self._socket.curve_publickey, self._socket.curve_secretkey = curve
+            self._socket.curve_serverkey = curve[0]
+        self._socket.subscribe(b"")
+        self._socket.connect(url)
+        self._task = asyncio.create_task(self._hear(session))
+
+    def close(self) -> None:
+        """End; nothing is left of it."""
+        if self._task:
+            self._task.cancel()
+        self._context.destroy(linger=0)
+
+    async def _hear(self, session: Session) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            self._on_news()
+            if any(STATUS in frame for frame in frames[:4]):
+                self._heed(session, frames)
+
+    def _heed(self, session: Session, frames: list[bytes]) -> None:
+        """A status is believed if it is signed; whatever else a kernel may publish is not our business."""
+        try:
+            message: dict[str, Any] = session.deserialize(session.feed_identities(frames)[1])
+            self.busy = message["content"]["execution_state"] == "busy"
+        except (ValueError, TypeError, LookupError, IndexError):
+            return

@@ -1,0 +1,167 @@
+"""SandboxKernelManager: what Jupyter Server does with kernels whose state is kept: culling, stopping, coming back.
+
+It is AsyncMappingKernelManager with three differences. A persistent sandbox that the culler would shut down is
+hibernated instead, by the server's own settings, and stays listed under its id with its clients. When the server stops,
+all of them are hibernated at once, within a deadline. When it starts, those that a killed server left are saved.
+Other kernels are not touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
+from jupyter_server.utils import to_os_path
+from tornado.ioloop import PeriodicCallback
+from traitlets import Float, default
+
+from . import config, persistence
+from .errors import SandboxError
+from .manager import Recovered, SandboxManager
+from .provisioner import SandboxProvisioner
+from .runsc import find
+
+FOLLOW_EVERY = 10.0
+"""Seconds in which a renamed notebook's kernel is known by the new name."""
+
+_culling: ContextVar[str] = ContextVar("culling", default="")
+"""The kernel that the culler looks at just now, in whose place a shutdown is a hibernation."""
+
+
+class SandboxKernelManager(AsyncMappingKernelManager):
+    """The kernel manager of a Jupyter Server with sandboxed kernels: ServerApp.kernel_manager_class."""
+
+    hibernate_deadline = Float(
+        config=True,
+        help="Seconds that a stopping server takes to save its persistent kernels; those that take longer run on, and "
+        "are saved when the next server starts. Environment: SANDBOX_HIBERNATE_DEADLINE",
+    )
+
+    @default("hibernate_deadline")
+    def _default_hibernate_deadline(self) -> float:
+        return config.seconds("SANDBOX_HIBERNATE_DEADLINE", 60.0)
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        self._recovery: asyncio.Task[None] | None = None
+        self._following: PeriodicCallback | None = None
+
+    # -- called by the server ----------------------------------------------------------------------------------------
+
+    async def _async_start_kernel(self, **kwargs: Any) -> str:
+        """Start a kernel; the first sandboxed one waits until what a killed server left has been saved."""
+        if self._sandboxed(kwargs.get("kernel_name")):
+            if self._recovery is None:
+                self._recovery = asyncio.create_task(self._recover())
+                self._following = PeriodicCallback(self._follow_notebooks, FOLLOW_EVERY * 1000)
+                self._following.start()
+            await asyncio.shield(self._recovery)
+        try:
+            return str(await super()._async_start_kernel(**kwargs))
+        except SandboxError:
+            self._forget_failed_starts()
+            raise
+
+    start_kernel = _async_start_kernel  # type: ignore[assignment]
+
+    async def cull_kernel_if_idle(self, kernel_id: str) -> None:
+        """Called by the culler for each kernel: the criteria are the server's own."""
+        provisioner = self.persistent(kernel_id)
+        if provisioner and provisioner.asleep:
+            return
+        token = _culling.set(kernel_id if provisioner else "")
+        try:
+            await super().cull_kernel_if_idle(kernel_id)  # type: ignore[no-untyped-call]
+        finally:
+            _culling.reset(token)
+
+    async def _async_shutdown_kernel(
+        self, kernel_id: str, now: bool | None = False, restart: bool | None = False
+    ) -> None:
+        """Shut a kernel down, unless it is the culler that wants it: then a persistent one is hibernated."""
+        provisioner = self.persistent(kernel_id)
+        if provisioner and _culling.get() == kernel_id:
+            await self._hibernate(kernel_id, provisioner)
+            return
+        await super()._async_shutdown_kernel(kernel_id, now=now, restart=restart)  # type: ignore[no-untyped-call]
+
+    shutdown_kernel = _async_shutdown_kernel  # type: ignore[assignment]
+
+    async def _async_shutdown_all(self, now: bool = False) -> None:
+        """Called when the server stops: persistent kernels are saved, all others end."""
+        if self._following:
+            self._following.stop()
+        await self._follow_notebooks()
+        kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
+        saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items()]
+        for provisioner in kept.values():
+            provisioner.keep_state()
+        if saving:
+            self.log.info("Saving %d kernels ...", len(saving))
+            await asyncio.wait(saving, timeout=self.hibernate_deadline)
+        await super()._async_shutdown_all(now=now)
+
+    shutdown_all = _async_shutdown_all  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        """Kernels that are awake: for a server that ends when there are none, hibernated ones are none."""
+        return sum(1 for name in self.list_kernel_ids() if not ((found := self.persistent(name)) and found.asleep))
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def persistent(self, kernel_id: str) -> SandboxProvisioner | None:
+        """The provisioner of a kernel whose state is kept; None for any other."""
+        kernel = self._kernels.get(kernel_id)
+        provisioner = getattr(kernel, "provisioner", None)
+        return provisioner if isinstance(provisioner, SandboxProvisioner) and provisioner.claim else None
+
+    def _sandboxed(self, kernel_name: str | None) -> bool:
+        assert self.kernel_spec_manager is not None
+        try:
+            spec = self.kernel_spec_manager.get_kernel_spec(kernel_name or self.default_kernel_name)
+        except KeyError:
+            return False
+        stanza = spec.metadata.get("kernel_provisioner", {})
+        return bool(stanza.get("provisioner_name") == "sandbox-provisioner")
+
+    async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
+        try:
+            await provisioner.hibernate()
+            self.log.info("Kernel %s hibernated", kernel_id)
+        except SandboxError as error:
+            self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
+
+    async def _recover(self) -> None:
+        """In a thread with a loop of its own, because the server's has other things to do."""
+
+        def work() -> list[Recovered]:
+            manager = SandboxManager(persistence.settings(), find(), f"Jupyter server {os.getpid()}")
+            return asyncio.run(manager.recover())
+
+        try:
+            for one in await asyncio.to_thread(work):
+                state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
+                self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
+        except SandboxError as error:
+            self.log.warning("Sandboxes of killed servers were not looked for: %s", error)
+
+    async def _follow_notebooks(self) -> None:
+        """Tell sandboxes of their notebooks' new names."""
+        sessions = getattr(self.parent, "session_manager", None)
+        if sessions is None:
+            return
+        for session in await sessions.list_sessions():
+            provisioner = self.persistent(session["kernel"]["id"])
+            if provisioner and provisioner.claim and session["type"] == "notebook":
+                with suppress(SandboxError):
+                    await provisioner.follow(to_os_path(session["path"], self.root_dir))
+
+    def _forget_failed_starts(self) -> None:
+        """jupyter_client keeps the ids of failed starts, and a server that stops would wait for them for ever."""
+        for kernel_id, pending in list(self._pending_kernels.items()):
+            if pending.done() and kernel_id not in self._kernels:
+                del self._pending_kernels[kernel_id]

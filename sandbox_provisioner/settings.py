@@ -1,0 +1,176 @@
+"""The settings of a sandboxed kernel as traits, for kernelspecs, Jupyter's configuration and the environment."""
+
+from __future__ import annotations
+
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from traitlets import Bool, Enum, Float, List, Unicode, default
+
+from . import config
+from .manager import Features
+from .runsc import PLATFORMS
+
+
+class SandboxSettings(LocalProvisioner):
+    """Every setting can be given in the kernelspec (metadata.kernel_provisioner.config), in Jupyter's configuration
+    (c.SandboxProvisioner.NAME) and by an environment variable; the first of these that says something wins.
+    """
+
+    runsc = Unicode(
+        config=True,
+        help="The runsc binary; empty looks on PATH and where `jupyter sandbox setup` puts it. "
+        "Environment: SANDBOX_RUNSC",
+    )
+    mounts = List(
+        Unicode(),
+        config=True,
+        help="Further folders and files that the kernel sees, each 'source[:destination][:ro|rw]', read-only unless "
+        "it ends in :rw. Environment, comma-separated: SANDBOX_MOUNTS",
+    )
+    pass_environment = List(
+        Unicode(),
+        config=True,
+        help="Further variables of the server's environment that the kernel gets. "
+        "Environment, comma-separated: SANDBOX_PASS_ENVIRONMENT",
+    )
+    network = Enum(
+        ("none", "host"),
+        config=True,
+        help="'none': the kernel reaches no address but its own loopback. 'host': it uses the host's network. "
+        "Environment: SANDBOX_NETWORK",
+    )
+    platform = Enum(
+        PLATFORMS,
+        config=True,
+        help="How gVisor intercepts system calls. Environment: SANDBOX_PLATFORM",
+    )
+    guest_transport = Enum(
+        ("ipc", "tcp"),
+        config=True,
+        help="What the kernel's channels are inside the sandbox: unix sockets, or loopback TCP for a kernel that knows "
+        "no ipc. Clients notice no difference. Environment: SANDBOX_GUEST_TRANSPORT",
+    )
+    working_folder = Unicode(
+        config=True,
+        help="The folder that the kernel works in and may write to; empty means the notebook's. "
+        "Environment: SANDBOX_WORKING_FOLDER",
+    )
+    allow_home = Bool(
+        config=True,
+        help="Let a notebook that lies directly in your home folder see and change all of it. "
+        "Environment: SANDBOX_ALLOW_HOME",
+    )
+
+    @default("mounts")
+    def _default_mounts(self) -> list[str]:
+        return config.words("SANDBOX_MOUNTS")
+
+    @default("pass_environment")
+    def _default_pass_environment(self) -> list[str]:
+        return config.words("SANDBOX_PASS_ENVIRONMENT")
+
+    @default("network")
+    def _default_network(self) -> str:
+        return config.choice("SANDBOX_NETWORK", ("none", "host"), "none")
+
+    @default("platform")
+    def _default_platform(self) -> str:
+        return config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
+
+    @default("guest_transport")
+    def _default_guest_transport(self) -> str:
+        return config.choice("SANDBOX_GUEST_TRANSPORT", ("ipc", "tcp"), "ipc")
+
+    @default("working_folder")
+    def _default_working_folder(self) -> str:
+        return config.text("SANDBOX_WORKING_FOLDER")
+
+    @default("allow_home")
+    def _default_allow_home(self) -> bool:
+        return config.flag("SANDBOX_ALLOW_HOME")
+
+    persistent = Bool(
+        config=True,
+        help="Keep the state of a notebook's kernel: it is saved when it is idle, when the server stops and before it "
+        "moves to another server, and is back when the notebook is opened again. Environment: SANDBOX_PERSISTENT",
+    )
+    sandbox_id = Unicode(
+        config=True,
+        help="The persistent sandbox that the kernel runs in, by an id of your own, in whatever storage this server "
+        "has; empty means the notebook's. Environment: SANDBOX_ID",
+    )
+    gcs_sandbox_id = Unicode(
+        config=True,
+        help="The same, but in Google Cloud Storage or not at all. Environment: GCS_SANDBOX_ID",
+    )
+    enable_handoff = Bool(
+        config=True,
+        help="Hand the sandbox over, with its state, to another server that opens the same notebook. "
+        "Environment: SANDBOX_ENABLE_HANDOFF",
+    )
+    enable_checkpoint_at_idle = Bool(
+        config=True,
+        help="Save the kernel and give its memory back when no cell ran for idle_timeout seconds, whoever is "
+        "connected; the next cell wakes it. Environment: SANDBOX_ENABLE_CHECKPOINT_AT_IDLE",
+    )
+    idle_timeout = Float(
+        config=True,
+        help="Seconds without a running or waiting cell after which the kernel is saved, if "
+        "enable_checkpoint_at_idle. Environment: SANDBOX_IDLE_TIMEOUT",
+    )
+    handoff_timeout = Float(
+        config=True,
+        help="Seconds to wait for another server to hand the sandbox over, or for the lease of a dead one to run out, "
+        "if enable_handoff. Environment: SANDBOX_HANDOFF_TIMEOUT",
+    )
+    on_shutdown = Enum(
+        ("delete", "checkpoint"),
+        config=True,
+        help="What 'Shut Down Kernel' does with a persistent sandbox: 'delete' it, or 'checkpoint' it, so that "
+        "the notebook has its state when it is opened again. Environment: SANDBOX_ON_SHUTDOWN",
+    )
+    storage_dir = Unicode(
+        config=True,
+        help="The local folder for persistent sandboxes, if no bucket is configured; empty means one in Jupyter's data "
+        "folder. Environment: SANDBOX_STORAGE_DIR",
+    )
+
+    @default("persistent")
+    def _default_persistent(self) -> bool:
+        return config.flag("SANDBOX_PERSISTENT", default=True)
+
+    @default("sandbox_id")
+    def _default_sandbox_id(self) -> str:
+        return config.text("SANDBOX_ID")
+
+    @default("gcs_sandbox_id")
+    def _default_gcs_sandbox_id(self) -> str:
+        return config.text("GCS_SANDBOX_ID")
+
+    @default("enable_handoff")
+    def _default_enable_handoff(self) -> bool:
+        return config.flag("SANDBOX_ENABLE_HANDOFF")
+
+    @default("enable_checkpoint_at_idle")
+    def _default_enable_checkpoint_at_idle(self) -> bool:
+        return config.flag("SANDBOX_ENABLE_CHECKPOINT_AT_IDLE")
+
+    @default("idle_timeout")
+    def _default_idle_timeout(self) -> float:
+        return config.seconds("SANDBOX_IDLE_TIMEOUT", 1800.0)
+
+    @default("handoff_timeout")
+    def _default_handoff_timeout(self) -> float:
+        return config.seconds("SANDBOX_HANDOFF_TIMEOUT", 120.0)
+
+    @default("on_shutdown")
+    def _default_on_shutdown(self) -> str:
+        return config.choice("SANDBOX_ON_SHUTDOWN", ("delete", "checkpoint"), "delete")
+
+    @default("storage_dir")
+    def _default_storage_dir(self) -> str:
+        return config.text("SANDBOX_STORAGE_DIR")
+
+    @property
+    def features(self) -> Features:
+        """What its sandbox does by itself, if it is persistent."""
+        return Features(self.enable_handoff, self.enable_checkpoint_at_idle, self.idle_timeout)

@@ -1,0 +1,176 @@
+"""Hibernation in a real Jupyter Server: culled kernels wake, and stopped or killed servers lose nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import READY, leftovers, run
+from jupyter_client.blocking.client import BlockingKernelClient
+from servers import Server
+
+pytestmark = pytest.mark.runsc
+
+CULLING = (
+    "--MappingKernelManager.cull_idle_timeout=1",
+    "--MappingKernelManager.cull_interval=1",
+    "--MappingKernelManager.cull_connected=True",
+)
+
+Serve = Callable[..., Server]
+Sandboxed = Callable[..., str]
+
+
+class Notebook:
+    """An open notebook: a session, and a client of its kernel."""
+
+    def __init__(self, server: Server, kernel: str, name: str = "a.ipynb") -> None:
+        status, self.session = server.open_notebook(kernel, name)
+        assert status == 201, self.session
+        self.server = server
+        self.kernel_id = self.session["kernel"]["id"]
+        self.kc: BlockingKernelClient = server.ready_client(self.kernel_id)
+
+    def run(self, code: str) -> str:
+        return run(self.kc, code)
+
+    def close(self) -> None:
+        self.kc.stop_channels()
+
+    def listed(self) -> bool:
+        _, kernels = self.server.ask("GET", "kernels")
+        return self.kernel_id in [kernel["id"] for kernel in kernels]
+
+
+def sandboxes(runtime: Path) -> list[str]:
+    """The sandboxes that run now."""
+    return [line for line in leftovers(runtime) if line.startswith("folder")]
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + READY
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_culled_kernel_gives_its_memory_back_stays_listed_and_wakes_on_the_next_cell(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path
+) -> None:
+    server = serve(*CULLING)
+    notebook = Notebook(server, sandboxed())
+    notebook.run("x = 0")
+    for number in range(1, 4):
+        until(lambda: sandboxes(runtime) == [])
+        assert notebook.listed()
+        assert server.ask("GET", f"sessions/{notebook.session['id']}")[1]["kernel"]["id"] == notebook.kernel_id
+        assert notebook.run("x += 1; x") == str(number)
+    notebook.close()
+
+
+def test_a_new_client_wakes_a_hibernated_kernel(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+    server = serve(*CULLING)
+    notebook = Notebook(server, sandboxed())
+    notebook.run("x = 5")
+    notebook.close()
+    until(lambda: sandboxes(runtime) == [])
+    kc = server.ready_client(notebook.kernel_id)
+    assert run(kc, "x") == "5"
+    kc.stop_channels()
+
+
+def test_a_stopped_server_saves_its_kernels_and_the_next_one_brings_them_back(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path
+) -> None:
+    kernel = sandboxed()
+    server = serve()
+    for name in ("a.ipynb", "b.ipynb"):
+        notebook = Notebook(server, kernel, name)
+        notebook.run(f"import threading; x = {name!r}; g = (n for n in range(10)); next(g)")
+        notebook.close()
+    server.stop()
+    assert sandboxes(runtime) == []
+    server = serve()
+    for name in ("a.ipynb", "b.ipynb"):
+        notebook = Notebook(server, kernel, name)
+        assert notebook.run("x, next(g)") == repr((name, 1))
+        notebook.close()
+
+
+def test_a_killed_servers_kernels_are_back_as_they_were_at_that_moment(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path
+) -> None:
+    kernel = sandboxed()
+    server = serve()
+    notebook = Notebook(server, kernel)
+    notebook.run("x = 1")
+    notebook.close()
+    server.kill()
+    server = serve()
+    notebook = Notebook(server, kernel)
+    assert notebook.run("x") == "1"
+    notebook.close()
+
+
+def test_ten_cycles_of_all_kinds_lose_nothing(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+    kernel = sandboxed()
+    server = serve(*CULLING)
+    notebook = Notebook(server, kernel)
+    notebook.run("x = []")
+    for number in range(10):
+        notebook.run(f"x.append({number})")
+        if number % 3 == 0:
+            until(lambda: sandboxes(runtime) == [])
+        else:
+            notebook.close()
+            (server.stop if number % 3 == 1 else server.kill)()
+            server = serve(*CULLING)
+            notebook = Notebook(server, kernel)
+        assert notebook.run("x") == str(list(range(number + 1)))
+    notebook.close()
+
+
+def test_a_shut_down_kernel_is_gone_and_a_restarted_one_is_fresh(
+    serve: Serve, sandboxed: Sandboxed, tmp_path: Path
+) -> None:
+    kernel = sandboxed()
+    server = serve()
+    notebook = Notebook(server, kernel)
+    notebook.run("x = 1")
+    notebook.close()
+    assert server.ask("POST", f"kernels/{notebook.kernel_id}/restart")[0] == 200
+    kc = server.ready_client(notebook.kernel_id)
+    assert run(kc, "'x' in globals()") == "False"
+    run(kc, "x = 2")
+    kc.stop_channels()
+    assert server.ask("DELETE", f"sessions/{notebook.session['id']}")[0] == 204
+    assert list((tmp_path / "data" / "sandbox" / "storage").rglob("*.img")) == []
+    notebook = Notebook(server, kernel)
+    assert notebook.run("'x' in globals()") == "False"
+    notebook.close()
+
+
+def test_a_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
+    kernel = sandboxed()
+    server = serve()
+    notebook = Notebook(server, kernel)
+    notebook.run("x = 1")
+    notebook.close()
+    assert (
+        server.ask("PATCH", f"sessions/{notebook.session['id']}", {"path": "new.ipynb", "name": "new.ipynb"})[0] == 200
+    )
+    server.stop()
+    server = serve()
+    notebook = Notebook(server, kernel, "new.ipynb")
+    assert notebook.run("x") == "1"
+    notebook.close()
+
+
+def test_other_kernels_are_culled_as_ever(serve: Serve) -> None:
+    server = serve(*CULLING)
+    notebook = Notebook(server, "python3")
+    notebook.close()
+    until(lambda: not notebook.listed())
