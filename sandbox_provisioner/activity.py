@@ -54,5 +54,5 @@ class ActivityWatch:
         try:
             message: dict[str, Any] = session.deserialize(session.feed_identities(frames)[1])
             self.busy = message["content"]["execution_state"] == "busy"
-        except (ValueError, TypeError, LookupError, IndexError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             return

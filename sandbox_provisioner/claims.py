@@ -79,10 +79,12 @@ class Claim:
     async def give_up(self, forget: bool) -> None:
         """Let others have the sandbox; or delete it, with everything that was saved of it."""
         sandbox_id = self.record.sandbox_id
+        if sandbox_id not in self.manager.handles:
+            return  # another server has it
         if forget:
             await self.manager.delete(sandbox_id)
             await asyncio.to_thread(self._registry.forget, self.record.id)
-        elif sandbox_id in self.manager.handles:
+        else:
             await self.manager.release(sandbox_id)
 
 

@@ -9,7 +9,6 @@ Other kernels are not touched.
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
@@ -98,11 +97,13 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         await self._follow_notebooks()
         kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
         saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items()]
-        for provisioner in kept.values():
-            provisioner.keep_state()
         if saving:
             self.log.info("Saving %d kernels ...", len(saving))
             await asyncio.wait(saving, timeout=self.hibernate_deadline)
+        for kernel_id, provisioner in kept.items():
+            provisioner.keep_state()
+            if not provisioner.asleep:
+                self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
 
     shutdown_all = _async_shutdown_all  # type: ignore[assignment]
@@ -135,11 +136,18 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         except SandboxError as error:
             self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
 
+    def _leave_running(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
+        """One that could not be saved in time is not ended either: it is saved when the next server starts."""
+        self.log.error("Kernel %s was not saved in time, and runs on", kernel_id)
+        self.stop_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
+        self.remove_kernel(kernel_id)
+        provisioner.abandon()
+
     async def _recover(self) -> None:
         """In a thread with a loop of its own, because the server's has other things to do."""
 
         def work() -> list[Recovered]:
-            manager = SandboxManager(persistence.settings(), find(), f"Jupyter server {os.getpid()}")
+            manager = SandboxManager(persistence.settings(), find(), persistence.server())
             return asyncio.run(manager.recover())
 
         try:

@@ -25,6 +25,11 @@ def settings(storage_dir: str = "") -> GCSConfig:
     return GCSConfig.from_environment(Path(jupyter_data_dir(), "sandbox", "storage"), environ)
 
 
+def server() -> str:
+    """What the owner of a lease is known by: this process, as others see it."""
+    return f"Jupyter server {os.getpid()}"
+
+
 def registry() -> PersistentSandboxRegistry:
     """This user's registry."""
     return PersistentSandboxRegistry(Path(jupyter_data_dir(), "sandbox", "registry"))

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtim
 
 from . import persistence
 from .activity import ActivityWatch
+from .apology import apologise
 from .bundle import BundleSpec, Mount, parse_mount
 from .claims import Claim, Wanted
 from .errors import ConfigurationError, SandboxError
@@ -65,6 +67,7 @@ class SandboxProvisioner(SandboxSettings):
         self._claim: Claim | None = None
         self._activity: ActivityWatch | None = None
         self._keeps_state = False
+        self._moved = ""
         self._launched = False
         self._launched_before = False
 
@@ -100,7 +103,8 @@ class SandboxProvisioner(SandboxSettings):
         await IO.run(self._kernel.signal(signum))
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """The kernel was asked to end; one that sleeps does not hear that, and is not woken for it."""
+        """The kernel was asked to end, by a person; one that sleeps does not hear that, and is not woken for it."""
+        self._moved = ""
         if self._launched and self._kernel.asleep:
             await self.kill(restart)
 
@@ -115,12 +119,16 @@ class SandboxProvisioner(SandboxSettings):
     async def cleanup(self, restart: bool = False) -> None:
         """Give everything back; before a restart the listeners stay, so that clients find the same ports."""
         if not restart:
-            await self._release()
+            await self._release(forget=self.on_shutdown == "delete" and not self._keeps_state)
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Reserve the ports, and only then write the connection file; a machine that is not ready says so first."""
         find(self.runsc)
-        IO.hold(self, self._kernel.close)
+        if self._moved:  # a restart that no person asked for would take it back
+            raise SandboxError(
+                f"The kernel is not here any more: {self._moved}.", "Open the notebook again to have it back."
+            )
+        IO.hold(self, self._at_exit)
         try:
             wanted = self._wanted(kwargs.get("env") or {})
             if wanted and not self._claim:
@@ -164,13 +172,32 @@ class SandboxProvisioner(SandboxSettings):
 
     # -- how -----------------------------------------------------------------------------------------------------
 
-    async def _release(self) -> None:
+    async def _release(self, forget: bool = False) -> None:
         if IO.held_by(self):
-            await IO.run(self._end_activity())
-            await IO.run(self._kernel.close())
-            if self._claim:
-                await IO.run(self._claim.give_up(forget=self._forgets))
+            await IO.run(self._close(forget))
             IO.release(self)
+        self._claim = None
+        self._launched = False
+
+    async def _close(self, forget: bool) -> None:
+        """In the I/O thread: nothing of the kernel is left, but what was saved of it unless that is to be forgotten."""
+        if self._activity:
+            self._activity.close()
+            self._activity = None
+        await self._kernel.close()
+        if self._claim:
+            await self._claim.give_up(forget)
+
+    async def _at_exit(self) -> None:
+        """In the I/O thread, when the process ends with the kernel still there: keep its state if it is to be kept."""
+        if self._claim and self._kernel.status is None and not self._kernel.asleep:
+            with suppress(SandboxError):
+                await self._kernel.hibernate()
+        await self._close(forget=False)
+
+    def abandon(self) -> None:
+        """Leave a persistent kernel running when the server ends, for the next server to save it."""
+        IO.release(self)
         self._claim = None
         self._launched = False
 
@@ -214,14 +241,11 @@ class SandboxProvisioner(SandboxSettings):
         return Wanted(name, notebook, explicit, bool(self.gcs_sandbox_id), getpass.getuser())
 
     async def _make_claim(self, wanted: Wanted) -> None:
-        settings, patience = (
-            persistence.settings(self.storage_dir),
-            self.handoff_timeout if self.enable_handoff else 0.0,
-        )
-        server = f"Jupyter server {os.getpid()}"
-        claim = await IO.run(Claim.make(wanted, settings, find(self.runsc), server, self.features, patience))
+        settings, runsc = persistence.settings(self.storage_dir), find(self.runsc)
+        patience = self.handoff_timeout if self.enable_handoff else 0.0
+        claim = await IO.run(Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience))
         claim.manager.on_saved = lambda sandbox_id: self._kernel.saved()
-        claim.manager.on_gone = lambda sandbox_id, reason: self.log.warning("Kernel %s: %s", self.kernel_id, reason)
+        claim.manager.on_gone = self._gone
         self._claim, self._kernel.manager = claim, claim.manager
 
     async def _watch_activity(self) -> None:
@@ -237,19 +261,10 @@ class SandboxProvisioner(SandboxSettings):
         self._activity.listen(km._make_url("iopub"), session, curve)
         manager.busy = lambda sandbox_id: self._activity is not None and self._activity.busy
 
-    async def _end_activity(self) -> None:
-        if self._activity:
-            self._activity.close()
-            self._activity = None
-
     @property
     def _resumes(self) -> bool:
         """Whether this launch brings a saved kernel back: only the first of a claim does."""
         return self._claim is not None and not self._launched_before and self._claim.handle.saved
-
-    @property
-    def _forgets(self) -> bool:
-        return self._launched_before and not self._keeps_state and self.on_shutdown == "delete"
 
     def _take_up_connection(self) -> dict[str, str]:
         """A kernel that comes back knows its old keys; so will its clients."""
@@ -262,8 +277,16 @@ class SandboxProvisioner(SandboxSettings):
         km.curve_publickey, km.curve_secretkey = saved["curve_publickey"].encode(), saved["curve_secretkey"].encode()
         return {}
 
+    def _gone(self, sandbox_id: str, reason: str) -> None:
+        self._moved = reason
+        self.log.warning("Kernel %s is not here any more: %s", self.kernel_id, reason)
+
     def _not_woken(self, error: SandboxError) -> None:
+        """In the I/O thread: say why in the notebook; the next cell tries again."""
         self.log.error("Kernel %s could not be woken, and its state is kept: %s", self.kernel_id, error)
+        reason = f"The kernel could not be woken, and its state is kept. {error}"
+        session = Session(key=self.parent.session.key, signature_scheme=self.parent.session.signature_scheme)
+        self._kernel.relay.answer(lambda held: apologise(held, session, reason))
 
     # -- starting ----------------------------------------------------------------------------------------------------
 

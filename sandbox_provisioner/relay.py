@@ -110,6 +110,20 @@ class ChannelRelay:
         for client in list(self._clients):
             client.awake()
 
+    def answer(self, reply: Callable[[bytes], tuple[bytes, bytes]]) -> None:
+        """Answer what clients ask of a kernel that sleeps on, in its name: to the one that asked, and on iopub.
+
+        ``reply`` makes both of what was held for the kernel, or raises ValueError, in which case that is held on.
+        """
+        for client in [client for client in self._clients if client.calling]:
+            try:
+                private, public = reply(client.held())
+            except ValueError:
+                continue
+            client.settle(private)
+            for listener in self._clients:
+                listener.overhear(public)
+
     @property
     def called(self) -> bool:
         """Whether a client waits for an answer of a kernel that sleeps, or was about to fall asleep."""
@@ -254,6 +268,22 @@ class _Client(asyncio.Protocol):
         """The kernel's own heart beats again: a client of ours connects anew, to that."""
         if self._heart:
             self._transport.close()
+
+    def held(self) -> bytes:
+        """What waits for the kernel."""
+        return self._stream.held() if self._stream else b""
+
+    def settle(self, answer: bytes) -> None:
+        """Send an answer in the kernel's place, to whom nothing goes of what was held."""
+        if self._stream:
+            self._stream.forget_held()
+        self._transport.resume_reading()
+        self._transport.write(answer)
+
+    def overhear(self, news: bytes) -> None:
+        """Send what the kernel would publish, unless this connection is not up yet, or not for that."""
+        if self._channel == "iopub" and self._stream and not self._stream.held():
+            self._transport.write(news)
 
     @property
     def calling(self) -> bool:

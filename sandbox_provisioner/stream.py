@@ -55,6 +55,14 @@ class Stream:
         """Bytes that wait for the guest to have room."""
         return sum(map(len, self._backlog))
 
+    def held(self) -> bytes:
+        """What waits for the guest to have room."""
+        return b"".join(self._backlog)
+
+    def forget_held(self) -> None:
+        """Never send what waits."""
+        self._backlog.clear()
+
     def write(self, data: bytes) -> None:
         """Send ``data``, now or as soon as the guest has room for it."""
         if not self._closed and self._closing is None:

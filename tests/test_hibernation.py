@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,26 @@ def test_a_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed)
     server.stop()
     server = serve()
     notebook = Notebook(server, kernel, "new.ipynb")
+    assert notebook.run("x") == "1"
+    notebook.close()
+
+
+def test_a_kernel_that_cannot_be_woken_says_why_in_the_notebook_and_is_tried_again(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path, tmp_path: Path
+) -> None:
+    notebook = Notebook(serve(*CULLING), sandboxed())
+    notebook.run("x = 1")
+    until(lambda: sandboxes(runtime) == [])
+    images = (tmp_path / "data" / "sandbox" / "storage").rglob("pages.img")
+    image = max(images, key=lambda path: path.stat().st_mtime_ns)
+    whole, times = image.read_bytes(), image.stat()
+    for content in (whole[:-1] + bytes([whole[-1] ^ 1]), whole):
+        with image.open("r+b") as file:
+            file.write(content)
+        os.utime(image, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if content != whole:
+            with pytest.raises(AssertionError, match=r"could not be woken, and its state is kept.*is damaged"):
+                notebook.run("x")
     assert notebook.run("x") == "1"
     notebook.close()
 

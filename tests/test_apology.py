@@ -1,0 +1,68 @@
+"""The answers to requests that a sleeping kernel cannot be woken for: signed, addressed, and only to whole requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jupyter_client.session import Session
+
+from sandbox_provisioner.apology import ENAME, _encode, _messages, apologise
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return Session(key=b"secret")
+
+
+def request(session: Session, kind: str, **content: Any) -> tuple[dict[str, Any], bytes]:
+    message = session.msg(kind, content)
+    return message["header"], _encode(session.serialize(message))
+
+
+def heard(session: Session, data: bytes) -> list[dict[str, Any]]:
+    reader = Session(key=session.key)
+    return [reader.deserialize(reader.feed_identities(frames)[1]) for frames in _messages(data)]
+
+
+def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: Session) -> None:
+    header, held = request(session, "execute_request", code="x" * 1000)
+    private, public = apologise(held, session, "It is damaged.")
+    (reply,) = heard(session, private)
+    assert (reply["msg_type"], reply["parent_header"]["msg_id"]) == ("execute_reply", header["msg_id"])
+    assert (reply["content"]["status"], reply["content"]["ename"]) == ("error", ENAME)
+    assert "It is damaged." in reply["content"]["evalue"]
+    news = heard(session, public)
+    assert [message["msg_type"] for message in news] == ["status", "error", "status"]
+    assert {message["parent_header"]["msg_id"] for message in news} == {header["msg_id"]}
+    assert [news[place]["content"]["execution_state"] for place in (0, 2)] == ["busy", "idle"]
+
+
+def test_every_request_is_answered_in_its_own_kind_and_order(session: Session) -> None:
+    _, first = request(session, "kernel_info_request")
+    _, second = request(session, "complete_request", code="zi")
+    private, public = apologise(first + second, session, "No.")
+    assert [message["msg_type"] for message in heard(session, private)] == ["kernel_info_reply", "complete_reply"]
+    assert [message["msg_type"] for message in heard(session, public)] == ["status"] * 4
+
+
+def test_part_of_a_request_or_one_with_another_signature_is_not_answered(session: Session) -> None:
+    _, held = request(session, "execute_request", code="1")
+    for strange in (held[:-1], held[1:], held + b"\x01", request(Session(key=b"other"), "execute_request")[1]):
+        with pytest.raises(ValueError):
+            apologise(strange, session, "No.")
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    try:
+        apologise(data, Session(key=b"secret"), "No.")
+    except ValueError:
+        pass
+
+
+@given(st.lists(st.binary(max_size=600), min_size=1, max_size=6))
+def test_frames_survive_the_wire(frames: list[bytes]) -> None:
+    assert list(_messages(_encode(frames))) == [frames]
