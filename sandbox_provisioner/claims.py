@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
+from uuid import UUID, uuid5
 
 from .bundle import BundleSpec
 from .config import GCSConfig
@@ -15,7 +16,9 @@ from .persistence import registry
 from .records import SandboxRecord
 from .registry import Facts, PersistentSandboxRegistry
 from .runsc import Runsc
+from .stores import Stores
 
+NAMESPACE = UUID("5a0f7c0e-6a55-4f1c-9b7d-0d6f0c1a2b3c")
 UNKNOWN = BundleSpec(python=sys.executable, home="/home", user="user")
 """Until the kernel's command is known: a sandbox that was claimed is not started with it."""
 
@@ -29,6 +32,11 @@ class Wanted:
     sandbox_id: str = ""
     gcs: bool = False
     user: str = ""
+
+    @property
+    def facts(self) -> Facts:
+        """What the registry remembers of it."""
+        return Facts(kernel_name=self.kernel_name, notebook_path=self.notebook_path)
 
 
 class Claim:
@@ -56,25 +64,37 @@ class Claim:
             sandbox_id=wanted.sandbox_id,
         )
         manager, book = SandboxManager(config, runsc, server), registry()
-        record = await asyncio.to_thread(_record, book, manager, wanted)
+        known = await asyncio.to_thread(_known, book, manager.stores, wanted)
+        record = known if known else await asyncio.to_thread(_derived, book, manager.stores, wanted)
         claim = cls(manager, book, record)
+        await claim._attach(wanted, features, patience)
+        path = claim.handle.metadata.notebook_path
+        if known is None and path != wanted.notebook_path:
+            await claim.give_up(forget=False)  # it followed its notebook to another name, on another server
+            claim = cls(manager, book, await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts))
+            await claim._attach(wanted, features, patience)
+        elif path != wanted.notebook_path:
+            await claim.handle.change(notebook_path=wanted.notebook_path)
+        await asyncio.to_thread(book.touch, claim.record.id)
+        return claim
+
+    async def _attach(self, wanted: Wanted, features: Features, patience: float) -> None:
         about = Identity(wanted.kernel_name, wanted.notebook_path, wanted.user)
+        sandbox_id = self.record.sandbox_id
         try:
-            await manager.attach(record.sandbox_id, UNKNOWN, features, patience=patience)
+            await self.manager.attach(sandbox_id, UNKNOWN, features, patience=patience)
         except SandboxNotFoundError:
             try:
-                await manager.create(record.sandbox_id, UNKNOWN, about, features)
+                await self.manager.create(sandbox_id, UNKNOWN, about, features)
             except SandboxExistsError:  # another server was quicker
-                await manager.attach(record.sandbox_id, UNKNOWN, features, patience=patience)
-        await asyncio.to_thread(book.touch, record.id)
-        return claim
+                await self.manager.attach(sandbox_id, UNKNOWN, features, patience=patience)
 
     async def follow(self, notebook_path: str) -> None:
         """The notebook was renamed: its sandbox is found under the new name from now on."""
         if notebook_path != self.record.notebook_path:
-            await self.handle.change(notebook_path=notebook_path)
             moved = await asyncio.to_thread(self._registry.rename, self.record.notebook_path, notebook_path)
             self.record = next((record for record in moved if record.id == self.record.id), self.record)
+            await self.handle.change(notebook_path=notebook_path)
 
     async def give_up(self, forget: bool) -> None:
         """Let others have the sandbox; or delete it, with everything that was saved of it."""
@@ -88,12 +108,20 @@ class Claim:
             await self.manager.release(sandbox_id)
 
 
-def _record(book: PersistentSandboxRegistry, manager: SandboxManager, wanted: Wanted) -> SandboxRecord:
-    facts = Facts(kernel_name=wanted.kernel_name, notebook_path=wanted.notebook_path)
+def _known(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord | None:
+    """The record of the sandbox that is wanted, if the user named it or it was used here before. Blocks."""
     if wanted.sandbox_id:
-        return book.record(wanted.sandbox_id, manager.stores, **facts)
-    where = manager.stores.metadata.where
-    for record in book.find_notebook(wanted.notebook_path, wanted.kernel_name):
-        if record.where == where:
-            return record
-    return book.allocate(manager.stores, **facts)
+        return book.record(wanted.sandbox_id, stores, **wanted.facts)
+    records = book.find_notebook(wanted.notebook_path, wanted.kernel_name)
+    return next((record for record in records if record.where == stores.metadata.where), None)
+
+
+def _derived(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord:
+    """A record for one that is not known here, by an id that a server which shares only the storage comes to as well.
+
+    The sandbox that has it may have followed its notebook to another name, and then is not meant. Blocks.
+    """
+    derived = uuid5(NAMESPACE, "\n".join((wanted.user, wanted.notebook_path, wanted.kernel_name)))
+    if any(record.id == derived for record in book.list().records):
+        return book.allocate(stores, **wanted.facts)
+    return book.ensure(derived, stores, **wanted.facts)

@@ -170,6 +170,25 @@ def test_a_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed)
     notebook.close()
 
 
+def test_a_new_notebook_under_a_renamed_ones_old_name_has_a_kernel_of_its_own(
+    serve: Serve, sandboxed: Sandboxed
+) -> None:
+    kernel = sandboxed()
+    server = serve()
+    first = Notebook(server, kernel)
+    first.run("x = 1")
+    assert server.ask("PATCH", f"sessions/{first.session['id']}", {"path": "new.ipynb", "name": "new.ipynb"})[0] == 200
+    first.close()
+    server.stop()
+    server = serve()
+    second = Notebook(server, kernel)
+    assert second.run("'x' in globals()") == "False"
+    second.close()
+    first = Notebook(server, kernel, "new.ipynb")
+    assert first.run("x") == "1"
+    first.close()
+
+
 def test_a_kernel_that_cannot_be_woken_says_why_in_the_notebook_and_is_tried_again(
     serve: Serve, sandboxed: Sandboxed, runtime: Path, tmp_path: Path
 ) -> None:
