@@ -11,6 +11,8 @@ import zmq.asyncio
 from jupyter_client.session import Session
 
 STATUS = b'"status"'
+LARGEST = 256 << 20
+"""Bytes of a message that are worth hearing; who publishes a larger one is not heard until it connects again."""
 
 
 class ActivityWatch:
@@ -29,6 +31,7 @@ class ActivityWatch:
     def listen(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
         """Begin; ``curve`` is the public and the secret key of an encrypted connection."""
         self._socket.linger = 0
+        self._socket.maxmsgsize = LARGEST
         if curve:
             self._socket.curve_publickey, self._socket.curve_secretkey = curve
             self._socket.curve_serverkey = curve[0]

@@ -24,8 +24,8 @@ from .manager import Recovered, SandboxManager
 from .provisioner import SandboxProvisioner
 from .runsc import find
 
-FOLLOW_EVERY = 10.0
-"""Seconds in which a renamed notebook's kernel is known by the new name."""
+LOOK_EVERY = 5.0
+"""Seconds in which a notebook's new name is known, and a kernel that moved to another server is gone from here."""
 
 _culling: ContextVar[str] = ContextVar("culling", default="")
 """The kernel that the culler looks at just now, in whose place a shutdown is a hibernation."""
@@ -47,7 +47,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self._recovery: asyncio.Task[None] | None = None
-        self._following: PeriodicCallback | None = None
+        self._looking: PeriodicCallback | None = None
 
     # -- called by the server ----------------------------------------------------------------------------------------
 
@@ -56,8 +56,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         if self._sandboxed(kwargs.get("kernel_name")):
             if self._recovery is None:
                 self._recovery = asyncio.create_task(self._recover())
-                self._following = PeriodicCallback(self._follow_notebooks, FOLLOW_EVERY * 1000)
-                self._following.start()
+                self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
+                self._looking.start()
             await asyncio.shield(self._recovery)
         try:
             return str(await super()._async_start_kernel(**kwargs))
@@ -92,8 +92,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
     async def _async_shutdown_all(self, now: bool = False) -> None:
         """Called when the server stops: persistent kernels are saved, all others end."""
-        if self._following:
-            self._following.stop()
+        if self._looking:
+            self._looking.stop()
         await self._follow_notebooks()
         kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
         saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items()]
@@ -156,6 +156,22 @@ class SandboxKernelManager(AsyncMappingKernelManager):
                 self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
         except SandboxError as error:
             self.log.warning("Sandboxes of killed servers were not looked for: %s", error)
+
+    async def _look_around(self) -> None:
+        for kernel_id in self.list_kernel_ids():
+            provisioner = self.persistent(kernel_id)
+            if provisioner and provisioner.moved:
+                self._tell_moved(kernel_id)
+        await self._follow_notebooks()
+
+    def _tell_moved(self, kernel_id: str) -> None:
+        """To its clients it is dead; they find it, with its state, where it went."""
+        restarter = getattr(self._kernels[kernel_id], "_restarter", None)
+        if restarter:
+            restarter.stop()
+            restarter._fire_callbacks("dead")
+        if kernel_id in self:
+            self.remove_kernel(kernel_id)
 
     async def _follow_notebooks(self) -> None:
         """Tell sandboxes of their notebooks' new names."""

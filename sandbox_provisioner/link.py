@@ -74,6 +74,11 @@ class GuestLink:
         """Whether the guest is checkpointed: nobody is at the other end, and nothing is lost."""
         return self._writer is None and not self.fresh and not self.error
 
+    @property
+    def resting(self) -> bool:
+        """Whether nothing reaches the guest just now: it sleeps, or is about to, or to wake up."""
+        return self.quiet and not self.fresh and not self.error
+
     async def adopt(self) -> None:
         """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
         self._require_open()

@@ -227,6 +227,11 @@ class SandboxProvisioner(SandboxSettings):
         if self._claim and not (self.sandbox_id or self.gcs_sandbox_id):
             await IO.run(self._claim.follow(notebook_path))
 
+    @property
+    def moved(self) -> str:
+        """Why the kernel is not here any more; empty while it is."""
+        return self._moved
+
     def keep_state(self) -> None:
         """Whatever ends the kernel now is no reason to forget what was saved of it: the server stops."""
         self._keeps_state = True

@@ -105,6 +105,11 @@ class ChannelRelay:
         """Whether the kernel is checkpointed, and its clients wait for its return."""
         return self._link is not None and self._link.asleep
 
+    @property
+    def resting(self) -> bool:
+        """Whether it is asleep, or about to be, or to wake up: its heart cannot be heard."""
+        return self._link is not None and self._link.resting
+
     def awake(self) -> None:
         """The kernel is back."""
         for client in list(self._clients):
@@ -197,7 +202,7 @@ class _Client(asyncio.Protocol):
         self.join()
 
     def data_received(self, data: bytes) -> None:
-        if self._relay.asleep and self._channel == "hb" and (self._heart or data.startswith(PING)):
+        if self._heart or (self._relay.resting and self._channel == "hb" and data.startswith(PING)):
             self._beat(data)
             return
         if self._stream:
@@ -237,7 +242,7 @@ class _Client(asyncio.Protocol):
     def join(self) -> None:
         if self._stream or self._transport.is_closing():
             return
-        if self._relay.asleep and self._channel == "hb":
+        if self._relay.resting and self._channel == "hb":
             self._heart = Heart()
             return
         try:

@@ -169,8 +169,8 @@ def serve(tmp_path: Path, notebook_folder: Path) -> Iterator[Callable[..., Serve
     """Starts Jupyter servers, and stops them as a service manager would."""
     servers: list[Server] = []
 
-    def start(*options: str) -> Server:
-        servers.append(Server(tmp_path, *options))
+    def start(*options: str, name: str = "") -> Server:
+        servers.append(Server(tmp_path, *options, name=name))
         return servers[-1]
 
     yield start

@@ -21,15 +21,12 @@ READY = 90
 class Server:
     """A real ``jupyter server`` with the test's kernelspecs, spoken to over HTTP."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.runtime, self.log = folder / "runtime", folder / "server.log"
-        paths = {
-            "PATH": folder,
-            "RUNTIME_DIR": self.runtime,
-            "CONFIG_DIR": folder / "config",
-            "DATA_DIR": folder / "data",
-        }
-        env = {**os.environ, **{f"JUPYTER_{name}": str(path) for name, path in paths.items()}}
+    def __init__(self, folder: Path, *options: str, name: str = "") -> None:
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        self.runtime, self.log = own / "runtime", own / "server.log"
+        paths = {"PATH": folder, "RUNTIME_DIR": self.runtime, "CONFIG_DIR": own / "config", "DATA_DIR": own / "data"}
+        env = {**os.environ, **{f"JUPYTER_{variable}": str(path) for variable, path in paths.items()}}
         argv = [sys.executable, "-m", "jupyter_server", "--allow-root", "--port=0", "--IdentityProvider.token=t"]
         manager = "--ServerApp.kernel_manager_class=sandbox_provisioner.kernelmanager.SandboxKernelManager"
         for file in self.runtime.glob("jpserver-*"):

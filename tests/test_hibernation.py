@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import READY, leftovers, run
-from jupyter_client.blocking.client import BlockingKernelClient
+from conftest import leftovers, run
+from notebooks import Notebook, until
 from servers import Server
 
 pytestmark = pytest.mark.runsc
@@ -25,37 +23,9 @@ Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
 
 
-class Notebook:
-    """An open notebook: a session, and a client of its kernel."""
-
-    def __init__(self, server: Server, kernel: str, name: str = "a.ipynb") -> None:
-        status, self.session = server.open_notebook(kernel, name)
-        assert status == 201, self.session
-        self.server = server
-        self.kernel_id = self.session["kernel"]["id"]
-        self.kc: BlockingKernelClient = server.ready_client(self.kernel_id)
-
-    def run(self, code: str) -> str:
-        return run(self.kc, code)
-
-    def close(self) -> None:
-        self.kc.stop_channels()
-
-    def listed(self) -> bool:
-        _, kernels = self.server.ask("GET", "kernels")
-        return self.kernel_id in [kernel["id"] for kernel in kernels]
-
-
 def sandboxes(runtime: Path) -> list[str]:
     """The sandboxes that run now."""
     return [line for line in leftovers(runtime) if line.startswith("folder")]
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + READY
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_culled_kernel_gives_its_memory_back_stays_listed_and_wakes_on_the_next_cell(

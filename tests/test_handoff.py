@@ -1,0 +1,59 @@
+"""Two real Jupyter Servers that share storage, but no registry: a notebook's kernel moves with its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gcs_server import GCS
+from notebooks import Notebook, until
+from servers import Server
+
+pytestmark = pytest.mark.runsc
+
+Serve = Callable[..., Server]
+Sandboxed = Callable[..., str]
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gcs: GCS) -> None:
+    """Storage that both servers have."""
+    if request.param == "folder":
+        monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "shared"))
+        return
+    for name in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
+        monkeypatch.setenv(f"{name}_BUCKET", gcs.bucket)
+
+
+def test_a_notebooks_kernel_moves_to_the_server_that_opens_it_and_back(
+    shared: None, serve: Serve, sandboxed: Sandboxed
+) -> None:
+    kernel = sandboxed(enable_handoff=True)
+    first, second = serve(name="first"), serve(name="second")
+    notebook = Notebook(first, kernel)
+    notebook.run("x = 1")
+    notebook.close()
+    moved = Notebook(second, kernel)
+    assert moved.run("x += 1; x") == "2"
+    moved.close()
+    until(lambda: "is not here any more: another server asked for it" in first.log.read_text())
+    until(lambda: not notebook.listed())
+    back = Notebook(first, kernel)
+    assert back.run("x += 1; x") == "3"
+    back.close()
+
+
+def test_without_hand_off_the_second_server_says_who_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serve: Serve, sandboxed: Sandboxed
+) -> None:
+    monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "shared"))
+    kernel = sandboxed()
+    first, second = serve(name="first"), serve(name="second")
+    notebook = Notebook(first, kernel)
+    notebook.run("x = 1")
+    status, answer = second.open_notebook(kernel)
+    assert status == 500
+    assert f"is in use by Jupyter server {first.process.pid}" in answer["message"]
+    assert notebook.run("x") == "1"
+    notebook.close()
