@@ -6,6 +6,7 @@ import os
 import platform
 import pwd
 import re
+import resource
 import shutil
 import sys
 import textwrap
@@ -30,6 +31,7 @@ MACHINES = ("x86_64", "aarch64", "arm64")
 PLATFORMS = ("systrap", "ptrace", "kvm")
 STALE_DAYS = 550
 MEGABYTE = 1 << 20
+OPEN_FILES = 4096
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def examine(setting: str = "", environ: Mapping[str, str] = os.environ) -> list[
         check_platform(platform.uname(), environ.get("SANDBOX_PLATFORM", "systrap")),
         check_namespaces(),
         check_user(),
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         *check_disk(),
         *check_kernels(list(kernels().values()), environ),
     ]
@@ -138,6 +141,14 @@ def check_user() -> Check:
         return Check("user", True, f"{who}, home {home}")
     remedy = "`export HOME=...` to a folder of yours, or set JUPYTER_DATA_DIR and JUPYTER_RUNTIME_DIR."
     return Check("user", False, f"{who}, whose home {home} cannot be written", remedy, required=False)
+
+
+def check_open_files(most: int) -> Check:
+    """Whether a sandbox may have as many files open as a kernel's imports need; each costs gVisor more than one."""
+    enough = most == resource.RLIM_INFINITY or most >= OPEN_FILES
+    finding = "no limit" if most == resource.RLIM_INFINITY else f"{most} at most (hard limit)"
+    remedy = f"Raise it, as with `LimitNOFILE={OPEN_FILES}` in a service's unit: kernels die while they import."
+    return Check("open files", enough, finding, "" if enough else remedy)
 
 
 def check_disk() -> list[Check]:

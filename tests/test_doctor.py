@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import platform
+import resource
 import sys
 from datetime import date
 from pathlib import Path
@@ -125,6 +126,13 @@ def test_who_we_are(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     check = doctor.check_user()
     assert (check.ok, check.required) == (False, False)
     assert "HOME" in check.remedy
+
+
+@pytest.mark.parametrize(("most", "ok"), [(1024, False), (4096, True), (resource.RLIM_INFINITY, True)])
+def test_too_few_open_files_are_named_with_what_raises_them(most: int, ok: bool) -> None:
+    check = doctor.check_open_files(most)
+    assert check.ok is ok
+    assert ("LimitNOFILE" in check.remedy) is not ok
 
 
 def test_a_folder_with_room(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,3 +186,40 @@ def test_other_kernels_are_culled_as_ever(serve: Serve) -> None:
     notebook = Notebook(server, "python3")
     notebook.close()
     until(lambda: not notebook.listed())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [Server.stop, Server.kill], ids=["SIGTERM", "SIGKILL"])
+def test_ten_kernels_of_a_server_that_ends_all_come_back(
+    end: Callable[[Server], None], serve: Serve, sandboxed: Sandboxed
+) -> None:
+    kernel, server = sandboxed(), serve()
+    names = [f"{number}.ipynb" for number in range(10)]
+    for name in names:
+        notebook = Notebook(server, kernel, name)
+        notebook.run(f"x = {name!r}")
+        notebook.close()
+    end(server)
+    server = serve()
+    for name in names:
+        notebook = Notebook(server, kernel, name)
+        assert notebook.run("x") == repr(name)
+        notebook.close()
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_thirty_random_moments_of_hibernating_loses_nothing(
+    serve: Serve, sandboxed: Sandboxed
+) -> None:
+    kernel, dice = sandboxed(), random.Random(7)
+    server = serve()
+    for number in range(30):
+        notebook = Notebook(server, kernel)
+        if number:
+            assert notebook.run("x") == str(number - 1)
+        notebook.run(f"x = {number}")
+        notebook.close()
+        server.process.terminate()
+        time.sleep(dice.uniform(0.0, 1.5))
+        server.kill()
+        server = serve()
