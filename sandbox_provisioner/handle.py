@@ -1,17 +1,16 @@
 """SandboxHandle: one sandbox as the rest of the program holds it, made only by its factories.
 
-All object names are built here. A persistent sandbox is its metadata.json: it exists from the moment that is written,
-and is gone from the moment that is deleted; checkpoints that no document names are garbage, and are collected.
+A persistent sandbox is its metadata.json: it exists from the moment that is written, and is gone from the moment that
+is deleted; checkpoints that no document names are garbage, and are collected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,60 +21,22 @@ from .errors import (
     ConfigurationError,
     CorruptObjectError,
     IncompatibleError,
-    MetadataError,
     SandboxError,
-    SandboxNotFoundError,
     StorageError,
     UnsaveableError,
 )
+from .estates import leased
 from .fingerprints import Fingerprints
 from .gvisor import GVisorSandbox
 from .ledger import Ledger
 from .lock.base import Lease, Owner
 from .metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
+from .names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
 from .runsc import Runsc
 from .runtime import RuntimeFolder
 from .staging import staging
-from .storage.base import Advance, ObjectStore, nothing
+from .storage.base import Advance, nothing
 from .stores import Shelf, Stores
-
-SANDBOX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-
-
-def valid_id(sandbox_id: str) -> str:
-    """``sandbox_id`` itself, if it can be one: it becomes part of paths and object names."""
-    if not SANDBOX_ID.fullmatch(sandbox_id):
-        raise ConfigurationError(
-            "sandbox_id",
-            f"{sandbox_id!r} cannot be a sandbox's id.",
-            "An id has 1 to 128 letters, digits, hyphens and underscores, and begins with a letter or a digit.",
-        )
-    return sandbox_id
-
-
-def prefix(sandbox_id: str) -> str:
-    """Where everything of a sandbox is, in every store."""
-    return f"sandboxes/{valid_id(sandbox_id)}/"
-
-
-def metadata_name(sandbox_id: str) -> str:
-    """The document that a persistent sandbox is."""
-    return f"{prefix(sandbox_id)}metadata.json"
-
-
-def lock_name(sandbox_id: str) -> str:
-    """What the lease is of."""
-    return f"{prefix(sandbox_id)}lock"
-
-
-def checkpoints_prefix(sandbox_id: str) -> str:
-    """Where a sandbox's checkpoints are, each below a name of its own."""
-    return f"{prefix(sandbox_id)}checkpoints/"
-
-
-def snapshot_prefix(sandbox_id: str, name: str) -> str:
-    """Where the snapshot ``name`` of a sandbox is; a name is made like an id."""
-    return f"{prefix(sandbox_id)}snapshots/{valid_id(name)}/"
 
 
 @dataclass(frozen=True)
@@ -139,7 +100,7 @@ class SandboxHandle:
         _require_checkpoints(stores)
         about = vars(identity or Identity())
         first = GCSSandboxMetadata(sandbox_id=sandbox_id, created=now(), last_used=now(), **about)
-        async with _leased(sandbox_id, stores, owner) as lease:
+        async with leased(sandbox_id, stores, owner) as lease:
             book = await Ledger.create(stores.metadata, metadata_name(sandbox_id), lease, first)
         return cls._persistent(spec, runsc, platform, stores, book, None)
 
@@ -161,7 +122,7 @@ class SandboxHandle:
         IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
         """
         _require_checkpoints(stores)
-        async with _leased(sandbox_id, stores, owner, patience) as lease:
+        async with leased(sandbox_id, stores, owner, patience) as lease:
             book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
             source = book.metadata.previous if previous else book.metadata.checkpoint
             if previous and source is None:
@@ -177,7 +138,7 @@ class SandboxHandle:
         cls, folder: RuntimeFolder, note: Note, runsc: Runsc, stores: Stores, owner: Owner, patience: float = 0.0
     ) -> SandboxHandle:
         """The sandbox that runs on in ``folder`` though its server died: ``checkpoint`` it."""
-        async with _leased(note.sandbox_id, stores, owner, patience) as lease:
+        async with leased(note.sandbox_id, stores, owner, patience) as lease:
             book = await Ledger.open(stores.metadata, metadata_name(note.sandbox_id), lease, note.sandbox_id)
             await book.sign()
         handle = cls._persistent(note.spec, runsc, note.platform, stores, book, book.metadata.checkpoint)
@@ -286,7 +247,7 @@ class SandboxHandle:
         assert self._stores is not None
         book = self._book()
         await book.lease.release()
-        async with _leased(self.sandbox_id, self._stores, owner) as lease:
+        async with leased(self.sandbox_id, self._stores, owner) as lease:
             await book.pass_on(lease)
 
     async def record_dead(self) -> None:
@@ -388,54 +349,6 @@ class SandboxHandle:
         return self._ledger
 
 
-def describe_persistent(stores: Stores, sandbox_id: str) -> GCSSandboxMetadata:
-    """What is recorded of a sandbox, without any claim to it. Blocks."""
-    return ledger.load(stores.metadata, metadata_name(sandbox_id), sandbox_id)[0]
-
-
-async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> int:
-    """Delete a sandbox with its checkpoints and snapshots, also a damaged one; returns how many bytes that freed.
-
-    LeaseHeldError if it is in use. First goes the document: whatever happens then, the sandbox is gone. What is deleted
-    was there before that, so that one who comes after us loses nothing.
-    """
-    freed, name = 0, metadata_name(sandbox_id)
-    places = [(stores.snapshots, "snapshots/"), (stores.checkpoints, "checkpoints/")]
-    async with _leased(sandbox_id, stores, owner) as lease:
-        found = [
-            (store, await asyncio.to_thread(artifacts, store, prefix(sandbox_id) + at)) for store, at in places if store
-        ]
-        with suppress(SandboxNotFoundError):
-            try:
-                book = await Ledger.open(stores.metadata, name, lease, sandbox_id)
-                await book.sign()
-                generation = book.generation
-            except MetadataError:
-                generation = (await asyncio.to_thread(stores.metadata.info, name)).generation
-            await asyncio.to_thread(stores.metadata.delete, name, generation)
-        for store, names in found:
-            for below in names:
-                freed += await asyncio.to_thread(store.delete_all, below)
-    await lease.release()
-    return freed
-
-
-def delete_persistent(stores: Stores, sandbox_id: str) -> int:
-    """``destroy_persistent`` for those who have no event loop. Blocks."""
-    return asyncio.run(destroy_persistent(stores, sandbox_id, Owner.here("jupyter sandbox")))
-
-
-@asynccontextmanager
-async def _leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
-    """The lease of a sandbox, kept after the block if that succeeds and released if it does not."""
-    lease = await stores.leases.acquire(lock_name(sandbox_id), owner, patience)
-    try:
-        yield lease
-    except BaseException:
-        await asyncio.shield(lease.release())
-        raise
-
-
 def _require_checkpoints(stores: Stores) -> None:
     if stores.checkpoints is None:
         raise ConfigurationError(
@@ -450,15 +363,3 @@ async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: 
     if reasons:
         offered = document.previous is not None and source is not document.previous
         raise IncompatibleError(document.sandbox_id, reasons, offered)
-
-
-def without_metadata(stores: Stores) -> set[str]:
-    """The ids with checkpoints but no document: of sandboxes whose deletion did not get to its end. Blocks."""
-    top = "sandboxes/"
-    ids = {info.name.split("/")[1] for info in stores.checkpoints.list(top)} if stores.checkpoints else set()
-    return ids - {info.name.split("/")[1] for info in stores.metadata.list(top) if info.name.endswith("metadata.json")}
-
-
-def artifacts(store: ObjectStore, below: str) -> set[str]:
-    """The prefixes of what is stored ``below`` a prefix: one for each checkpoint, or each snapshot. Blocks."""
-    return {below + info.name.removeprefix(below).partition("/")[0] + "/" for info in store.list(below)}

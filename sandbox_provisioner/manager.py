@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from . import handle as handles
+from . import estates
 from .bundle import BundleSpec
 from .config import GCSConfig
 from .errors import FencedError, LeaseHeldError, SandboxError, SandboxNotFoundError, StateError
 from .handle import Identity, SandboxHandle
 from .lock.base import Owner
 from .metadata import Checkpoint, GCSArtifact, Note, decode_note
+from .names import valid_id
 from .runsc import Runsc
 from .runtime import RuntimeFolder, left_behind
 from .states import State
@@ -183,7 +184,7 @@ class SandboxManager:
                 await self._drop(handle)
                 if not handle.persistent:
                     return 0
-            return await handles.destroy_persistent(self.stores, sandbox_id, self.owner())
+            return await estates.destroy_persistent(self.stores, sandbox_id, self.owner())
 
     async def hand_over(self, sandbox_id: str, reason: str = "it was handed over") -> None:
         """Save it, if it runs, and let another server have it."""
@@ -233,7 +234,7 @@ class SandboxManager:
             raise StateError(sandbox_id, "create or attach", "in use by this server already")
 
     def _lock(self, sandbox_id: str) -> asyncio.Lock:
-        return self._acting.setdefault(handles.valid_id(sandbox_id), asyncio.Lock())
+        return self._acting.setdefault(valid_id(sandbox_id), asyncio.Lock())
 
     def _keep(self, handle: SandboxHandle, features: Features | None = None) -> SandboxHandle:
         self.handles[handle.sandbox_id] = handle
@@ -360,9 +361,9 @@ class SandboxManager:
 
     async def _collect_garbage(self) -> None:
         """Delete what is left of sandboxes whose deletion was interrupted."""
-        for sandbox_id in await asyncio.to_thread(handles.without_metadata, self.stores):
+        for sandbox_id in await asyncio.to_thread(estates.without_metadata, self.stores):
             try:
-                await handles.destroy_persistent(self.stores, sandbox_id, self.owner())
+                await estates.destroy_persistent(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
                 log.info("What is left of sandbox %s stays for now: %s", sandbox_id, error)
 

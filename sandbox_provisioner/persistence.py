@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from jupyter_core.paths import jupyter_data_dir
 
-from . import handle
+from . import estates
 from .config import GCSConfig
 from .metadata import GCSSandboxMetadata
+from .names import SANDBOX_ID, prefix, snapshot_prefix
 from .records import SandboxRecord
 from .registry import PersistentSandboxRegistry, require_here
 from .snapshots import MANIFEST
@@ -57,21 +58,21 @@ class Persistence:
     def describe(self, record: SandboxRecord) -> GCSSandboxMetadata:
         """What its storage has of a sandbox; StorageNotHereError if that is not one of ours. Blocks."""
         require_here(record, self.stores)
-        return handle.describe_persistent(self.stores, record.sandbox_id)
+        return estates.describe_persistent(self.stores, record.sandbox_id)
 
     def snapshots(self, record: SandboxRecord) -> dict[str, Snapshot]:
         """The finished snapshots of a sandbox by name, a damaged one too; StorageNotHereError as above. Blocks."""
         require_here(record, self.stores)
         if self.stores.snapshots is None:
             return {}
-        objects = self.stores.snapshots.list(handle.prefix(record.sandbox_id))
+        objects = self.stores.snapshots.list(prefix(record.sandbox_id))
         found = {}
         for manifest in objects:
             below, _, file = manifest.name.rpartition("/")
             name = below.rpartition("/")[2]
-            if file != MANIFEST or not handle.SANDBOX_ID.fullmatch(name):
+            if file != MANIFEST or not SANDBOX_ID.fullmatch(name):
                 continue
-            if f"{below}/" == handle.snapshot_prefix(record.sandbox_id, name):
+            if f"{below}/" == snapshot_prefix(record.sandbox_id, name):
                 size = sum(info.size for info in objects if info.name.startswith(f"{below}/"))
                 found[name] = Snapshot(datetime.fromtimestamp(manifest.updated, UTC).isoformat(), size)
         return found
@@ -79,4 +80,4 @@ class Persistence:
     def destroy(self, record: SandboxRecord) -> int:
         """Delete a sandbox, all but its record; returns the bytes that went. LeaseHeldError if it is in use. Blocks."""
         require_here(record, self.stores)
-        return handle.delete_persistent(self.stores, record.sandbox_id)
+        return estates.delete_persistent(self.stores, record.sandbox_id)

@@ -17,7 +17,7 @@ import pytest
 from gcs_server import GCS
 from machines import empty_machine
 
-from sandbox_provisioner import handle, metadata, records
+from sandbox_provisioner import metadata, names, records
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.cli import main
 from sandbox_provisioner.cli_sandboxes import ago, size, span
@@ -59,7 +59,7 @@ def keep(tmp_path: Path, data: Path) -> Keep:
             tenancy=Tenancy(1, "a server", running),
             checkpoint=None if saved is None else checkpoint(kept, record, tmp_path / "image", saved),
         )
-        kept.stores.metadata.write(handle.metadata_name(record.sandbox_id), metadata.encode(document))
+        kept.stores.metadata.write(names.metadata_name(record.sandbox_id), metadata.encode(document))
         return record
 
     return make
@@ -67,7 +67,7 @@ def keep(tmp_path: Path, data: Path) -> Keep:
 
 def checkpoint(kept: Persistence, record: SandboxRecord, file: Path, length: int) -> Checkpoint:
     file.write_bytes(b"x" * length)
-    name = f"{handle.checkpoints_prefix(record.sandbox_id)}first/"
+    name = f"{names.checkpoints_prefix(record.sandbox_id)}first/"
     assert kept.stores.checkpoints is not None
     stored = kept.stores.checkpoints.upload(file, f"{name}pages.img")
     artifact = GCSArtifact(name, "2026-01-02T03:04:05+00:00", {"pages.img": stored})
@@ -134,8 +134,8 @@ def test_finished_snapshots_count_and_go_with_their_sandbox(keep: Keep, ask: Ask
     store = Persistence.open().stores.snapshots
     assert store is not None
     for name, file in (("good", MANIFEST), ("good", "files.tar"), ("unfinished", "files.tar")):
-        store.write(f"{handle.snapshot_prefix(record.sandbox_id, name)}{file}", b"x" * 500)
-    store.write(f"{handle.prefix(record.sandbox_id)}snapshots/no.id/{MANIFEST}", b"x" * 500)
+        store.write(f"{names.snapshot_prefix(record.sandbox_id, name)}{file}", b"x" * 500)
+    store.write(f"{names.prefix(record.sandbox_id)}snapshots/no.id/{MANIFEST}", b"x" * 500)
     (shown,) = ask("list")["sandboxes"]
     assert {name: item["size"] for name, item in shown["stored"].items()} == {"checkpoint": 2000, "snapshot good": 1000}
     assert shown["size"] == 3000
@@ -150,7 +150,7 @@ def test_a_sandbox_that_runs_or_is_gone_or_elsewhere_is_shown_as_that(
     kept = Persistence.open()
     states[str(kept.registry.allocate(kept.stores).id)] = "gone"
     damaged = kept.registry.allocate(kept.stores)
-    kept.stores.metadata.write(handle.metadata_name(damaged.sandbox_id), b"{")
+    kept.stores.metadata.write(names.metadata_name(damaged.sandbox_id), b"{")
     states[str(damaged.id)] = "unknown"
     monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "other"))
     elsewhere = Persistence.open()
@@ -229,7 +229,7 @@ async def test_a_sandbox_in_use_stays_and_its_owner_is_named(
     keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used, idle = keep(days=40), keep(days=41)
-    name = handle.lock_name(used.sandbox_id)
+    name = names.lock_name(used.sandbox_id)
     lease = await Persistence.open().stores.leases.acquire(name, Owner("lab-7", "somewhere", 7, "ada", "n"))
     assert await asyncio.to_thread(main, ["prune", "--older-than", "30d", "--json"]) == 1
     said = capsys.readouterr()

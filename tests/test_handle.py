@@ -16,7 +16,7 @@ from cell import local_stores, start_cell, tell
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner import handle as handles
+from sandbox_provisioner import estates, names
 from sandbox_provisioner.bundle import BundleSpec, Mount
 from sandbox_provisioner.errors import (
     ConfigurationError,
@@ -31,9 +31,10 @@ from sandbox_provisioner.errors import (
     SandboxNotFoundError,
     StorageUnavailableError,
 )
-from sandbox_provisioner.handle import Identity, SandboxHandle, valid_id
+from sandbox_provisioner.handle import Identity, SandboxHandle
 from sandbox_provisioner.lock.base import Lease, Owner
 from sandbox_provisioner.metadata import decode, encode
+from sandbox_provisioner.names import valid_id
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.states import State
 from sandbox_provisioner.stores import Stores
@@ -70,17 +71,17 @@ async def test_the_factory_refuses_a_bad_id(spec: BundleSpec) -> None:
 @given(st.text(max_size=200))
 def test_no_id_or_snapshot_name_leads_out_of_its_prefix(name: str) -> None:
     try:
-        names = [
-            handles.metadata_name(name),
-            handles.lock_name(name),
-            handles.checkpoints_prefix(name),
-            handles.snapshot_prefix("box", name),
+        built = [
+            names.metadata_name(name),
+            names.lock_name(name),
+            names.checkpoints_prefix(name),
+            names.snapshot_prefix("box", name),
         ]
     except ConfigurationError:
         return
-    for built in names:
-        assert os.path.normpath(built) == built.rstrip("/")
-        assert built.startswith(("sandboxes/" + name + "/", "sandboxes/box/snapshots/" + name + "/"))
+    for made in built:
+        assert os.path.normpath(made) == made.rstrip("/")
+        assert made.startswith(("sandboxes/" + name + "/", "sandboxes/box/snapshots/" + name + "/"))
 
 
 # -- a persistent sandbox ------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ async def test_ten_cycles_lose_nothing(running: SandboxHandle, attach: Attach) -
 
 @pytest.mark.runsc
 async def test_a_checkpoint_records_what_it_depends_on(saved: None, stores: Stores, runsc: Runsc) -> None:
-    checkpoint = handles.describe_persistent(stores, "box").checkpoint
+    checkpoint = estates.describe_persistent(stores, "box").checkpoint
     assert checkpoint is not None
     assert (checkpoint.runsc_version, checkpoint.runsc_sha256) == (runsc.version, runsc.sha256)
     assert checkpoint.architecture == os.uname().machine
@@ -352,7 +353,7 @@ async def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_had(
 
 @pytest.mark.runsc
 async def test_foreign_metadata_is_refused(saved: None, attach: Attach, stores: Stores) -> None:
-    name = handles.metadata_name("box")
+    name = names.metadata_name("box")
     data, _ = stores.metadata.read(name)
     document = decode(data, "there", "box")
     assert document.checkpoint is not None
@@ -442,16 +443,16 @@ async def test_a_deletion_that_stood_still_spares_a_sandbox_that_another_has_tak
     monkeypatch.setattr(stores.leases, "acquire", overheard)
     monkeypatch.setattr(stores.metadata, "delete", late)
     with pytest.raises(ConflictError):
-        await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
-    assert handles.describe_persistent(stores, "box").sandbox_id == "box"
+        await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert estates.describe_persistent(stores, "box").sandbox_id == "box"
 
 
 async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach, stores: Stores) -> None:
     await (await create()).release()
-    stores.metadata.write(handles.metadata_name("box"), b"{}")
+    stores.metadata.write(names.metadata_name("box"), b"{}")
     with pytest.raises(MetadataError):
         await attach()
-    await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
     assert files(stores) == []
 
 
@@ -545,7 +546,7 @@ async def test_a_server_without_a_place_for_snapshots_says_so(spec: BundleSpec, 
 
 @pytest.mark.runsc
 async def test_a_deleted_sandbox_leaves_nothing(saved: None, stores: Stores, attach: Attach) -> None:
-    freed = await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    freed = await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
     assert freed > 1_000_000
     assert files(stores) == []
     with pytest.raises(SandboxNotFoundError):
@@ -555,5 +556,5 @@ async def test_a_deleted_sandbox_leaves_nothing(saved: None, stores: Stores, att
 async def test_one_in_use_is_not_deleted(create: Attach, stores: Stores) -> None:
     await create()
     with pytest.raises(LeaseHeldError, match="first"):
-        await handles.destroy_persistent(stores, "box", Owner.here("cleaner"))
-    assert handles.describe_persistent(stores, "box").sandbox_id == "box"
+        await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert estates.describe_persistent(stores, "box").sandbox_id == "box"
