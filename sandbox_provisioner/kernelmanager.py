@@ -70,7 +70,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
         """Called by the culler for each kernel: the criteria are the server's own."""
         provisioner = self.persistent(kernel_id)
-        if provisioner and provisioner.asleep:
+        if provisioner and (provisioner.asleep or not provisioner.up):
             return
         token = _culling.set(kernel_id if provisioner else "")
         try:

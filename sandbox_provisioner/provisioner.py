@@ -213,6 +213,11 @@ class SandboxProvisioner(SandboxSettings):
         """Whether the kernel is hibernated."""
         return self._kernel.asleep
 
+    @property
+    def up(self) -> bool:
+        """Whether the kernel has answered anybody yet: one that is still starting is not idle."""
+        return self._kernel.relay.heard
+
     async def hibernate(self) -> None:
         """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
         if self._claim and self._launched and not self.asleep and self._kernel.status is None:
@@ -264,7 +269,7 @@ class SandboxProvisioner(SandboxSettings):
         curve = (km.curve_publickey, km.curve_secretkey) if getattr(km, "curve_publickey", None) else None
         session = Session(key=km.session.key, signature_scheme=km.session.signature_scheme)
         self._activity.listen(km._make_url("iopub"), session, curve)
-        manager.busy = lambda sandbox_id: self._activity is not None and self._activity.busy
+        manager.busy = lambda sandbox_id: not self.up or (self._activity is not None and self._activity.busy)
 
     @property
     def _resumes(self) -> bool:

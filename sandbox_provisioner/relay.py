@@ -35,10 +35,14 @@ MAX_EARLY = 1 << 16
 
 
 class ChannelRelay:
-    """Listens for clients on the host and joins each connection to a stream into the sandbox."""
+    """Listens for clients on the host and joins each connection to a stream into the sandbox.
+
+    ``heard`` tells whether the present kernel has said anything yet: before, it is still coming up.
+    """
 
     def __init__(self) -> None:
         self.on_call: Callable[[], None] = lambda: None
+        self.heard = False
         self._reserved: dict[str, socket.socket] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._addresses: dict[str, str | int] = {}
@@ -90,7 +94,7 @@ class ChannelRelay:
 
     def connect(self, link: GuestLink, targets: Mapping[str, str]) -> None:
         """A kernel is (coming) up behind ``link``: join every client, waiting or new, to its channel's target."""
-        self._link, self._targets = link, targets
+        self._link, self._targets, self.heard = link, targets, False
         for client in list(self._clients):
             client.join()
 
@@ -306,6 +310,7 @@ class _Client(asyncio.Protocol):
             self._transport.close()
 
     def _deliver(self, data: bytes) -> None:
+        self._relay.heard = True
         self._unsent += len(data)
         if self._congested:
             self._waiting += data
