@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jupyter_client.session import Session
 
-from .heart import COMMAND, LONG, MORE
+from .zmtp import COMMAND, LONG, MORE
 
 ENAME = "KernelNotWoken"
 

@@ -6,12 +6,13 @@ all that a heartbeat is. An encrypted one cannot be answered without the kernel.
 
 from __future__ import annotations
 
+from .zmtp import COMMAND, LONG
+
 MECHANISM = b"NULL".ljust(20, b"\0")
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + MECHANISM + bytes(32)
 READY = b"\x05READY" + b"\x0bSocket-Type" + (3).to_bytes(4, "big") + b"REP"
 PING, PONG = b"\x04PING", b"\x04PONG"
 TTL = 2
-MORE, LONG, COMMAND = 1, 2, 4
 LARGEST = 1 << 16
 
 

@@ -20,6 +20,7 @@ from .errors import GuestError, SandboxError
 from .heart import Heart
 from .link import GuestLink
 from .stream import Stream
+from .zmtp import Position
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 CALLS = ("shell", "stdin", "control")
@@ -124,7 +125,7 @@ class ChannelRelay:
 
         ``reply`` makes both of what was held for the kernel, or raises ValueError, in which case that is held on.
         """
-        for client in [client for client in self._clients if client.calling]:
+        for client in [client for client in self._clients if client.calling and client.interruptible]:
             try:
                 private, public = reply(client.held())
             except ValueError:
@@ -190,6 +191,8 @@ class _Client(asyncio.Protocol):
         self._channel = channel
         self._stream: Stream | None = None
         self._heart: Heart | None = None
+        self._position = Position()
+        self._spoke = self._served = False
         self._early = b""
         self._waiting = bytearray()
         self._unsent = 0
@@ -209,6 +212,7 @@ class _Client(asyncio.Protocol):
         if self._heart or (self._relay.resting and self._channel == "hb" and data.startswith(PING)):
             self._beat(data)
             return
+        self._spoke = True
         if self._stream:
             self._stream.write(data)
         else:
@@ -291,12 +295,19 @@ class _Client(asyncio.Protocol):
 
     def overhear(self, news: bytes) -> None:
         """Send what the kernel would publish, unless this connection is not up yet, or not for that."""
-        if self._channel == "iopub" and self._stream and not self._stream.held():
+        if self._channel == "iopub" and self.interruptible:
             self._transport.write(news)
 
     @property
     def calling(self) -> bool:
-        return self._channel in CALLS and self._stream is not None and self._stream.backlog > 0
+        """One that has heard nothing yet waits in the middle of the handshake, and says no more until it does."""
+        waits = self._stream is not None and (self._stream.backlog > 0 or (self._spoke and not self._served))
+        return waits and self._channel in CALLS
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether a message to this client can begin now."""
+        return self._position.between_messages and not self._waiting and not self._congested
 
     def drop(self) -> None:
         if self._stream:
@@ -310,7 +321,8 @@ class _Client(asyncio.Protocol):
             self._transport.close()
 
     def _deliver(self, data: bytes) -> None:
-        self._relay.heard = True
+        self._relay.heard = self._served = True
+        self._position.follow(data)
         self._unsent += len(data)
         if self._congested:
             self._waiting += data

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
-from sandbox_provisioner.heart import COMMAND, GREETING, LARGEST, LONG, MORE, READY, Heart
+from sandbox_provisioner.heart import GREETING, LARGEST, READY, Heart
+from sandbox_provisioner.zmtp import COMMAND, LONG, MORE
 
 PATIENCE = 20
 NULL_READY = bytes([COMMAND, len(READY)]) + READY.replace(b"REP", b"REQ")

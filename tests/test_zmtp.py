@@ -1,0 +1,44 @@
+"""Where in its protocol a connection is: known after any bytes, however they are cut into pieces."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_provisioner.apology import _encode
+from sandbox_provisioner.zmtp import GREETING_SIZE, Position
+
+MESSAGES = st.lists(st.lists(st.binary(max_size=400), min_size=1, max_size=4), max_size=4)
+
+
+@given(MESSAGES, st.lists(st.integers(1, 300), max_size=20))
+def test_a_message_can_begin_after_whole_messages_however_they_came(
+    messages: list[list[bytes]], cuts: list[int]
+) -> None:
+    data = bytes(GREETING_SIZE) + b"".join(map(_encode, messages))
+    position = Position()
+    for cut in [*cuts, len(data)]:
+        position.follow(data[:cut])
+        data = data[cut:]
+    assert position.between_messages
+
+
+@given(MESSAGES, st.lists(st.binary(max_size=400), min_size=1, max_size=4), st.data())
+def test_no_message_can_begin_within_one(messages: list[list[bytes]], last: list[bytes], data: st.DataObject) -> None:
+    position = Position()
+    position.follow(bytes(GREETING_SIZE) + b"".join(map(_encode, messages)))
+    encoded = _encode(last)
+    position.follow(encoded[: data.draw(st.integers(1, len(encoded) - 1))])
+    assert not position.between_messages
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_can_be_followed(data: bytes) -> None:
+    Position().follow(data)
+
+
+def test_nothing_can_begin_before_the_greeting() -> None:
+    position = Position()
+    assert not position.between_messages
+    position.follow(bytes(GREETING_SIZE - 1))
+    assert not position.between_messages
