@@ -18,6 +18,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 
 PATIENCE = 60.0
 
@@ -30,11 +31,13 @@ class Contender:
     title: str
     provisioner: str
     transport: str = "tcp"
+    sandbox_id: str = ""
 
 
 PLAIN = Contender("plain", "plain", "local-provisioner")
 DIRECT = Contender("direct", "gVisor alone", "host-sockets", transport="ipc")
 OURS = Contender("ours", "ours", "sandbox-provisioner")
+KEPT = Contender("kept", "ours, persistent", "sandbox-provisioner", sandbox_id="kept")
 CONTENDERS = (PLAIN, DIRECT, OURS)
 
 
@@ -68,6 +71,11 @@ class Session:
         self._client.start_channels()
         self._client.kernel_info(reply=True, timeout=PATIENCE)
         self.seconds_to_ready = time.perf_counter() - begin
+
+    @property
+    def provisioner(self) -> KernelProvisionerBase | None:
+        """Its kernel's provisioner."""
+        return self._manager.provisioner
 
     def settle(self) -> None:
         """Wait until every channel is connected and quiet."""
@@ -112,7 +120,7 @@ class Bench:
         factory.provisioners[DIRECT.provisioner] = EntryPoint(
             DIRECT.provisioner, "direct:HostSocketProvisioner", factory.GROUP_NAME
         )
-        for contender in CONTENDERS:
+        for contender in (*CONTENDERS, KEPT):
             folder = self._folder / "kernels" / contender.name
             folder.mkdir(parents=True)
             (folder / "kernel.json").write_text(json.dumps(self._kernelspec(contender)))
@@ -126,12 +134,13 @@ class Bench:
         self._scratch.cleanup()
 
     def _kernelspec(self, contender: Contender) -> dict[str, object]:
+        config = {"sandbox_id": contender.sandbox_id} if contender.sandbox_id else {}
         return {
             "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             "display_name": contender.title,
             "language": "python",
             "env": {"IPYTHONDIR": str(self._folder / "ipython")} if contender is PLAIN else {},
-            "metadata": {"kernel_provisioner": {"provisioner_name": contender.provisioner, "config": {}}},
+            "metadata": {"kernel_provisioner": {"provisioner_name": contender.provisioner, "config": config}},
         }
 
     def start(self, contender: Contender) -> Session:

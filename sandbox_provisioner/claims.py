@@ -75,7 +75,7 @@ class Claim:
             await claim._attach(wanted, features, patience)
         elif path != wanted.notebook_path:
             await claim.handle.change(notebook_path=wanted.notebook_path)
-        await asyncio.to_thread(book.touch, claim.record.id)
+        claim.record = await asyncio.to_thread(book.record, claim.record.sandbox_id, manager.stores, **wanted.facts)
         return claim
 
     async def _attach(self, wanted: Wanted, features: Features, patience: float) -> None:
@@ -111,7 +111,7 @@ class Claim:
 def _known(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord | None:
     """The record of the sandbox that is wanted, if the user named it or it was used here before. Blocks."""
     if wanted.sandbox_id:
-        return book.record(wanted.sandbox_id, stores, **wanted.facts)
+        return book.record(wanted.sandbox_id, stores)
     records = book.find_notebook(wanted.notebook_path, wanted.kernel_name)
     return next((record for record in records if record.where == stores.metadata.where), None)
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from jupyter_server.utils import to_os_path
 from tornado.ioloop import PeriodicCallback
@@ -20,6 +21,7 @@ from traitlets import Float, default
 
 from . import config, persistence
 from .errors import SandboxError
+from .kernelspecs import PROVISIONER
 from .manager import Recovered, SandboxManager
 from .provisioner import SandboxProvisioner
 from .runsc import find
@@ -126,8 +128,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             spec = self.kernel_spec_manager.get_kernel_spec(kernel_name or self.default_kernel_name)
         except KeyError:
             return False
-        stanza = spec.metadata.get("kernel_provisioner", {})
-        return bool(stanza.get("provisioner_name") == "sandbox-provisioner")
+        usual = KernelProvisionerFactory.instance(parent=self.parent).default_provisioner_name
+        return bool(spec.metadata.get("kernel_provisioner", {}).get("provisioner_name", usual) == PROVISIONER)
 
     async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
         try:
@@ -145,9 +147,11 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
     async def _recover(self) -> None:
         """In a thread with a loop of its own, because the server's has other things to do."""
+        configured = self.config.SandboxProvisioner
+        storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
 
         def work() -> list[Recovered]:
-            manager = SandboxManager(persistence.settings(), find(), persistence.server())
+            manager = SandboxManager(persistence.settings(storage_dir), find(runsc), persistence.server())
             return asyncio.run(manager.recover())
 
         try:

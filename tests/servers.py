@@ -28,11 +28,10 @@ class Server:
         paths = {"PATH": folder, "RUNTIME_DIR": self.runtime, "CONFIG_DIR": own / "config", "DATA_DIR": own / "data"}
         env = {**os.environ, **{f"JUPYTER_{variable}": str(path) for variable, path in paths.items()}}
         argv = [sys.executable, "-m", "jupyter_server", "--allow-root", "--port=0", "--IdentityProvider.token=t"]
-        manager = "--ServerApp.kernel_manager_class=sandbox_provisioner.kernelmanager.SandboxKernelManager"
         for file in self.runtime.glob("jpserver-*"):
             file.unlink()
         with self.log.open("a") as log:
-            self.process = subprocess.Popen([*argv, manager, *options], cwd=folder / "notebooks", env=env, stderr=log)
+            self.process = subprocess.Popen([*argv, *options], cwd=folder / "notebooks", env=env, stderr=log)
         while not self._answers():
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.1)

@@ -1,0 +1,156 @@
+"""What a plain and a sandboxed kernel can reach: the first half of `make demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from demo_server import run
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+SECRET = f"secret-{secrets.token_hex(4)}"
+VARIABLE = "DEMO_SECRET"
+
+ENVIRONMENT = "import os; print(os.environ.get({variable!r}, 'not there'))"
+READ = "print(open({path!r}).read() if os.path.exists({path!r}) else 'not there')"
+CONNECT = """
+import socket
+try:
+    print(socket.create_connection(('127.0.0.1', {port}), 5).recv(100).decode())
+except OSError as error:
+    print(error.strerror)
+"""
+ROUTE = """
+try:
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('192.0.2.1', 9))  # sends nothing: is there a way?
+    print('there is a way')
+except OSError as error:
+    print(error.strerror)
+"""
+PROCESSES = "print(len([name for name in os.listdir('/proc') if name.isdigit()]), 'processes')"
+WRITE = """
+try:
+    open({path!r}, 'w').write('was here'); print('written')
+except OSError as error:
+    print(error.strerror)
+"""
+SHARE = "open('note.txt', 'w').write('hello'); print('written')"
+
+
+class Kernel:
+    """A kernel and one client of it."""
+
+    def __init__(self, title: str, provisioner: str) -> None:
+        self.title = title
+        self._manager = KernelManager(kernel_name="python3")
+        spec = self._manager.kernel_spec
+        assert spec is not None
+        spec.metadata = {**spec.metadata, "kernel_provisioner": {"provisioner_name": provisioner}}
+        self._client: BlockingKernelClient | None = None
+
+    def start(self, folder: Path) -> None:
+        begun = time.monotonic()
+        self._manager.start_kernel(cwd=str(folder), stderr=subprocess.DEVNULL)
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=120)
+        self.seconds = time.monotonic() - begun
+
+    def run(self, code: str) -> str:
+        assert self._client is not None
+        return run(self._client, code)
+
+    def close(self) -> None:
+        """End it, however far its start had come."""
+        if self._client:
+            self._client.stop_channels()
+        if self._manager.has_kernel:
+            self._manager.shutdown_kernel(now=True)
+        elif self._manager.provisioner:
+            self._manager.cleanup_resources()
+
+
+class Story:
+    """Prints what is seen and remembers whether it is as claimed."""
+
+    def __init__(self) -> None:
+        self.held = True
+
+    def row(self, what: str, plain: str, sandboxed: str, holds: bool) -> None:
+        self.held = self.held and holds
+        print(f"  {'✓' if holds else '✗'} {what:<42} {plain[:26]:<28} {sandboxed[:40]}", flush=True)
+
+    def event(self, what: str, took: str, seen: str, holds: bool) -> None:
+        self.held = self.held and holds
+        print(f"  {'✓' if holds else '✗'} {what:<42} {took:>8}   {seen}", flush=True)
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[int]:
+    """A server on this machine's loopback, such as a database nobody meant to share; yields its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connection.sendall(b"welcome")
+                connection.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        server.close()
+
+
+def compare(story: Story, plain: Kernel, sandboxed: Kernel, folder: Path, secret: Path, port: int) -> None:
+    """Run the same cells in both."""
+    elsewhere = secret.with_name(f"{secret.name}-written")
+    cells = [
+        ("reads a secret of the server's environment", ENVIRONMENT.format(variable=VARIABLE), SECRET),
+        ("reads a file in your home", READ.format(path=str(secret)), SECRET),
+        ("connects to a server on 127.0.0.1", CONNECT.format(port=port), "welcome"),
+        ("finds a way to an outside address", ROUTE, "there is a way"),
+        ("lists this machine's processes", PROCESSES, ""),
+    ]
+    print(f"\n    {'the kernel ...':<42} {plain.title:<28} {sandboxed.title}\n    {'-' * 96}")
+    story.row("is ready after", f"{plain.seconds:.2f} s", f"{sandboxed.seconds:.2f} s", True)
+    for what, code, prize in cells:
+        seen, kept = plain.run(code), sandboxed.run(code)
+        fewer = int(kept.split()[0]) < int(seen.split()[0]) if not prize else prize not in kept
+        story.row(what, seen, kept, fewer)
+    seen = plain.run(WRITE.format(path=str(elsewhere)))
+    elsewhere.unlink(missing_ok=True)
+    kept = sandboxed.run(WRITE.format(path=str(elsewhere)))
+    untouched = not elsewhere.exists()
+    elsewhere.unlink(missing_ok=True)
+    story.row("writes a file into your home", seen, f"{kept}, in its own memory" * untouched, untouched)
+    seen, kept = plain.run(SHARE), sandboxed.run(SHARE)
+    story.row("writes a file into the notebook's folder", seen, kept, (folder / "note.txt").read_text() == "hello")
+
+
+def side_by_side(story: Story, notebooks: Path) -> None:
+    """Start a kernel of each kind, with something to find in your home and in the environment, and compare them."""
+    os.environ[VARIABLE] = SECRET
+    handle, name = tempfile.mkstemp(prefix=".sandbox-demo-", dir=Path.home(), text=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(Path(name).unlink)
+        os.write(handle, SECRET.encode())
+        os.close(handle)
+        port = stack.enter_context(listener())
+        plain = Kernel("plain kernel", "local-provisioner")
+        sandboxed = Kernel("sandboxed kernel", "sandbox-provisioner")
+        for kernel in (plain, sandboxed):
+            stack.callback(kernel.close)
+            kernel.start(notebooks)
+        compare(story, plain, sandboxed, notebooks, Path(name), port)

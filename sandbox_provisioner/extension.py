@@ -1,0 +1,28 @@
+"""The Jupyter Server extension that the wheel enables: it gives the server a kernel manager that hibernates.
+
+A configuration file of a package's can enable an extension and nothing else; an extension is linked before the server
+makes its kernel manager, and so can choose it. A class that the user configured stays.
+"""
+
+from __future__ import annotations
+
+from jupyter_server.serverapp import ServerApp
+
+from .kernelmanager import SandboxKernelManager
+
+
+def _jupyter_server_extension_points() -> list[dict[str, str]]:
+    """Called by Jupyter Server to find what to link and load."""
+    return [{"module": "sandbox_provisioner.extension"}]
+
+
+def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
+    """Called by Jupyter Server before it makes its kernel manager."""
+    if "kernel_manager_class" in serverapp.config.ServerApp:
+        serverapp.log.info("Sandboxed kernels are not hibernated: ServerApp.kernel_manager_class is configured.")
+    else:
+        serverapp.kernel_manager_class = SandboxKernelManager
+
+
+def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
+    """Called by Jupyter Server when it is up; there is nothing left to do."""

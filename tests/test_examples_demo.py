@@ -1,0 +1,22 @@
+"""`make demo` as a newcomer runs it: with the installed configuration of Jupyter Server, and no settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
+
+
+@pytest.mark.runsc
+def test_every_claim_of_the_demo_holds_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, str(DEMO)], env=env, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Every claim held." in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert list(Path.home().glob(".sandbox-demo-*")) == []

@@ -1,0 +1,29 @@
+"""The server extension: enabled by what the wheel installs, it chooses the kernel manager unless the user did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jupyter_server.serverapp import ServerApp
+from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
+
+from sandbox_provisioner.kernelmanager import SandboxKernelManager
+
+
+def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> object:
+    for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
+        monkeypatch.setenv(f"JUPYTER_{name}", str(folder / name))
+    app = ServerApp()
+    app.initialize(["--allow-root", "--port=0", f"--ServerApp.root_dir={folder}", *options], new_httpserver=False)
+    return app.kernel_manager
+
+
+def test_an_installed_package_makes_any_server_hibernate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert type(manager_of_a_server(monkeypatch, tmp_path)) is SandboxKernelManager
+
+
+def test_a_class_that_the_user_configured_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    theirs = f"{AsyncMappingKernelManager.__module__}.{AsyncMappingKernelManager.__name__}"
+    manager = manager_of_a_server(monkeypatch, tmp_path, f"--ServerApp.kernel_manager_class={theirs}")
+    assert type(manager) is AsyncMappingKernelManager
