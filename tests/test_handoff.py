@@ -16,7 +16,7 @@ Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gcs: GCS) -> None:
     """Storage that both servers have."""
     if request.param == "folder":

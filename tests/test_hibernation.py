@@ -88,6 +88,7 @@ def test_a_killed_servers_kernels_are_back_as_they_were_at_that_moment(
     notebook.close()
 
 
+@pytest.mark.slow
 def test_ten_cycles_of_all_kinds_lose_nothing(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     kernel = sandboxed()
     server = serve(*CULLING)

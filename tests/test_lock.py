@@ -784,7 +784,7 @@ async def test_a_free_lease_costs_one_request_to_get_and_one_to_give_back(gcs: G
 
 # --- The fights
 
-PLAYERS, ROUNDS = 16, 100
+PLAYERS = 16
 
 
 def fight(players: list[subprocess.Popen[bytes]]) -> list[tuple[subprocess.Popen[bytes], int]]:
@@ -807,11 +807,12 @@ def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
     return ground
 
 
+@pytest.mark.parametrize("rounds", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ground", ["local", "gcs"], indirect=True)
-def test_of_sixteen_processes_exactly_one_wins_each_of_a_hundred_fights(rough: Ground) -> None:
+def test_of_sixteen_processes_exactly_one_wins_each_fight(rough: Ground, rounds: int) -> None:
     tokens = []
     with Players(rough, PLAYERS, (8.0, 0.8, 0.2)) as players:
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             winners = fight(players)
             assert len(winners) == 1
             [(winner, token)] = winners

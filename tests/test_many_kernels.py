@@ -73,18 +73,24 @@ async def ask(km: AsyncKernelManager, expression: str) -> str:
 
 
 @pytest.mark.timeout(400)
-async def test_twenty_kernels_start_answer_and_stop_together_and_leave_nothing(
-    sandboxed: Sandboxed, kernelspecs: KernelSpecManager, notebook_folder: Path, runtime: Path, temporary: Path
+@pytest.mark.parametrize("count", [6, pytest.param(AT_ONCE, marks=pytest.mark.slow)])
+async def test_many_kernels_start_answer_and_stop_together_and_leave_nothing(
+    sandboxed: Sandboxed,
+    kernelspecs: KernelSpecManager,
+    notebook_folder: Path,
+    runtime: Path,
+    temporary: Path,
+    count: int,
 ) -> None:
     name = sandboxed()
     ports, descriptors = listening(), psutil.Process().num_fds()
     others = psutil.Process().children(recursive=True)
-    managers = [AsyncKernelManager(kernel_name=name, kernel_spec_manager=kernelspecs) for _ in range(AT_ONCE)]
+    managers = [AsyncKernelManager(kernel_name=name, kernel_spec_manager=kernelspecs) for _ in range(count)]
     await asyncio.gather(*(km.start_kernel() for km in managers))
     processes = [process for process in psutil.Process().children(recursive=True) if process not in others]
-    assert len(listening() - ports) == 5 * AT_ONCE
+    assert len(listening() - ports) == 5 * count
     answers = await asyncio.gather(*(ask(km, f"{number} ** 2") for number, km in enumerate(managers)))
-    assert answers == [str(number**2) for number in range(AT_ONCE)]
+    assert answers == [str(number**2) for number in range(count)]
     await asyncio.gather(*(km.shutdown_kernel() for km in managers))
     assert leftovers(runtime) == []
     assert alive(processes) == []
