@@ -64,18 +64,19 @@ class Sight:
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser], open_: Open) -> None:
-    """Add the four commands to a parser; the one that runs gets its sandboxes from ``open_``."""
+    """Add the commands to a parser; the one that runs gets its sandboxes from ``open_``."""
     parsers = {}
     for name, run, about in (
         ("list", run_list, "list your persistent sandboxes"),
         ("show", run_show, "show all that is known of a sandbox"),
+        ("revert", run_revert, "give up a sandbox's last checkpoint, which cannot be restored, for the one before"),
         ("delete", run_delete, "delete sandboxes with their checkpoints and snapshots"),
         ("prune", run_prune, "delete every sandbox that has not been used for a time"),
     ):
         parsers[name] = commands.add_parser(name, help=about, description=f"{about.capitalize()}.")
         parsers[name].add_argument("--json", action="store_true", help="print the result as JSON")
         parsers[name].set_defaults(run=run, open=open_)
-    for name in ("show", "delete"):
+    for name in ("show", "revert", "delete"):
         parsers[name].add_argument("ids", nargs="+", metavar="ID", help="an id that `list` shows, or its beginning")
     parsers["prune"].add_argument(
         "--older-than",
@@ -119,6 +120,19 @@ def run_show(arguments: argparse.Namespace) -> int:
             say("")
         for name, value in details(sight).items():
             say(f"{name:<20} {value}")
+    return 0
+
+
+def run_revert(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox revert``."""
+    sandboxes = arguments.open()
+    reverted = {}
+    for record in map(sandboxes.registry.find, arguments.ids):
+        reverted[str(record.id)] = sandboxes.revert(record).created
+        if not arguments.json:
+            say(f"{title(record)} will be as it was at {reverted[str(record.id)]}.")
+    if arguments.json:
+        print_json({"reverted": reverted})
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-OLDER = "There is an older checkpoint, which can be restored instead."
+OLDER = "There is an older checkpoint: `jupyter sandbox revert` with the sandbox's id gives up this one for it."
 
 
 class SandboxError(Exception):

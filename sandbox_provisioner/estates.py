@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from . import ledger
-from .errors import MetadataError, SandboxNotFoundError
+from .errors import MetadataError, SandboxError, SandboxNotFoundError
 from .ledger import Ledger
 from .lock.base import Lease, Owner
-from .metadata import GCSSandboxMetadata
+from .metadata import Checkpoint, GCSSandboxMetadata
 from .names import artifacts, lock_name, metadata_name, prefix
 from .stores import Stores
 
@@ -56,6 +57,19 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> i
                 freed += await asyncio.to_thread(store.delete_all, below)
     await lease.release()
     return freed
+
+
+async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
+    """Give up a sandbox's last checkpoint for the one before, which is returned. LeaseHeldError if it is in use."""
+    async with leased(sandbox_id, stores, owner) as lease:
+        book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
+        older = book.metadata.previous
+        if older is None:
+            raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
+        await book.sign()
+        await book.change(lambda document: replace(document, checkpoint=older, previous=None))
+    await lease.release()
+    return older
 
 
 def delete_persistent(stores: Stores, sandbox_id: str) -> int:

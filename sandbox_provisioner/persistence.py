@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,7 +13,8 @@ from jupyter_core.paths import jupyter_data_dir
 
 from . import estates
 from .config import GCSConfig
-from .metadata import GCSSandboxMetadata
+from .lock.base import Owner
+from .metadata import Checkpoint, GCSSandboxMetadata
 from .names import SANDBOX_ID, prefix, snapshot_prefix
 from .records import SandboxRecord
 from .registry import PersistentSandboxRegistry, require_here
@@ -76,6 +78,11 @@ class Persistence:
                 size = sum(info.size for info in objects if info.name.startswith(f"{below}/"))
                 found[name] = Snapshot(datetime.fromtimestamp(manifest.updated, UTC).isoformat(), size)
         return found
+
+    def revert(self, record: SandboxRecord) -> Checkpoint:
+        """Give up a sandbox's last checkpoint for the one before. LeaseHeldError if it is in use. Blocks."""
+        require_here(record, self.stores)
+        return asyncio.run(estates.revert_persistent(self.stores, record.sandbox_id, Owner.here("jupyter sandbox")))
 
     def destroy(self, record: SandboxRecord) -> int:
         """Delete a sandbox, all but its record; returns the bytes that went. LeaseHeldError if it is in use. Blocks."""

@@ -196,6 +196,24 @@ def test_show_tells_all_in_words(keep: Keep, capsys: pytest.CaptureFixture[str])
         assert words in said
 
 
+def test_revert_gives_up_the_last_checkpoint_for_the_one_before(
+    keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = keep()
+    kept = Persistence.open()
+    assert main(["revert", str(record.id)]) == 1
+    assert "no checkpoint before its last" in capsys.readouterr().err
+    document = kept.describe(record)
+    assert document.checkpoint is not None
+    older = replace(document.checkpoint, seconds=7.0)
+    kept.stores.metadata.write(
+        names.metadata_name(record.sandbox_id), metadata.encode(replace(document, previous=older))
+    )
+    assert ask("revert", str(record.id)) == {"reverted": {str(record.id): older.created}}
+    reverted = kept.describe(record)
+    assert (reverted.checkpoint, reverted.previous) == (older, None)
+
+
 def test_delete_says_what_went_and_how_much_was_freed(
     keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
