@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gcs_server import GCS
+from notebooks import Notebook
+from servers import Server
 
 from sandbox_provisioner.persistence import Persistence
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+Serve = Callable[..., Server]
+Sandboxed = Callable[..., str]
 
 
 def run(script: str, *arguments: str) -> str:
@@ -41,3 +48,46 @@ def test_the_persistent_sandbox_knows_in_the_second_run_what_it_heard_in_the_fir
     document = kept.describe(record)
     assert document.checkpoint is not None
     assert not document.running
+
+
+@pytest.mark.runsc
+@pytest.mark.usefixtures("data")
+def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state_outlives_the_server(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path
+) -> None:
+    kernel = sandboxed()
+    config = f"--config={EXAMPLES / 'single-user' / 'jupyter_server_config.py'}"
+    server = serve(config)
+    specs = server.ask("GET", "kernelspecs")[1]
+    assert (specs["default"], list(specs["kernelspecs"])) == (kernel, [kernel])
+    notebook = Notebook(server, "python3", "plain.ipynb")
+    assert len([*runtime.iterdir()]) == 1
+    notebook.close()
+    notebook = Notebook(server, kernel)
+    notebook.run("x = 1")
+    notebook.close()
+    server.stop()
+    notebook = Notebook(serve(config), kernel)
+    assert notebook.run("x") == "1"
+    notebook.close()
+
+
+@pytest.mark.runsc
+@pytest.mark.usefixtures("data")
+def test_with_the_settings_for_a_bucket_a_server_that_shares_nothing_else_goes_on_where_another_was(
+    serve: Serve, sandboxed: Sandboxed, gcs: GCS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = ["sh", "-c", f"BUCKET={gcs.bucket}; . '{EXAMPLES / 'gcs' / 'env.sh'}'; env -0"]
+    for line in subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split("\0"):
+        name, _, value = line.partition("=")
+        if name.startswith(("SANDBOX_", "FILESYSTEM_")):
+            monkeypatch.setenv(name, value)
+    kernel = sandboxed()
+    notebook = Notebook(serve(name="one"), kernel)
+    notebook.run("x = 1")
+    elsewhere = Notebook(serve(name="two"), kernel)
+    assert elsewhere.run("x") == "1"
+    notebook.close()
+    elsewhere.close()
+    prefix = os.environ["SANDBOX_OBJECT_PREFIX"]
+    assert {name.startswith(f"{prefix}/") for _, name in gcs.requests() if name} == {True}
