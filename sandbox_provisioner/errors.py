@@ -159,7 +159,10 @@ class LeaseHeldError(SandboxError):
     def __init__(self, name: str, owner: object) -> None:
         self.name = name
         self.owner = owner
-        super().__init__(f"{name} is in use by {owner}.")
+        remedy = "Shut it down there, or set enable_handoff on both servers."
+        super().__init__(
+            f"{name.removesuffix('/lock').replace('sandboxes/', 'Sandbox ')} is in use by {owner}.", remedy
+        )
 
 
 class LeaseLostError(SandboxError):

@@ -13,7 +13,7 @@ from signal import SIGKILL
 from typing import Any
 
 from .bundle import Mount
-from .errors import GuestError, LinkClosedError, SandboxError
+from .errors import GuestError, LinkClosedError, SandboxError, StateError
 from .folders import identity, replaced
 from .guestprocess import GuestProcess
 from .gvisor import GVisorSandbox
@@ -102,13 +102,21 @@ class SandboxedKernel:
         assert self.manager is not None and self.handle is not None
         sandbox_id = self.handle.sandbox_id
         self.handle.describe({**self.handle.contents, "busy": self.manager.busy(sandbox_id)})
-        await self.manager.checkpoint(sandbox_id)
+        try:
+            await self.manager.checkpoint(sandbox_id)
+        except StateError:
+            if not self.asleep:
+                raise
 
     async def wake(self) -> None:
         """Bring a hibernated kernel back; nothing happens to one that is awake."""
         if self.asleep:
             assert self.manager is not None and self.handle is not None
-            await self.manager.restore(self.handle.sandbox_id)
+            try:
+                await self.manager.restore(self.handle.sandbox_id)
+            except StateError:  # somebody else was quicker
+                if self.handle.instance.state != State.RUNNING:
+                    raise
             self.relay.awake()
 
     @property
@@ -141,7 +149,7 @@ class SandboxedKernel:
 
     def saved(self) -> None:
         """Told by whoever saved it: a client may have asked for something in that very moment."""
-        if self.relay.called:
+        if self.relay.called or (self.handle and self.handle.instance.link.urged):
             self._called()
 
     def _called(self) -> None:

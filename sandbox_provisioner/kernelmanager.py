@@ -9,6 +9,8 @@ Other kernels are not touched.
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
@@ -57,6 +59,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Start a kernel; the first sandboxed one waits until what a killed server left has been saved."""
         if self._sandboxed(kwargs.get("kernel_name")):
             if self._recovery is None:
+                _heed_interrupts(self.parent)
                 self._recovery = asyncio.create_task(self._recover())
                 self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
                 self._looking.start()
@@ -193,3 +196,10 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         for kernel_id, pending in list(self._pending_kernels.items()):
             if pending.done() and kernel_id not in self._kernels:
                 del self._pending_kernels[kernel_id]
+
+
+def _heed_interrupts(server: Any) -> None:
+    """Let SIGINT stop the server as SIGTERM does: a hub sends it, and without a terminal the server would just fall."""
+    alone = threading.current_thread() is threading.main_thread()
+    if alone and hasattr(server, "stop") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, frame: server.stop(from_signal=True))

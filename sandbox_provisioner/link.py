@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .errors import GuestError, LinkClosedError, ProtocolError
-from .guest.frames import CONTROL, DATA, MAX_PAYLOAD, OPEN, RESET, VERSION, Decoder, FrameError, encode
+from .guest.frames import CONTROL, DATA, HEADER, MAX_PAYLOAD, OPEN, RESET, VERSION, Decoder, FrameError, encode
 from .guestprocess import GuestProcess
 from .stream import Stream
 
@@ -78,6 +78,11 @@ class GuestLink:
     def resting(self) -> bool:
         """Whether nothing reaches the guest just now: it sleeps, or is about to, or to wake up."""
         return self.quiet and not self.fresh and not self.error
+
+    @property
+    def urged(self) -> bool:
+        """Whether something that is no stream's waits for the guest, such as a signal."""
+        return any(HEADER.unpack_from(frame)[0] == CONTROL for frame in self._held)
 
     async def adopt(self) -> None:
         """Take over a restored guest that another link was talking to: its streams end, its processes go on."""

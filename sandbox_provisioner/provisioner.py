@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +188,12 @@ class SandboxProvisioner(SandboxSettings):
             await self._claim.give_up(forget)
 
     async def _at_exit(self) -> None:
-        """In the I/O thread, when the process ends with the kernel still there: keep its state if it is to be kept."""
+        """In the I/O thread, when the process ends with the kernel still there: keep its state if it is to be kept.
+
+        One that cannot be saved any more is left running, for the next server to find.
+        """
         if self._claim and self._kernel.status is None and not self._kernel.asleep:
-            with suppress(SandboxError):
-                await self._kernel.hibernate()
+            await self._kernel.hibernate()
         await self._close(forget=False)
 
     def abandon(self) -> None:

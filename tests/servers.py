@@ -31,7 +31,9 @@ class Server:
         for file in self.runtime.glob("jpserver-*"):
             file.unlink()
         with self.log.open("a") as log:
-            self.process = subprocess.Popen([*argv, *options], cwd=folder / "notebooks", env=env, stderr=log)
+            self.process = subprocess.Popen(
+                [*argv, *options], cwd=folder / "notebooks", env=env, stdin=subprocess.DEVNULL, stderr=log
+            )
         while not self._answers():
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import leftovers, run
+from conftest import READY, leftovers, run
 from notebooks import Notebook, until
 from servers import Server
 
@@ -71,6 +72,21 @@ def test_a_stopped_server_saves_its_kernels_and_the_next_one_brings_them_back(
         notebook = Notebook(server, kernel, name)
         assert notebook.run("x, next(g)") == repr((name, 1))
         notebook.close()
+
+
+def test_a_server_that_is_interrupted_without_a_terminal_saves_its_kernels_too(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path
+) -> None:
+    kernel, server = sandboxed(), serve()
+    notebook = Notebook(server, kernel)
+    notebook.run("x = 1")
+    notebook.close()
+    server.process.send_signal(signal.SIGINT)  # what a hub sends
+    assert server.process.wait(READY) == 0
+    assert sandboxes(runtime) == []
+    notebook = Notebook(serve(), kernel)
+    assert notebook.run("x") == "1"
+    notebook.close()
 
 
 def test_a_killed_servers_kernels_are_back_as_they_were_at_that_moment(

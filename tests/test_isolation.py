@@ -30,10 +30,10 @@ from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import ConfigurationError, ProtocolError, SandboxError
 from sandbox_provisioner.guest.frames import MAX_PAYLOAD, WINDOW
 from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.provisioner import PASSED
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.runtime import sweep
 from sandbox_provisioner.states import State
+from sandbox_provisioner.variables import PASSED
 
 pytestmark = pytest.mark.runsc
 

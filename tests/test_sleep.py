@@ -1,0 +1,734 @@
+"""A kernel that is saved in the middle of whatever it does, under a plain KernelManager: its clients notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+import zmq
+from conftest import READY, leftovers, run
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+from sandbox_provisioner.errors import ConfigurationError, CorruptObjectError, LeaseHeldError
+from sandbox_provisioner.runtime import runtime_root
+
+pytestmark = pytest.mark.runsc
+
+LONG = 60
+HANDSHAKE = 20
+"""Seconds that are fewer than those after which ZeroMQ gives a connection up."""
+
+
+class Notebook:
+    """A notebook's kernel, and a client of it."""
+
+    def __init__(self, km: KernelManager, kc: BlockingKernelClient) -> None:
+        self.km, self.kc = km, kc
+
+    def run(self, code: str) -> str:
+        return run(self.kc, code)
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self.km.provisioner.asleep)
+
+    def hibernate(self) -> None:
+        asyncio.run(self.km.provisioner.hibernate())
+        assert self.asleep
+        assert self.km.is_alive()
+
+    def nap(self) -> None:
+        """Fall asleep, though it may be woken at once by what its clients want."""
+        asyncio.run(self.km.provisioner.hibernate())
+
+    def wake(self) -> None:
+        asyncio.run(self.km.provisioner.wake())
+        assert not self.asleep
+
+    def iopub(self, request: str, kind: str = "") -> dict[str, Any]:
+        """The next message of that kind which belongs to a request."""
+        while True:
+            message = self.kc.get_iopub_msg(timeout=LONG)
+            if message["parent_header"].get("msg_id") == request and message["msg_type"] in (kind, message["msg_type"]):
+                return message
+
+    def outputs(self, request: str) -> Iterator[str]:
+        """What a request prints, until it is done with."""
+        while True:
+            message = self.iopub(request)
+            if message["msg_type"] == "stream":
+                yield message["content"]["text"]
+            elif message["msg_type"] == "error":
+                yield message["content"]["ename"]
+            elif message["content"].get("execution_state") == "idle":
+                return
+
+    def reply(self, request: str) -> dict[str, Any]:
+        """What a request is answered, on the shell channel."""
+        while True:
+            message: dict[str, Any] = self.kc.get_shell_msg(timeout=LONG)
+            if message["parent_header"].get("msg_id") == request:
+                return message["content"]
+
+    def drain(self) -> None:
+        """Have it answer, and forget what it said before."""
+        self.run("pass")
+        for channel in (self.kc.shell_channel, self.kc.iopub_channel, self.kc.control_channel):
+            while channel.msg_ready():
+                channel.get_msg(timeout=0)
+
+    def end(self, keep: bool = False) -> None:
+        """Shut it down; ``keep`` is what a server says that stops."""
+        if keep:
+            self.km.provisioner.keep_state()
+        self.kc.stop_channels()
+        self.km.shutdown_kernel()
+
+
+Open = Callable[..., Notebook]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One runtime folder for all of these tests, because one kernel is theirs together."""
+    folder = tmp_path_factory.mktemp("run")
+    folder.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SANDBOX_RUNTIME_DIR", str(folder))
+        yield runtime_root()
+        assert leftovers(folder / "jupyter-sandbox") == []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(runtime: Path) -> Iterator[None]:
+    """After each test nothing runs, for their common kernel sleeps then."""
+    yield
+    assert leftovers(runtime) == []
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Jupyter's data folder of this test alone."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def open_notebook(
+    start_kernel: Callable[..., tuple[KernelManager, BlockingKernelClient]],
+    sandboxed: Callable[..., str],
+    notebook_folder: Path,
+    data: Path,
+) -> Open:
+    """Opens a notebook: its kernel starts, or is back."""
+
+    def start(name: str = "a.ipynb", **config: Any) -> Notebook:
+        env = {**os.environ, **({"JPY_SESSION_NAME": str(notebook_folder / name)} if name else {})}
+        return Notebook(*start_kernel(sandboxed(**config), env=env))
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def common(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """The kernel of all tests that only use it."""
+    folder = tmp_path_factory.mktemp("common")
+    specs = KernelSpecManager()
+    spec = specs.get_kernel_spec("python3").to_dict()
+    spec["metadata"]["kernel_provisioner"] = {"provisioner_name": "sandbox-provisioner"}
+    (folder / "kernels" / "common").mkdir(parents=True)
+    (folder / "kernels" / "common" / "kernel.json").write_text(json.dumps(spec))
+    specs.kernel_dirs = [str(folder / "kernels")]
+    km = KernelManager(kernel_name="common", kernel_spec_manager=specs)
+    (folder / "notebooks").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_DATA_DIR", str(folder / "data"))
+        env = {**os.environ, "JPY_SESSION_NAME": str(folder / "notebooks" / "a.ipynb")}
+        km.start_kernel(env=env, cwd=str(folder / "notebooks"))
+    notebook = Notebook(km, km.client())
+    notebook.kc.start_channels()
+    notebook.kc.wait_for_ready(timeout=READY)
+    yield notebook
+    notebook.end()
+
+
+@pytest.fixture
+def notebook(common: Notebook) -> Iterator[Notebook]:
+    """That kernel, which this test finds as others left it: asleep."""
+    yield common
+    common.drain()
+    common.hibernate()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def at_once(*things: Coroutine[Any, Any, None]) -> None:
+    async def do() -> None:
+        await asyncio.gather(*things)
+
+    asyncio.run(do())
+
+
+def images(data: Path) -> list[Path]:
+    return list((data / "sandbox" / "storage").rglob("pages.img"))
+
+
+# -- saved in the middle of something ----------------------------------------------------------------------------------
+
+
+def test_a_loop_that_prints_goes_on_and_every_line_arrives_once_and_in_order(notebook: Notebook) -> None:
+    request = notebook.kc.execute(
+        "import time\nfor number in range(2000):\n    print(number)\n    time.sleep(0.0005)\nprint('end')"
+    )
+    text, stops = "", ["\n10\n", "\n1000\n"]
+    for piece in notebook.outputs(request):
+        text += piece
+        if stops and stops[0] in text:
+            stops.pop(0)
+            notebook.hibernate()
+            notebook.wake()
+    assert text.split() == [*map(str, range(2000)), "end"]
+    assert notebook.reply(request)["status"] == "ok"
+    assert not stops
+
+
+def test_a_large_output_arrives_whole(notebook: Notebook) -> None:
+    chunk = 125_000
+    request = notebook.kc.execute(
+        f"for part in range(0, {10 * chunk}, {chunk}):\n"
+        f"    print(''.join(f'{{number:07d}}\\n' for number in range(part, part + {chunk})), end='', flush=True)"
+    )
+    pieces, cycles = [], 2
+    for piece in notebook.outputs(request):
+        pieces.append(piece)
+        if cycles:
+            cycles -= 1
+            notebook.hibernate()
+            notebook.wake()
+    assert cycles == 0
+    assert "".join(pieces) == "".join(f"{number:07d}\n" for number in range(10 * chunk))
+
+
+def test_one_large_message_arrives_whole_though_it_was_on_its_way(notebook: Notebook) -> None:
+    notebook.run("text = ''.join(f'{number:07d}\\n' for number in range(1_500_000))")
+    request = notebook.kc.execute("print('now', flush=True); print(text, end='', flush=True)")
+    assert notebook.iopub(request)["content"]["execution_state"] == "busy"
+    for _ in range(2):
+        notebook.hibernate()
+        notebook.wake()
+    text = "".join(notebook.outputs(request)).removeprefix("now\n")
+    assert text == "".join(f"{number:07d}\n" for number in range(1_500_000))
+
+
+def test_a_prompt_is_answered_after_the_wake(notebook: Notebook) -> None:
+    request = notebook.kc.execute("name = input('who? ')\nprint('hello', name)", allow_stdin=True)
+    assert notebook.kc.get_stdin_msg(timeout=LONG)["content"]["prompt"] == "who? "
+    notebook.hibernate()
+    notebook.kc.input("you")
+    assert "".join(notebook.outputs(request)) == "hello you\n"
+    assert notebook.reply(request)["status"] == "ok"
+
+
+ECHO = """
+def opened(comm, message):
+    @comm.on_msg
+    def echo(message):
+        comm.send({"echo": message["content"]["data"]["number"]})
+get_ipython().kernel.comm_manager.register_target("echo", opened)
+"""
+
+
+def test_comm_messages_of_both_directions_arrive_once_and_in_order(notebook: Notebook) -> None:
+    notebook.run(ECHO)
+    kc, session = notebook.kc, notebook.kc.session
+
+    def send(kind: str, **content: Any) -> None:
+        kc.shell_channel.send(session.msg(kind, {"comm_id": "c", "data": {}, **content}))
+
+    send("comm_open", target_name="echo")
+    sent, heard = 0, []
+    for cycle in range(4):
+        for _ in range(50):
+            send("comm_msg", data={"number": sent})
+            sent += 1
+        if cycle < 3:
+            notebook.nap()
+    while len(heard) < sent:
+        message = kc.get_iopub_msg(timeout=LONG)
+        if message["msg_type"] == "comm_msg":
+            heard.append(message["content"]["data"]["echo"])
+    assert heard == list(range(sent))
+
+
+def test_a_kernel_that_is_saved_while_it_starts_answers_those_who_wait_for_it(
+    kernelspecs: KernelSpecManager, sandboxed: Callable[..., str], notebook_folder: Path, data: Path
+) -> None:
+    km = KernelManager(kernel_name=sandboxed(), kernel_spec_manager=kernelspecs)
+    km.start_kernel(env={**os.environ, "JPY_SESSION_NAME": str(notebook_folder / "a.ipynb")})
+    notebook = Notebook(km, km.client())
+    try:
+        notebook.kc.start_channels()
+        time.sleep(0.3)
+        notebook.nap()
+        notebook.kc.kernel_info()
+        assert notebook.kc.get_shell_msg(timeout=HANDSHAKE)["msg_type"] == "kernel_info_reply"
+    finally:
+        notebook.end()
+
+
+# -- asleep ------------------------------------------------------------------------------------------------------------
+
+
+def test_hearts_beat_while_it_sleeps_and_wake_nobody(notebook: Notebook, runtime: Path) -> None:
+    notebook.run("x = 1")
+    notebook.kc.hb_channel.unpause()
+    notebook.hibernate()
+    assert leftovers(runtime) == []
+    with zmq.Context() as context, context.socket(zmq.REQ) as newcomer:
+        newcomer.linger, newcomer.rcvtimeo = 0, LONG * 1000
+        newcomer.connect(f"tcp://127.0.0.1:{notebook.km.hb_port}")
+        for _ in range(4):
+            newcomer.send(b"ping")
+            assert newcomer.recv() == b"ping"
+            time.sleep(0.5)
+            assert notebook.kc.hb_channel.is_beating()
+            assert notebook.km.is_alive()
+        assert notebook.asleep
+        assert leftovers(runtime) == []
+        assert notebook.run("x") == "1"
+        newcomer.send(b"ping")
+        until(lambda: notebook.kc.hb_channel.is_beating())
+
+
+def test_what_is_sent_meanwhile_is_answered_in_order(notebook: Notebook) -> None:
+    notebook.run("seen = []")
+    for _ in range(2):
+        notebook.hibernate()
+        requests = [notebook.kc.execute(f"seen.append({number}); print(seen)") for number in range(5)]
+        for number, request in enumerate(requests):
+            assert notebook.reply(request)["status"] == "ok"
+            assert "".join(notebook.outputs(request)) == f"{list(range(number + 1))}\n"
+        notebook.run("seen.clear()")
+
+
+def test_several_clients_stay_and_each_gets_its_own_answers(notebook: Notebook) -> None:
+    other = Notebook(notebook.km, BlockingKernelClient())
+    other.kc.load_connection_info(notebook.km.get_connection_info())
+    other.kc.start_channels()
+    other.kc.wait_for_ready(timeout=READY)
+    for number in range(3):
+        notebook.hibernate()
+        requests = [(each, each.kc.execute(f"{number}, {each is other}")) for each in (other, notebook)]
+        for each, request in requests:
+            assert each.reply(request)["status"] == "ok"
+    mine = notebook.kc.execute("print('seen by both')")
+    assert "".join(other.outputs(mine)) == "".join(notebook.outputs(mine)) == "seen by both\n"
+    other.kc.stop_channels()
+
+
+def test_the_control_channel_wakes_it_too(notebook: Notebook) -> None:
+    notebook.hibernate()
+    message = notebook.kc.session.msg("kernel_info_request")
+    notebook.kc.control_channel.send(message)
+    assert notebook.kc.get_control_msg(timeout=LONG)["msg_type"] == "kernel_info_reply"
+    assert not notebook.asleep
+
+
+def test_a_busy_kernel_can_be_interrupted_while_it_sleeps(notebook: Notebook) -> None:
+    request = notebook.kc.execute("print('begun', flush=True)\nimport time\ntime.sleep(600)")
+    outputs = notebook.outputs(request)
+    assert next(outputs) == "begun\n"
+    notebook.hibernate()
+    notebook.km.interrupt_kernel()
+    assert list(outputs) == ["KeyboardInterrupt"]
+    assert notebook.reply(request)["ename"] == "KeyboardInterrupt"
+    assert notebook.run("6 * 7") == "42"
+
+
+def test_an_interrupt_in_the_moment_of_falling_asleep_is_heeded(notebook: Notebook) -> None:
+    request = notebook.kc.execute("print('begun', flush=True)\nimport time\ntime.sleep(600)")
+    outputs = notebook.outputs(request)
+    assert next(outputs) == "begun\n"
+    provisioner = notebook.km.provisioner
+
+    async def interrupt() -> None:
+        while not provisioner.sandbox.link.quiet:
+            await asyncio.sleep(0.001)
+        await provisioner.send_signal(signal.SIGINT)
+
+    at_once(provisioner.hibernate(), interrupt())
+    assert list(outputs) == ["KeyboardInterrupt"]
+
+
+def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:
+    provisioner = notebook.km.provisioner
+    notebook.run("x = 1")
+    at_once(provisioner.hibernate(), provisioner.hibernate())
+    assert notebook.asleep
+    request = notebook.kc.execute("x += 1")
+    at_once(provisioner.wake(), provisioner.wake())
+    assert not notebook.asleep
+    assert notebook.reply(request)["status"] == "ok"
+    at_once(provisioner.hibernate(), provisioner.wake(), provisioner.hibernate(), provisioner.wake())
+    assert notebook.run("x") == "2"
+
+
+def test_a_request_larger_than_what_is_held_arrives_whole(notebook: Notebook) -> None:
+    notebook.hibernate()
+    assert notebook.run(f"len({'x' * 5_000_000!r})") == "5000000"
+
+
+TICKS = """
+import threading, time, pathlib
+def tick():
+    while True:
+        pathlib.Path("tick").write_text(str(time.time()))
+        time.sleep(0.01)
+threading.Thread(target=tick, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_a_shutdown_does_not_wake_it_and_leaves_nothing(
+    open_notebook: Open, notebook_folder: Path, data: Path, runtime: Path, now: bool
+) -> None:
+    notebook = open_notebook()
+    notebook.run(TICKS)
+    until((notebook_folder / "tick").exists)
+    notebook.hibernate()
+    last = (notebook_folder / "tick").read_text()
+    assert images(data)
+    notebook.kc.stop_channels()
+    notebook.km.shutdown_kernel(now=now)
+    assert (notebook_folder / "tick").read_text() == last
+    assert not notebook.km.is_alive()
+    assert images(data) == leftovers(runtime) == []
+    assert open_notebook().run("'tick' in globals()") == "False"
+
+
+def test_a_killed_one_is_dead(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.hibernate()
+    asyncio.run(notebook.km.provisioner.send_signal(signal.SIGKILL))
+    asyncio.run(asyncio.wait_for(notebook.km.provisioner.wait(), LONG))
+    assert not notebook.km.is_alive()
+
+
+def test_a_restart_gives_a_fresh_kernel_that_can_sleep_again(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    for _ in range(2):
+        notebook.hibernate()
+        notebook.km.restart_kernel()
+        notebook.kc.wait_for_ready(timeout=READY)
+        assert notebook.run("'x' in globals()") == "False"
+        notebook.run("x = 2")
+    notebook.hibernate()
+    assert notebook.run("x") == "2"
+
+
+# -- what the kernel notices -------------------------------------------------------------------------------------------
+
+LIVELY = """
+import asyncio, os, pathlib, random, socket, subprocess, sys, threading, time
+
+ticks = []
+def tick():
+    while True:
+        ticks.append(time.monotonic())
+        time.sleep(0.01)
+threading.Thread(target=tick, daemon=True).start()
+
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+private = open("/tmp/private", "w+")
+private.write("begun")
+shared = open("shared.txt", "w")
+shared.write("begun")
+unlinked = open("/tmp/unlinked", "w+")
+os.unlink("/tmp/unlinked")
+unlinked.write("kept")
+
+numbers = (number for number in range(100))
+next(numbers)
+
+listener = socket.create_server(("127.0.0.1", 0))
+caller = socket.create_connection(listener.getsockname())
+called, _ = listener.accept()
+caller.sendall(b"unread")
+
+async def later(event):
+    await event.wait()
+    return "came"
+event = asyncio.Event()
+task = asyncio.ensure_future(later(event))
+lock = threading.Lock(); lock.acquire()
+dice = random.Random(7)
+identity = (os.getpid(), os.getppid(), threading.main_thread().ident, dict(os.environ), os.getcwd())
+"""
+
+STILL_ALIVE = """
+before = len(ticks)
+child.stdin.write(b"x"); child.stdin.flush()
+assert child.stdout.read(1) == b"x"
+private.write(", ended"); private.seek(0)
+assert private.read() == "begun, ended"
+shared.write(", ended"); shared.close()
+assert pathlib.Path("shared.txt").read_text() == "begun, ended"
+unlinked.seek(0)
+assert unlinked.read() == "kept"
+assert list(numbers) == list(range(1, 100))
+assert called.recv(6) == b"unread"
+called.sendall(b"answer")
+assert caller.recv(6) == b"answer"
+socket.create_connection(listener.getsockname()).close()
+event.set()
+assert await task == "came"
+assert lock.locked()
+assert dice.random() == random.Random(7).random()
+assert identity == (os.getpid(), os.getppid(), threading.main_thread().ident, dict(os.environ), os.getcwd())
+time.sleep(0.2)
+assert len(ticks) > before
+"""
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_threads_processes_files_sockets_and_generators_survive(open_notebook: Open, reopened: bool) -> None:
+    notebook = open_notebook()
+    notebook.run(LIVELY)
+    notebook.hibernate()
+    if reopened:
+        notebook.end(keep=True)
+        notebook = open_notebook()
+    notebook.run(STILL_ALIVE)
+
+
+# -- its own idle timer ------------------------------------------------------------------------------------------------
+
+
+def test_it_falls_asleep_by_itself_when_no_cell_runs_and_not_before(open_notebook: Open) -> None:
+    notebook = open_notebook(enable_checkpoint_at_idle=True, idle_timeout=1)
+    request = notebook.kc.execute("import time\nfor _ in range(20):\n    time.sleep(0.2)")
+    while True:
+        assert not notebook.asleep
+        try:
+            message = notebook.kc.get_shell_msg(timeout=0.05)
+        except Empty:
+            continue
+        if message["parent_header"]["msg_id"] == request:
+            break
+    until(lambda: notebook.asleep)
+    assert notebook.km.is_alive()
+    assert notebook.run("'it is ' + 'awake'") == "'it is awake'"
+    until(lambda: notebook.asleep)
+
+
+# -- which sandbox it is -----------------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_with_an_id_of_its_own_needs_no_notebook(open_notebook: Open) -> None:
+    notebook = open_notebook(name="", sandbox_id="mine")
+    notebook.run("x = 'mine'")
+    notebook.hibernate()
+    notebook.end(keep=True)
+    notebook = open_notebook(name="another.ipynb", sandbox_id="mine")
+    assert notebook.run("x") == "'mine'"
+
+
+def test_without_a_notebook_and_an_id_nothing_is_kept(open_notebook: Open, data: Path) -> None:
+    notebook = open_notebook(name="")
+    asyncio.run(notebook.km.provisioner.hibernate())
+    assert not notebook.asleep
+    notebook.end(keep=True)
+    assert not (data / "sandbox").exists()
+
+
+def test_a_sandbox_that_must_be_in_a_bucket_is_refused_where_there_is_none(
+    kernelspecs: KernelSpecManager, sandboxed: Callable[..., str], notebook_folder: Path, data: Path, runtime: Path
+) -> None:
+    km = KernelManager(kernel_name=sandboxed(gcs_sandbox_id="mine"), kernel_spec_manager=kernelspecs)
+    with pytest.raises(ConfigurationError, match="SANDBOX_LOCK_BUCKET and SANDBOX_METADATA_BUCKET") as refusal:
+        km.start_kernel()
+    assert refusal.value.setting == "SANDBOX_LOCK_BUCKET"
+    assert not data.exists()
+    assert list(notebook_folder.iterdir()) == leftovers(runtime) == []
+
+
+# -- when it cannot be brought back ------------------------------------------------------------------------------------
+
+
+def damage(image: Path) -> None:
+    """Change one byte; the same again repairs it."""
+    with image.open("r+b") as file:
+        file.seek(image.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_state_is_not_restored_nor_replaced_and_the_reason_is_told(open_notebook: Open, data: Path) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+    notebook.end(keep=True)
+    (image,) = images(data)
+    damage(image)
+    for _ in range(2):
+        with pytest.raises(CorruptObjectError, match=r"pages\.img .* is damaged"):
+            open_notebook()
+        assert images(data) == [image]
+    damage(image)
+    assert open_notebook().run("x") == "1"
+
+
+def test_a_kernel_that_could_not_be_woken_is_woken_once_the_reason_is_gone(
+    open_notebook: Open, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+    (image,) = images(data)
+    damage(image)
+    first = notebook.kc.execute("x += 1")
+    until(lambda: "could not be woken, and its state is kept" in caplog.text)
+    assert notebook.km.is_alive()
+    damage(image)
+    second = notebook.kc.execute("print(x)")
+    refused = notebook.reply(first)
+    assert refused["ename"] == "KernelNotWoken"
+    assert "pages.img" in refused["evalue"]
+    assert list(notebook.outputs(first)) == ["KernelNotWoken"]
+    assert notebook.reply(second)["status"] == "ok"
+    assert "".join(notebook.outputs(second)) == "1\n"
+
+
+def test_what_was_on_its_way_when_it_fell_asleep_arrives_whole_though_it_could_not_be_woken_at_first(
+    open_notebook: Open, data: Path
+) -> None:
+    notebook = open_notebook()
+    notebook.run("text = ''.join(f'{number:07d}\\n' for number in range(2_000_000))")
+    request = notebook.kc.execute("print(text, end='', flush=True)")
+    assert notebook.iopub(request)["content"]["execution_state"] == "busy"
+    notebook.hibernate()
+    (image,) = images(data)
+    damage(image)
+    refused = notebook.kc.execute("1")
+    assert notebook.reply(refused)["ename"] == "KernelNotWoken"
+    damage(image)
+    notebook.wake()
+    assert "".join(notebook.outputs(request)) == "".join(f"{number:07d}\n" for number in range(2_000_000))
+    assert notebook.run("6 * 7") == "42"
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = """
+import os, sys
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+sys.path.insert(0, os.environ["TESTS"])
+from conftest import run
+specs = KernelSpecManager()
+specs.kernel_dirs = [sys.argv[1], *specs.kernel_dirs]
+km = KernelManager(kernel_name=sys.argv[2], kernel_spec_manager=specs)
+km.start_kernel(env={**os.environ, "JPY_SESSION_NAME": sys.argv[3]})
+kc = km.client()
+kc.start_channels()
+kc.wait_for_ready(timeout=60)
+print("ready", flush=True)
+for line in sys.stdin:
+    if line.startswith("asleep?"):
+        print(km.provisioner.asleep, flush=True)
+    elif line.startswith("alive?"):
+        print(km.is_alive(), flush=True)
+    else:
+        print(run(kc, line.strip()), flush=True)
+kc.stop_channels()
+km.shutdown_kernel(now=True)
+"""
+
+
+class Elsewhere:
+    """Another process with the notebook open."""
+
+    def __init__(self, specs: str, kernel: str, notebook: Path) -> None:
+        command = [sys.executable, "-c", ELSEWHERE, specs, kernel, str(notebook)]
+        env = {**os.environ, "TESTS": str(Path(__file__).parent)}
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def ready(self) -> None:
+        assert self.process.stdout and self.process.stderr
+        assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
+
+    def end(self) -> str:
+        return self.process.communicate(timeout=LONG)[1]
+
+
+@pytest.fixture
+def elsewhere(
+    kernelspecs: KernelSpecManager, sandboxed: Callable[..., str], notebook_folder: Path, data: Path
+) -> Iterator[Callable[..., Elsewhere]]:
+    """Opens a notebook in another process."""
+    others: list[Elsewhere] = []
+
+    def start(**config: Any) -> Elsewhere:
+        others.append(Elsewhere(kernelspecs.kernel_dirs[0], sandboxed(**config), notebook_folder / "a.ipynb"))
+        return others[-1]
+
+    yield start
+    for other in others:
+        if other.process.poll() is None:
+            other.end()
+
+
+def test_a_notebook_that_is_open_elsewhere_is_refused_with_the_owners_name(
+    open_notebook: Open, elsewhere: Callable[..., Elsewhere]
+) -> None:
+    other = elsewhere()
+    other.ready()
+    assert other.ask("x = 1; x") == "1"
+    with pytest.raises(LeaseHeldError, match=rf"in use by .*process {other.process.pid}\b"):
+        open_notebook()
+    assert other.ask("x") == "1"
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_notebook_is_handed_over_with_its_state(
+    open_notebook: Open, elsewhere: Callable[..., Elsewhere], asleep: bool, data: Path
+) -> None:
+    notebook = open_notebook(enable_handoff=True)
+    notebook.run("x = 1")
+    if asleep:
+        notebook.hibernate()
+    other = elsewhere(enable_handoff=True)
+    other.ready()
+    assert other.ask("x += 1; x") == "2"
+    until(lambda: not notebook.km.is_alive())
+    notebook.end()
+    assert images(data)
+    assert other.ask("x") == "2"
