@@ -243,13 +243,21 @@ class SandboxProvisioner(SandboxSettings):
         self._keeps_state = True
 
     def _wanted(self, env: dict[str, str]) -> Wanted | None:
-        """Which persistent sandbox this start is for; None if for none."""
-        explicit = self.gcs_sandbox_id or self.sandbox_id
+        """Which persistent sandbox this start is for; None if for none.
+
+        The start request's own SANDBOX_ID or GCS_SANDBOX_ID goes before the settings.
+        """
+        asked = {
+            name: env.get(name)
+            for name in ("SANDBOX_ID", "GCS_SANDBOX_ID")
+            if env.get(name, "") != os.environ.get(name, "")
+        }
+        gcs = asked.get("GCS_SANDBOX_ID") or ("" if asked.get("SANDBOX_ID") else self.gcs_sandbox_id)
+        explicit = gcs or asked.get("SANDBOX_ID") or self.sandbox_id
         notebook = env.get("JPY_SESSION_NAME", "")
         if not explicit and not (self.persistent and notebook.endswith(".ipynb")):
             return None
-        name = self.parent.kernel_name
-        return Wanted(name, notebook, explicit, bool(self.gcs_sandbox_id), getpass.getuser())
+        return Wanted(self.parent.kernel_name, notebook, explicit, bool(gcs), getpass.getuser())
 
     async def _make_claim(self, wanted: Wanted) -> None:
         settings, runsc = persistence.settings(self.storage_dir), find(self.runsc)
