@@ -94,7 +94,10 @@ class SandboxedKernel:
             await self.manager.restore(handle.sandbox_id)
             self._process = handle.instance.link.process(handle.contents["process"])
             if self._process is None:
-                raise SandboxError(f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.")
+                raise SandboxError(
+                    f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
+                    f"`jupyter sandbox delete {handle.sandbox_id}` forgets it; the notebook then starts afresh.",
+                )
         self._join(handle, handle.contents["targets"], ending)
 
     async def hibernate(self) -> None:
