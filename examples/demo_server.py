@@ -37,6 +37,7 @@ def private_jupyter(folder: Path) -> Iterator[None]:
             del os.environ[name]
     places = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     os.environ |= {**places, "SANDBOX_RUNTIME_DIR": str(folder), "SANDBOX_RUNSC": binary}
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "0"  # the kernel made here, not the environment's of the same name
     try:
         yield
     finally:
