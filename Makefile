@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEBIAN := .venv/debian
 # Driver, data path and kernels; of the rest, what an older runsc could get wrong.
-DEBIAN_TESTS := -k "not (isolation or many_kernels or notebooks or crashes or two_servers or test_manager or examples \
-	or test_sleep or handoff or hibernation) or capability or read_only or reached or outside or stopped_server"
+DEBIAN_TESTS := -k "not (isolation or many_kernels or notebooks or crashes or two_servers or test_manager or test_handle or examples \
+	or test_archive or test_environment or test_sleep or handoff or hibernation) or capability or read_only or reached or outside or stopped_server"
 
 .PHONY: help setup demo lab test test-slow test-lab test-hub test-debian check bench clean
 .DEFAULT_GOAL := help
