@@ -72,11 +72,6 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
     return older
 
 
-def delete_persistent(stores: Stores, sandbox_id: str) -> int:
-    """``destroy_persistent`` for those who have no event loop. Blocks."""
-    return asyncio.run(destroy_persistent(stores, sandbox_id, Owner.here("jupyter sandbox")))
-
-
 def without_metadata(stores: Stores) -> set[str]:
     """The ids with checkpoints but no document: of sandboxes whose deletion did not get to its end. Blocks."""
     top = "sandboxes/"

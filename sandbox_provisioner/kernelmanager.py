@@ -187,7 +187,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             return
         for session in await sessions.list_sessions():
             provisioner = self.persistent(session["kernel"]["id"])
-            if provisioner and provisioner.claim and session["type"] == "notebook":
+            if provisioner and session["type"] == "notebook":
                 with suppress(SandboxError):
                     await provisioner.follow(to_os_path(session["path"], self.root_dir))
 

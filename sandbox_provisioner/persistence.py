@@ -87,4 +87,4 @@ class Persistence:
     def destroy(self, record: SandboxRecord) -> int:
         """Delete a sandbox, all but its record; returns the bytes that went. LeaseHeldError if it is in use. Blocks."""
         require_here(record, self.stores)
-        return estates.delete_persistent(self.stores, record.sandbox_id)
+        return asyncio.run(estates.destroy_persistent(self.stores, record.sandbox_id, Owner.here("jupyter sandbox")))
