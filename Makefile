@@ -6,6 +6,9 @@ DEBIAN := .venv/debian
 DEBIAN_TESTS := -k "not (isolation or many_kernels or notebooks or crashes or two_servers or test_manager or test_handle or examples \
 	or test_archive or test_environment or test_sleep or handoff or hibernation) or capability or read_only or reached or outside or stopped_server"
 
+# Most of a test is waiting for a sandbox, a lease or a server, so they run beside each other.
+PYTEST_ALL := $(BIN)/python -m pytest -n 3 --dist loadfile
+
 .PHONY: help setup demo lab test test-slow test-lab test-hub test-debian check bench clean
 .DEFAULT_GOAL := help
 
@@ -45,7 +48,7 @@ lab: .venv/.lab .venv/.ready
 	@$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
 
 test: .venv/.test .venv/.ready
-	@$(BIN)/python -m pytest -m "not slow and not browser and not hub" $(PYTEST)
+	@$(PYTEST_ALL) -m "not slow and not browser and not hub" $(PYTEST)
 
 test-slow: .venv/.test .venv/.ready
 	@$(BIN)/python -m pytest -m slow --timeout=900 $(PYTEST)
@@ -62,7 +65,7 @@ test-hub: .venv/.test .venv/.hub $(BIN)/configurable-http-proxy .venv/.ready
 
 test-debian: .venv/.test
 	@JUPYTER_DATA_DIR=$(DEBIAN) $(BIN)/jupyter-sandbox setup --source debian --kernel python3
-	@SANDBOX_RUNSC=$(CURDIR)/$(DEBIAN)/sandbox/bin/runsc $(BIN)/python -m pytest -m "runsc and not slow" $(DEBIAN_TESTS) $(PYTEST)
+	@SANDBOX_RUNSC=$(CURDIR)/$(DEBIAN)/sandbox/bin/runsc $(PYTEST_ALL) -m "runsc and not slow" $(DEBIAN_TESTS) $(PYTEST)
 
 check: .venv/.test
 	@$(BIN)/ruff check .

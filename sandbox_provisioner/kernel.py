@@ -101,13 +101,16 @@ class SandboxedKernel:
         self._join(handle, handle.contents["targets"], ending)
 
     async def hibernate(self) -> None:
-        """Save a persistent kernel and give its memory back; its clients stay, and what they ask for wakes it."""
+        """Save a persistent kernel and give its memory back; its clients stay, and what they ask for wakes it.
+
+        One that is about to wake up does so first; nothing happens to one that sleeps.
+        """
         assert self.manager is not None and self.handle is not None
         sandbox_id = self.handle.sandbox_id
         self.handle.describe({**self.handle.contents, "busy": self.manager.busy(sandbox_id)})
         try:
             await self.manager.checkpoint(sandbox_id)
-        except StateError:
+        except StateError:  # it sleeps already
             if not self.asleep:
                 raise
 

@@ -221,7 +221,7 @@ class SandboxProvisioner(SandboxSettings):
 
     async def hibernate(self) -> None:
         """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
-        if self._claim and self._launched and not self.asleep and self._kernel.status is None:
+        if self._claim and self._launched and self._kernel.status is None:
             await IO.run(self._kernel.hibernate())
 
     async def wake(self) -> None:

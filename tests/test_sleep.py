@@ -377,6 +377,20 @@ def test_an_interrupt_in_the_moment_of_falling_asleep_is_heeded(notebook: Notebo
     assert list(outputs) == ["KeyboardInterrupt"]
 
 
+def test_an_interrupt_finds_the_main_thread_among_many_that_wake_with_it(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run("import threading, time")
+    notebook.run("for _ in range(400): threading.Thread(target=threading.Event().wait, daemon=True).start()")
+    for _ in range(4):
+        request = notebook.kc.execute(f"print('begun', flush=True)\ntime.sleep({10 * LONG})")
+        outputs = notebook.outputs(request)
+        assert next(outputs) == "begun\n"
+        notebook.hibernate()
+        notebook.km.interrupt_kernel()
+        assert list(outputs) == ["KeyboardInterrupt"]
+    notebook.end()
+
+
 def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:
     provisioner = notebook.km.provisioner
     notebook.run("x = 1")
@@ -388,6 +402,12 @@ def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:
     assert notebook.reply(request)["status"] == "ok"
     at_once(provisioner.hibernate(), provisioner.wake(), provisioner.hibernate(), provisioner.wake())
     assert notebook.run("x") == "2"
+
+
+def test_one_that_is_just_waking_up_can_be_told_to_sleep_again(notebook: Notebook) -> None:
+    notebook.hibernate()
+    at_once(notebook.km.provisioner.wake(), notebook.km.provisioner.hibernate())
+    assert notebook.asleep
 
 
 def test_a_request_larger_than_what_is_held_arrives_whole(notebook: Notebook) -> None:

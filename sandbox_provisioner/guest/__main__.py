@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 from confine import confine
@@ -34,12 +35,14 @@ from frames import (
     encode,
     encode_credit,
 )
-from processes import Process, start
+from processes import Process, settle, start
 
 HOST_IN, HOST_OUT = 0, 1
 CONNECT_RETRY = 0.01
 TCP_CONNECT = 0.05
 ORPHAN_TURN = 0.1
+SETTLING = 1.0
+"""Seconds after a restore in which a process's main thread may not have gone back to where it was."""
 
 
 class HostGone(Exception):
@@ -77,6 +80,7 @@ class Init:
         self.processes: dict[int, Process] = {}
         self.waking, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.quiesced = False
+        self.resumed = 0.0
         self.frame = memoryview(bytearray(HEADER.size + MAX_PAYLOAD))
         self.inbox = memoryview(bytearray(MAX_PAYLOAD))
 
@@ -193,6 +197,7 @@ class Init:
             self.tell(op="quiesced")
         elif op == "resume":
             self.quiesced = False
+            self.resumed = time.monotonic()
             self.tell(op="resumed")
         elif op == "adopt":
             self.let_go()
@@ -228,6 +233,7 @@ class Init:
         process = self.processes.get(name)
         if process is None or not process.pid:
             return
+        settle(process.pid, until=self.resumed + SETTLING)
         try:
             os.killpg(process.pid, signum)
         except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 
 
 class Process:
@@ -63,3 +64,21 @@ def start(name: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool
         if fd >= 0:
             os.set_blocking(fd, False)
     return Process(name, pid, in_write, out_read, err_read)
+
+
+def settle(pid: int, until: float) -> None:
+    """Wait until the process's main thread rests, but no longer than ``until``.
+
+    A restore interrupts all threads, and gVisor gives a signal that comes just then to whichever is first to be done
+    with that. A program that sleeps in its main thread would not hear of it.
+    """
+    while time.monotonic() < until and _state(pid) == "R":
+        time.sleep(0.005)
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
