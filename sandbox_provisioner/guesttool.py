@@ -10,6 +10,7 @@ from .bundle import GUEST_INSIDE
 from .errors import GuestError, SandboxError
 from .guestprocess import GuestProcess
 from .gvisor import GVisorSandbox
+from .words import printable
 
 GRACE = 10.0
 """Seconds that a script which was killed may take to be gone."""
@@ -72,7 +73,7 @@ class GuestTool:
             pass
         async with self._patience():
             status = await self._process.wait()
-        words = printable(self._words.decode("utf-8", "replace"))
+        words = printable(bytes(self._words))
         if status:
             raise GuestError(f"{self._task} failed in the sandbox: {words or f'it ended with status {status}'}.")
         return words
@@ -84,8 +85,3 @@ class GuestTool:
                 yield
         except TimeoutError:
             raise GuestError(f"{self._task} failed in the sandbox: it stood still for {STALL:.0f} seconds.") from None
-
-
-def printable(text: str) -> str:
-    """What a guest said, on one line and without escape sequences."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from .process import LocalProcess
 from .runsc import SETUP_HINT, Runsc, checked, explain, plain_words
 from .runtime import RuntimeFolder, kill_processes
 from .states import Action, State, after
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT = 120.0
 COMMAND_TIMEOUT = 30.0
@@ -59,6 +62,7 @@ class GVisorSandbox:
         self.runsc = runsc
         self.link = GuestLink()
         self.link.on_lost = self._link_lost
+        self.link.on_hook_failed = lambda reason: log.warning("Sandbox %s: its hook failed: %s", sandbox_id, reason)
         self.on_exit: Callable[[], None] = lambda: None
         self.platform = platform
         self._state = State.INITIALIZED
@@ -234,7 +238,9 @@ class GVisorSandbox:
         answer = asyncio.ensure_future(awaken())
         end = asyncio.create_task(self._main.wait())
         try:
-            await asyncio.wait({answer, end}, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {answer, end}, timeout=START_TIMEOUT + self.link.hooks.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
             if answer.done() and not answer.exception():
                 return
             if answer.done():
@@ -310,7 +316,7 @@ class GVisorSandbox:
                 await self._command("resume", self.container_id)
             if self._orphaned:
                 return
-            await asyncio.wait_for(self.link.resume(), QUIESCE_TIMEOUT)
+            await asyncio.wait_for(self.link.resume(), QUIESCE_TIMEOUT + self.link.hooks.seconds)
         except (SandboxError, TimeoutError) as error:
             self._enter(Action.FAIL)
             self.link.lose(LinkClosedError(f"it did not survive a failed checkpoint: {error}"))

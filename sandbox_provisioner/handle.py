@@ -29,6 +29,7 @@ from .estates import leased
 from .fingerprints import Fingerprints
 from .gvisor import GVisorSandbox
 from .ledger import Ledger
+from .link import AFTER_RESTORE, BEFORE_CHECKPOINT
 from .lock.base import Lease, Owner
 from .metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
 from .names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
@@ -198,7 +199,9 @@ class SandboxHandle:
     def begin_anew(self, spec: BundleSpec, platform: str) -> None:
         """Another sandbox, not started yet, in place of one that has ended or never began, under the same name."""
         spec = replace(spec, outlives=self.persistent)
+        hooks = self.instance.link.hooks
         self.instance = GVisorSandbox(self.sandbox_id, spec, self.instance.runsc, platform)
+        self.instance.link.hooks = hooks
         self.describe({})
 
     async def start(self) -> None:
@@ -282,7 +285,7 @@ class SandboxHandle:
         assert stores is not None and stores.checkpoints is not None
         store, began = stores.checkpoints, time.monotonic()
         below = f"{checkpoints_prefix(self.sandbox_id)}{checkpoints.new_name()}/"
-        files = await self._files(stores.fingerprints) if self.instance.reachable else {}
+        files = await self._prepare(stores.fingerprints) if self.instance.reachable else {}
         made: list[Checkpoint] = []
         garbage: set[str] = set()
         with staging(stores.staging) as folder:
@@ -297,6 +300,15 @@ class SandboxHandle:
         self._source = made[0]
         await self._delete(garbage)
         return made[0]
+
+    async def _prepare(self, fingerprints: Fingerprints) -> dict[str, Any]:
+        """Tell it what is coming, and which host files it depends on; UnsaveableError if it cannot be saved."""
+        await self.instance.link.call(BEFORE_CHECKPOINT)
+        try:
+            return await self._files(fingerprints)
+        except BaseException:
+            await asyncio.shield(self.instance.link.call(AFTER_RESTORE))
+            raise
 
     async def _files(self, fingerprints: Fingerprints) -> dict[str, Any]:
         files = await environment.inventory(self.instance, fingerprints)

@@ -253,12 +253,6 @@ async def _write(sink: int, data: bytes) -> None:
         view = view[os.write(sink, view[: select.PIPE_BUF]) :]
 
 
-def printable(words: bytes) -> str:
-    """What a kernel said, fit for one line of a log: no escape sequences, no lines that look like the log's own."""
-    lines = words.decode("utf-8", "replace").strip().splitlines()
-    return " | ".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
-
-
 _sweeping: dict[int, asyncio.Task[list[str]]] = {}
 
 

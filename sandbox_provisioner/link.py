@@ -11,18 +11,37 @@ import asyncio
 import errno
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import GuestError, LinkClosedError, ProtocolError
 from .guest.frames import CONTROL, DATA, HEADER, MAX_PAYLOAD, OPEN, RESET, VERSION, Decoder, FrameError, encode
 from .guestprocess import GuestProcess
 from .stream import Stream
+from .words import printable
 
+MAX_TROUBLE = 1000
+LATE = 5.0
+"""Seconds after the end of a hook's time in which the guest should have said so."""
 MAX_STREAMS = 4096
 MAX_PROCESSES = 1024
 MAX_REFUSED = 64
 """How many streams a guest may try to open, where none is offered to it, before that is abuse."""
+
+
+BEFORE_CHECKPOINT = "sandbox_before_checkpoint"
+AFTER_RESTORE = "sandbox_after_restore"
+"""What a notebook calls the functions that are run then."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """How long a hook may take, 0 for no hooks, and whether random numbers begin anew after a restore."""
+
+    seconds: float = 0.0
+    reseed: bool = False
 
 
 class GuestLink:
@@ -31,7 +50,9 @@ class GuestLink:
     def __init__(self) -> None:
         self.quiet = True
         self.error: Exception | None = None
+        self.hooks = Hooks()
         self.on_lost: Callable[[Exception], None] = lambda error: None
+        self.on_hook_failed: Callable[[str], None] = lambda reason: None
         self._loop = asyncio.get_running_loop()
         self._decoder = Decoder()
         self._streams: dict[int, Stream] = {}
@@ -46,6 +67,7 @@ class GuestLink:
         self._unanswered = 0
         self._quiesced: asyncio.Future[None] | None = None
         self._resumed: asyncio.Future[None] | None = None
+        self._hooked: deque[asyncio.Future[None]] = deque()
         self._incoming_pipe: _Incoming | None = None
         self._reader: asyncio.ReadTransport | None = None
         self._writer: asyncio.WriteTransport | None = None
@@ -88,6 +110,7 @@ class GuestLink:
         """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
         self._require_open()
         self._adopting = True
+        self._call(AFTER_RESTORE)
         self._urge(op="adopt")
         try:
             await self.greeted()
@@ -110,7 +133,7 @@ class GuestLink:
         self.quiet = True
         self.detach()
         self._held.clear()
-        for pending in (self._hello, self._quiesced, self._resumed):
+        for pending in (self._hello, self._quiesced, self._resumed, *self._hooked):
             if pending and not pending.done():
                 pending.set_exception(error)
                 pending.exception()  # whether or not anybody waits for it
@@ -139,12 +162,26 @@ class GuestLink:
         """Let the traffic flow again, once the guest answers: after a restore, or a checkpoint that failed."""
         self._require_open()
         self._resumed = self._loop.create_future()
+        self._call(AFTER_RESTORE)
         self._urge(op="resume")
         try:
             await self._resumed
         finally:
             self._resumed = None
         self._flow()
+
+    async def call(self, hook: str) -> None:
+        """Have the kernel run one of its hooks, if it has that, and wait until it has or its time is over."""
+        if called := self._call(hook):
+            await asyncio.wait({called}, timeout=self.hooks.seconds + LATE)
+
+    def _call(self, hook: str) -> asyncio.Future[None] | None:
+        if not self.hooks.seconds or not self._writer:
+            return None
+        self._hooked.append(self._loop.create_future())
+        request = {"name": hook, "reseed": self.hooks.reseed and hook == AFTER_RESTORE}
+        self._urge(op="hook", request=request, seconds=self.hooks.seconds)
+        return self._hooked[-1]
 
     def _flow(self) -> None:
         """Send what was held back, in order."""
@@ -289,6 +326,10 @@ class GuestLink:
             self._unanswered -= 1
             if not self._unanswered and not self._quiesced.done():
                 self._quiesced.set_result(None)
+        elif op == "hooked" and self._hooked:
+            self._hooked.popleft().set_result(None)
+            if trouble := str(message["trouble"]):
+                self.on_hook_failed(printable(trouble[:MAX_TROUBLE]))
         elif op == "resumed" and self._resumed and not self._resumed.done():
             self._resumed.set_result(None)
         elif process and op == "started" and not process.started.done():

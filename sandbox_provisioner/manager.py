@@ -19,6 +19,7 @@ from .bundle import BundleSpec
 from .config import GCSConfig
 from .errors import FencedError, LeaseHeldError, SandboxError, SandboxNotFoundError, StateError
 from .handle import Identity, SandboxHandle
+from .link import Hooks
 from .lock.base import Owner
 from .metadata import Checkpoint, GCSArtifact, Note, decode_note
 from .names import valid_id
@@ -46,11 +47,13 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Features:
-    """What a persistent sandbox is to do by itself. ``idle_timeout`` is in seconds."""
+    """What a persistent sandbox is to do by itself. ``idle_timeout`` and ``hook_timeout`` are in seconds."""
 
     enable_handoff: bool = False
     enable_checkpoint_at_idle: bool = False
     idle_timeout: float = 1800.0
+    hook_timeout: float = 0.0
+    reseed: bool = False
 
 
 Gone = Callable[[str, str], None]
@@ -239,6 +242,7 @@ class SandboxManager:
     def _keep(self, handle: SandboxHandle, features: Features | None = None) -> SandboxHandle:
         self.handles[handle.sandbox_id] = handle
         if features:
+            handle.instance.link.hooks = Hooks(features.hook_timeout, features.reseed)
             handle.idle_timeout = features.idle_timeout if features.enable_checkpoint_at_idle else None
             self._watches[handle.sandbox_id] = asyncio.create_task(self._watch(handle, features))
         return handle

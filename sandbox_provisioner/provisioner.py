@@ -31,12 +31,13 @@ from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
 from .interpreter import parts, resolve, roomy, visible
 from .iothread import IO
-from .kernel import Ending, SandboxedKernel, Start, printable
+from .kernel import Ending, SandboxedKernel, Start
 from .relay import CHANNELS
 from .runsc import Runsc, find
 from .runtime import runtime_root
 from .settings import SandboxSettings
 from .variables import filtered
+from .words import printable
 
 GUEST_RUNTIME = "/run/jupyter"
 CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")

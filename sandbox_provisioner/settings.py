@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, List, Unicode, default
 
@@ -128,6 +130,16 @@ class SandboxSettings(LocalProvisioner):
         help="What 'Shut Down Kernel' does with a persistent sandbox: 'delete' it, or 'checkpoint' it, so that "
         "the notebook has its state when it is opened again. Environment: SANDBOX_ON_SHUTDOWN",
     )
+    hook_timeout = Float(
+        config=True,
+        help="Seconds that a notebook's sandbox_before_checkpoint() or sandbox_after_restore() may take; 0 runs "
+        "neither. Environment: SANDBOX_HOOK_TIMEOUT",
+    )
+    reseed = Bool(
+        config=True,
+        help="Seed Python's and numpy's random numbers anew after each restore, so that two kernels which come of the "
+        "same checkpoint do not draw the same. Environment: SANDBOX_RESEED",
+    )
     storage_dir = Unicode(
         config=True,
         help="The local folder for persistent sandboxes, if no bucket is configured; empty means one in Jupyter's data "
@@ -166,6 +178,14 @@ class SandboxSettings(LocalProvisioner):
     def _default_on_shutdown(self) -> str:
         return config.choice("SANDBOX_ON_SHUTDOWN", ("delete", "checkpoint"), "delete")
 
+    @default("hook_timeout")
+    def _default_hook_timeout(self) -> float:
+        return config.seconds("SANDBOX_HOOK_TIMEOUT", 10.0)
+
+    @default("reseed")
+    def _default_reseed(self) -> bool:
+        return config.flag("SANDBOX_RESEED")
+
     @default("storage_dir")
     def _default_storage_dir(self) -> str:
         return config.text("SANDBOX_STORAGE_DIR")
@@ -173,4 +193,5 @@ class SandboxSettings(LocalProvisioner):
     @property
     def features(self) -> Features:
         """What its sandbox does by itself, if it is persistent."""
-        return Features(self.enable_handoff, self.enable_checkpoint_at_idle, self.idle_timeout)
+        names = (field.name for field in fields(Features))
+        return Features(**{name: getattr(self, name) for name in names})

@@ -18,7 +18,7 @@ from test_link import LIMIT
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import GuestError, RunscError
 from sandbox_provisioner.handle import SandboxHandle
-from sandbox_provisioner.kernel import LAST_WORDS, Ending, SandboxedKernel, Start, printable
+from sandbox_provisioner.kernel import LAST_WORDS, Ending, SandboxedKernel, Start
 from sandbox_provisioner.relay import CHANNELS
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.runtime import kill_processes
@@ -240,19 +240,3 @@ async def test_closing_what_never_ran_is_no_mistake() -> None:
     await kernel.kill()
     await kernel.signal(signal.SIGTERM)
     await kernel.close()
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (b"", ""),
-        (b"one\ntwo\n", "one | two"),
-        (b"\x1b[31mred\x1b[0m", "?[31mred?[0m"),
-        (b"a\rb", "a | b"),
-        ("naïve 🙂".encode(), "naïve 🙂"),
-        (b"\xff", "\ufffd"),
-    ],
-)
-def test_what_a_kernel_said_fits_into_one_line_of_a_log(words: bytes, shown: str) -> None:
-    assert printable(words) == shown
-    assert "\n" not in printable(words)

@@ -676,6 +676,7 @@ BREACHES: dict[str, bytes] = {
     "a second hello": control({"op": "hello", "version": VERSION, "processes": []}),
     "quiesced without a question": control({"op": "quiesced"}),
     "resumed without a question": control({"op": "resumed"}),
+    "a hook that nobody called": control({"op": "hooked", "trouble": ""}),
     "a start that nobody asked for": control({"op": "started", "process": 2}),
     "a start for the second time": control({"op": "started", "process": 1}),
     "a failure after the start": control({"op": "failed", "process": 1, "errno": 2, "filename": "x"}),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import zmq
-from conftest import READY, leftovers, run
+from conftest import LONG, READY, Notebook, Open, leftovers
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
@@ -26,78 +26,8 @@ from sandbox_provisioner.runtime import runtime_root
 
 pytestmark = pytest.mark.runsc
 
-LONG = 60
 HANDSHAKE = 20
 """Seconds that are fewer than those after which ZeroMQ gives a connection up."""
-
-
-class Notebook:
-    """A notebook's kernel, and a client of it."""
-
-    def __init__(self, km: KernelManager, kc: BlockingKernelClient) -> None:
-        self.km, self.kc = km, kc
-
-    def run(self, code: str) -> str:
-        return run(self.kc, code)
-
-    @property
-    def asleep(self) -> bool:
-        return bool(self.km.provisioner.asleep)
-
-    def hibernate(self) -> None:
-        asyncio.run(self.km.provisioner.hibernate())
-        assert self.asleep
-        assert self.km.is_alive()
-
-    def nap(self) -> None:
-        """Fall asleep, though it may be woken at once by what its clients want."""
-        asyncio.run(self.km.provisioner.hibernate())
-
-    def wake(self) -> None:
-        asyncio.run(self.km.provisioner.wake())
-        assert not self.asleep
-
-    def iopub(self, request: str, kind: str = "") -> dict[str, Any]:
-        """The next message of that kind which belongs to a request."""
-        while True:
-            message = self.kc.get_iopub_msg(timeout=LONG)
-            if message["parent_header"].get("msg_id") == request and message["msg_type"] in (kind, message["msg_type"]):
-                return message
-
-    def outputs(self, request: str) -> Iterator[str]:
-        """What a request prints, until it is done with."""
-        while True:
-            message = self.iopub(request)
-            if message["msg_type"] == "stream":
-                yield message["content"]["text"]
-            elif message["msg_type"] == "error":
-                yield message["content"]["ename"]
-            elif message["content"].get("execution_state") == "idle":
-                return
-
-    def reply(self, request: str) -> dict[str, Any]:
-        """What a request is answered, on the shell channel."""
-        while True:
-            message: dict[str, Any] = self.kc.get_shell_msg(timeout=LONG)
-            if message["parent_header"].get("msg_id") == request:
-                return message["content"]
-
-    def drain(self) -> None:
-        """Have it answer, and forget what it said before."""
-        self.run("pass")
-        for channel in (self.kc.shell_channel, self.kc.iopub_channel, self.kc.control_channel):
-            while channel.msg_ready():
-                channel.get_msg(timeout=0)
-
-    def end(self, keep: bool = False) -> None:
-        """Shut it down; ``keep`` is what a server says that stops."""
-        if keep:
-            self.km.provisioner.keep_state()
-        self.kc.stop_channels()
-        self.km.shutdown_kernel()
-
-
-Open = Callable[..., Notebook]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,29 +46,6 @@ def nothing_left(runtime: Path) -> Iterator[None]:
     """After each test nothing runs, for their common kernel sleeps then."""
     yield
     assert leftovers(runtime) == []
-
-
-@pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Jupyter's data folder of this test alone."""
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def open_notebook(
-    start_kernel: Callable[..., tuple[KernelManager, BlockingKernelClient]],
-    sandboxed: Callable[..., str],
-    notebook_folder: Path,
-    data: Path,
-) -> Open:
-    """Opens a notebook: its kernel starts, or is back."""
-
-    def start(name: str = "a.ipynb", **config: Any) -> Notebook:
-        env = {**os.environ, **({"JPY_SESSION_NAME": str(notebook_folder / name)} if name else {})}
-        return Notebook(*start_kernel(sandboxed(**config), env=env))
-
-    return start
 
 
 @pytest.fixture(scope="module")

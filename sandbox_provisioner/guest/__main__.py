@@ -35,6 +35,7 @@ from frames import (
     encode,
     encode_credit,
 )
+from hooks import call
 from processes import Process, settle, start
 
 HOST_IN, HOST_OUT = 0, 1
@@ -192,6 +193,8 @@ class Init:
             self.spawn(message)
         elif op == "signal":
             self.signal(message["process"], message["signal"])
+        elif op == "hook":
+            self.tell(op="hooked", trouble=call(message["request"], message["seconds"]))
         elif op == "quiesce":
             self.quiesced = True
             self.tell(op="quiesced")

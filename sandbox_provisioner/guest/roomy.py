@@ -1,4 +1,4 @@
-"""``python roomy.py MODULE ...`` is ``python -m MODULE ...`` with room for its frames, which gVisor makes worth having.
+"""``python roomy.py MODULE ...`` is ``python -m MODULE ...`` with hooks, which hooks.py explains, and room for frames.
 
 CPython keeps frames in chunks of 16 KiB. A function that is called over and over just where one chunk ends has a chunk
 mapped and unmapped for every call (python/cpython#142183), which takes microseconds on a host and a millisecond under
@@ -24,6 +24,9 @@ def with_room(run: Callable[[str], None], module: str) -> None:
 
 def main() -> None:
     """Run the module that is named first, in a namespace that has nothing of ours."""
+    sys.path.insert(0, os.path.dirname(__file__))
+    __import__("hooks").listen()
+    del sys.path[0], sys.modules["hooks"]
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
     run: Callable[[str], None] = runpy._run_module_as_main  # type: ignore[attr-defined]

@@ -1,0 +1,116 @@
+"""Hooks: functions of a notebook that its kernel runs before it is checkpointed and after it is restored.
+
+``listen`` is called in the kernel's own process, whatever its Python's version; ``call`` is how PID 1 has it run one.
+A function runs in the main thread, as a cell does, unless a cell keeps that busy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATH = "/run/jupyter/hooks"
+MAIN_THREAD_FREE = 0.5
+"""Seconds after which the main thread is taken to be busy."""
+LONGEST = 1000
+
+
+def call(request: dict[str, Any], seconds: float) -> str:
+    """Have the kernel do what is requested; what went wrong, which is nothing if it has no hooks."""
+    until = time.monotonic() + seconds
+    answer = b""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(seconds)
+        try:
+            peer.connect(PATH)
+            peer.sendall(json.dumps(request).encode())
+            peer.shutdown(socket.SHUT_WR)
+            while len(answer) < LONGEST and (piece := peer.recv(LONGEST)):
+                answer += piece
+                peer.settimeout(max(0.001, until - time.monotonic()))
+        except TimeoutError:
+            return f"it took longer than {seconds:g} seconds, and was not waited for"
+        except OSError:
+            return ""
+    return answer[:LONGEST].decode("utf-8", "replace")
+
+
+def listen() -> None:
+    """Serve such calls from now on, in a thread that no debugger looks at."""
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(PATH):
+            os.unlink(PATH)
+        server.bind(PATH)
+        server.listen()
+    except OSError:
+        server.close()
+        return
+    thread = threading.Thread(target=_serve, args=(server,), name="sandbox hooks", daemon=True)
+    thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+    thread.start()
+
+
+def _serve(server: socket.socket) -> None:
+    while True:
+        peer, _ = server.accept()
+        with peer:
+            request = b""
+            while piece := peer.recv(LONGEST):
+                request += piece
+            try:
+                peer.sendall(_obey(**json.loads(request)).encode("utf-8", "replace"))
+            except OSError:
+                pass  # nobody waits for it any more
+
+
+def _obey(name: str, reseed: bool) -> str:
+    if reseed:
+        _reseed()
+    shells = sys.modules.get("IPython.core.interactiveshell")
+    if shells is None or not shells.InteractiveShell.initialized():
+        return ""
+    shell = shells.InteractiveShell.instance()
+    hook = shell.user_ns.get(name)
+    return _run(shell, hook) if callable(hook) else ""
+
+
+def _run(shell: Any, hook: Callable[[], object]) -> str:
+    claim, started, ended = threading.Lock(), threading.Event(), threading.Event()
+    trouble = ""
+
+    def run() -> None:
+        nonlocal trouble
+        if not claim.acquire(blocking=False):
+            return
+        started.set()
+        try:
+            hook()
+        except BaseException as error:
+            trouble = f"{type(error).__name__}: {error}"
+            shell.showtraceback()
+        ended.set()
+
+    loop = getattr(getattr(shell, "kernel", None), "io_loop", None)
+    if loop is not None:
+        loop.add_callback(run)
+        started.wait(MAIN_THREAD_FREE)
+    run()
+    ended.wait()
+    return trouble
+
+
+def _reseed() -> None:
+    """Other random numbers from now on than another copy of this process has."""
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "ssl" in sys.modules:
+        sys.modules["ssl"].RAND_add(os.urandom(32), 32.0)

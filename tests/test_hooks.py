@@ -1,0 +1,119 @@
+"""What a notebook can do before its kernel is checkpointed and after it is restored, and what it cannot."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from conftest import Open
+
+from sandbox_provisioner.errors import UnsaveableError
+
+pytestmark = pytest.mark.runsc
+
+HOOKS = """
+import threading
+calls = []
+def sandbox_before_checkpoint():
+    calls.append(("before", threading.current_thread() is threading.main_thread()))
+    print("before")
+def sandbox_after_restore():
+    calls.append(("after", threading.current_thread() is threading.main_thread()))
+"""
+
+
+def test_hooks_run_in_the_main_thread_and_before_the_cell_that_woke_it(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run(HOOKS)
+    notebook.hibernate()
+    assert notebook.run("calls") == "[('before', True), ('after', True)]"
+    notebook.hibernate()
+    notebook.wake()
+    assert notebook.run("len(calls)") == "4"
+
+
+def test_a_kernel_that_another_server_restores_runs_its_hook_too(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run(HOOKS)
+    notebook.hibernate()
+    notebook.end(keep=True)
+    assert open_notebook().run("[name for name, _ in calls]") == "['before', 'after']"
+
+
+def test_hooks_run_beside_a_cell_that_keeps_the_main_thread_busy(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run(HOOKS)
+    request = notebook.kc.execute("while len(calls) < 2: pass\nprint(calls)")
+    while notebook.iopub(request)["content"].get("execution_state") != "busy":
+        pass
+    notebook.hibernate()
+    notebook.wake()
+    assert "".join(notebook.outputs(request)).split("\n")[-2] == "[('before', False), ('after', False)]"
+
+
+def test_what_a_hook_raises_is_shown_in_the_notebook_and_logged_and_stops_nothing(
+    open_notebook: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1\ndef sandbox_before_checkpoint():\n    raise ValueError('not\\nnow')")
+    with caplog.at_level(logging.WARNING):
+        notebook.hibernate()
+    assert "its hook failed: ValueError: not | now" in caplog.text
+    assert notebook.kc.get_iopub_msg(timeout=10)
+    assert notebook.run("x") == "1"
+
+
+@pytest.mark.parametrize("hook", ["sandbox_before_checkpoint", "sandbox_after_restore"])
+def test_a_hook_that_takes_too_long_is_not_waited_for(
+    open_notebook: Open, caplog: pytest.LogCaptureFixture, hook: str
+) -> None:
+    notebook = open_notebook(hook_timeout=0.5)
+    notebook.run(f"import threading\nx = 1\ngo = threading.Event()\ndef {hook}():\n    go.wait()")
+    with caplog.at_level(logging.WARNING):
+        notebook.hibernate()
+        notebook.wake()
+    assert "its hook failed: it took longer than 0.5 seconds, and was not waited for" in caplog.text
+    notebook.kc.control_channel.send(notebook.kc.session.msg("execute_request", {"code": "go.set()", "silent": True}))
+    assert notebook.run("x") == "1"
+
+
+def test_without_a_time_for_them_hooks_are_not_run(open_notebook: Open) -> None:
+    notebook = open_notebook(hook_timeout=0)
+    notebook.run(HOOKS)
+    notebook.hibernate()
+    assert notebook.run("calls") == "[]"
+
+
+def test_a_kernel_that_cannot_be_saved_hears_that_it_goes_on(open_notebook: Open, tmp_path: Path) -> None:
+    library = tmp_path / "libraries" / "lib.so"
+    library.parent.mkdir()
+    library.write_bytes(bytes(4096))
+    notebook = open_notebook(mounts=[str(library.parent)])
+    notebook.run(HOOKS)
+    notebook.run(f"import mmap\nfile = open({str(library)!r}, 'rb')")
+    notebook.run("mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)")
+    library.unlink()
+    with pytest.raises(UnsaveableError):
+        notebook.hibernate()
+    assert notebook.run("[name for name, _ in calls]") == "['before', 'after']"
+
+
+DRAW = "import random, numpy\nrandom.seed(1); numpy.random.seed(1)"
+DRAWN = "random.random(), float(numpy.random.random())"
+
+
+@pytest.mark.parametrize("reseed", [False, True])
+def test_random_numbers_begin_anew_after_a_restore_only_if_so_told(open_notebook: Open, reseed: bool) -> None:
+    notebook = open_notebook(reseed=reseed)
+    notebook.run(DRAW)
+    undisturbed = notebook.run(DRAWN)
+    notebook.run(DRAW)
+    notebook.hibernate()
+    both = zip(eval(undisturbed), eval(notebook.run(DRAWN)), strict=True)
+    assert [mine != yours for mine, yours in both] == [reseed, reseed]
+
+
+def test_the_notebook_sees_nothing_of_ours(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    assert notebook.run("import sys\n'hooks' in sys.modules, [p for p in sys.path if 'guest' in p]") == "(False, [])"
