@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sandbox_provisioner.errors import LeaseHeldError
+from sandbox_provisioner.errors import LeaseHeldError, StorageUnavailableError
 from sandbox_provisioner.lock.base import Lease, Leases, Owner
 
 SANDBOX = "sandboxes/a/lock"
@@ -47,6 +47,9 @@ class Player:
             self.lease = await self.leases.acquire(SANDBOX, Owner.here(self.name), patience)
         except LeaseHeldError as error:
             tell(held=str(error))
+            return
+        except StorageUnavailableError as error:
+            tell(unreachable=str(error))
             return
         self.lease.lost.add_done_callback(lambda lost: None if lost.cancelled() else tell(lost=lost.result()))
         tell(token=self.lease.token)

@@ -792,7 +792,7 @@ def fight(players: list[subprocess.Popen[bytes]]) -> list[tuple[subprocess.Popen
     for player in players:
         say(player, "acquire 0")
     answers = [(player, hear(player)) for player in players]
-    assert all(answer.keys() <= {"token", "held"} for _, answer in answers), answers
+    assert all(answer.keys() <= {"token", "held", "unreachable"} for _, answer in answers), answers
     return [(player, answer["token"]) for player, answer in answers if "token" in answer]
 
 
