@@ -99,6 +99,27 @@ def test_a_kernel_that_cannot_be_saved_hears_that_it_goes_on(open_notebook: Open
     assert notebook.run("[name for name, _ in calls]") == "['before', 'after']"
 
 
+NOISE = """
+import socket
+for noise in (b"", b"{", b"[]", b'{"name": []}', b"x" * 10_000):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect("/run/jupyter/hooks")
+        try:
+            stranger.sendall(noise)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.recv(1)
+        except OSError:
+            pass
+"""
+
+
+def test_what_strangers_in_the_sandbox_say_ends_no_hook(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run(HOOKS + NOISE)
+    notebook.hibernate()
+    assert notebook.run("[name for name, _ in calls]") == "['before', 'after']"
+
+
 DRAW = "import random, numpy\nrandom.seed(1); numpy.random.seed(1)"
 DRAWN = "random.random(), float(numpy.random.random())"
 

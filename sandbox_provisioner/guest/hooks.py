@@ -62,13 +62,13 @@ def _serve(server: socket.socket) -> None:
     while True:
         peer, _ = server.accept()
         with peer:
-            request = b""
-            while piece := peer.recv(LONGEST):
-                request += piece
             try:
+                request = b""
+                while len(request) < LONGEST and (piece := peer.recv(LONGEST)):
+                    request += piece
                 peer.sendall(_obey(**json.loads(request)).encode("utf-8", "replace"))
-            except OSError:
-                pass  # nobody waits for it any more
+            except (OSError, TypeError, ValueError):
+                pass  # nobody waits for it any more, or it was not PID 1 that asked
 
 
 def _obey(name: str, reseed: bool) -> str:
