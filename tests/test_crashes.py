@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cell import tell
+from gcs_server import GCS
 
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig
@@ -29,8 +30,10 @@ NEVER = 1 << 30
 class Killing:
     """A victim over one storage, and what was heard of it."""
 
-    def __init__(self, folder: Path, spec: BundleSpec, runsc: Runsc) -> None:
-        self.config = GCSConfig(folder / "storage")
+    def __init__(self, folder: Path, spec: BundleSpec, runsc: Runsc, bucket: str = "") -> None:
+        buckets = ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT")
+        places = {f"{name}_BUCKET": bucket for name in buckets} | {"SANDBOX_OBJECT_PREFIX": folder.name}
+        self.config = GCSConfig.from_environment(folder / "storage", places if bucket else {})
         self.spec = spec
         self.runsc = runsc
         self._given = folder / "given"
@@ -52,7 +55,7 @@ class Killing:
         try:
             await manager.recover()
             try:
-                handle = await manager.attach("box", self.spec)
+                handle = await manager.attach("box", self.spec, patience=60)
             except SandboxNotFoundError:
                 return None
             if handle.metadata.checkpoint is None:
@@ -70,7 +73,7 @@ class Killing:
             assert set(report.values()) <= {None}, report
 
     def check_nothing_leaks(self, manager: SandboxManager, checkpoint: str) -> None:
-        kept = {info.name for info in manager.stores.metadata.list("sandboxes/")}
+        kept = {info.name for info in manager.stores.metadata.list("sandboxes/")} - {"sandboxes/box/lock"}
         assert {name for name in kept if not name.startswith(checkpoint)} == {"sandboxes/box/metadata.json"}
         assert list(manager.stores.staging.iterdir()) == []
 
@@ -84,10 +87,10 @@ def sample(total: int, few: bool) -> Iterator[int]:
     return iter(range(0, total, max(1, total // 6) | 1) if few else range(total))
 
 
-def kill_in_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool) -> None:
-    said = Killing(tmp_path / "whole", spec, runsc).victim(NEVER, "live")
+def kill_in_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool, bucket: str = "") -> None:
+    said = Killing(tmp_path / "whole", spec, runsc, bucket).victim(NEVER, "live")
     for at in sample(last(said, "calls"), few):
-        killing = Killing(tmp_path / f"at-{at}", spec, runsc)
+        killing = Killing(tmp_path / f"at-{at}", spec, runsc, bucket)
         said = killing.victim(at, "live")
         value = asyncio.run(killing.heir(said))
         acked, saved = last(said, "acked"), last(said, "saved")
@@ -120,6 +123,13 @@ def test_a_server_killed_at_some_steps_of_a_sandboxes_life(tmp_path: Path, spec:
 @pytest.mark.slow
 def test_a_server_killed_at_every_step_of_a_sandboxes_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
     kill_in_life(tmp_path, spec, runsc, few=False)
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_some_steps_whose_sandbox_is_in_a_bucket(
+    tmp_path: Path, spec: BundleSpec, runsc: Runsc, gcs: GCS
+) -> None:
+    kill_in_life(tmp_path, spec, runsc, few=True, bucket=gcs.bucket)
 
 
 @pytest.mark.slow
