@@ -21,6 +21,8 @@ from .errors import CommandNotFoundError
 from .folders import homes, private, within
 
 PYTHON = re.compile(r"python[0-9.]*")
+SYSTEM_SITE = re.compile(r"^include-system-site-packages\s*=\s*true\s*$", re.IGNORECASE | re.MULTILINE)
+OWN_PACKAGES = ".sandbox-packages"
 
 
 def resolve(command: str, env: Mapping[str, str]) -> str:
@@ -38,6 +40,24 @@ def roomy(argv: Sequence[str]) -> list[str]:
     if not PYTHON.fullmatch(program) or argv[module] != "-m" or len(argv) < module + 2:
         return list(argv)
     return [*argv[:module], f"{GUEST_INSIDE}/roomy.py", *argv[module + 1 :]]
+
+
+def installing(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Where pip is to put packages for a virtual environment's Python, and the variables that make it do so.
+
+    The environment itself is read-only, and pip would go nowhere else; without one it goes to the user's own folder by
+    itself. Nothing for any other program.
+    """
+    prefix, own = Path(program).parent.parent, f"{env['HOME']}/{OWN_PACKAGES}"
+    try:
+        settings = (prefix / "pyvenv.cfg").read_text()
+    except (OSError, ValueError):
+        return "", {}
+    folders = [f"{own}/{folder.relative_to(prefix)}" for folder in prefix.glob("lib/python3*/site-packages")]
+    if SYSTEM_SITE.search(settings) or len(folders) != 1 or "PIP_PREFIX" in env:
+        return "", {}
+    path = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), *folders])
+    return folders[0], {"PIP_PREFIX": own, "PYTHONPATH": path}
 
 
 def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str] = ()) -> list[Mount]:

@@ -29,7 +29,7 @@ from .errors import ConfigurationError, SandboxError
 from .folders import homes, masks, shields, working_folder
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
-from .interpreter import parts, resolve, roomy, visible
+from .interpreter import installing, parts, resolve, roomy, visible
 from .iothread import IO
 from .kernel import Ending, SandboxedKernel, Start
 from .relay import CHANNELS
@@ -43,6 +43,7 @@ GUEST_RUNTIME = "/run/jupyter"
 CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
 """What a kernel and its clients must agree on, besides where they meet."""
 STABLE_START = 20.0
+PACKAGES = "What pip installs in this sandbox comes here, because the virtual environment is read-only.\n"
 
 
 class SandboxProvisioner(SandboxSettings):
@@ -362,12 +363,13 @@ class SandboxProvisioner(SandboxSettings):
             environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
         )
 
+        packages, variables = installing(argv[0], env)
         start = Start(
             argv=roomy(argv),
-            env=env,
+            env=env | variables,
             cwd=cwd,
             folder=folder,
-            files={inside: json.dumps(info)},
+            files={inside: json.dumps(info), **({f"{packages}/README": PACKAGES} if packages else {})},
             remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
         )
         await IO.run(self._begin(spec, runsc, start, _targets(info), kwargs))

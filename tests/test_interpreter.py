@@ -13,6 +13,7 @@ import pytest
 from sandbox_provisioner.errors import CommandNotFoundError
 from sandbox_provisioner.folders import homes, private
 from sandbox_provisioner.interpreter import (
+    installing,
     parts,
     path_file_entries,
     program_folders,
@@ -283,3 +284,26 @@ def test_this_python_can_be_shown() -> None:
     folders = shown([sys.executable])
     assert any(Path(os.__file__).resolve().is_relative_to(folder) for folder in folders)
     assert any(Path(pytest.__file__).resolve().is_relative_to(folder) for folder in folders)
+
+
+# -- where pip installs ------------------------------------------------------------------------------------------------
+
+
+def test_packages_for_a_virtual_environment_go_to_the_home(tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv")
+    own = Path("/home/me/.sandbox-packages")
+    folder = own / packages(tmp_path / "venv").relative_to(tmp_path / "venv")
+    env = {"HOME": "/home/me", "PYTHONPATH": "/given"}
+    assert installing(str(python), env) == (str(folder), {"PIP_PREFIX": str(own), "PYTHONPATH": f"/given:{folder}"})
+
+
+@pytest.mark.parametrize("case", ["no environment", "shared with the system", "told otherwise"])
+def test_pip_decides_by_itself_elsewhere(tmp_path: Path, case: str) -> None:
+    python = environment(tmp_path / "venv")
+    settings = tmp_path / "venv" / "pyvenv.cfg"
+    if case == "no environment":
+        settings.unlink()
+    elif case == "shared with the system":
+        settings.write_text(settings.read_text().replace("packages = false", "packages = true"))
+    told = {"PIP_PREFIX": "/mine"} if case == "told otherwise" else {}
+    assert installing(str(python), {"HOME": "/home/me", **told}) == ("", {})

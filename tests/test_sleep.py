@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from queue import Empty
@@ -120,7 +122,7 @@ def test_a_large_output_arrives_whole(notebook: Notebook) -> None:
     chunk = 125_000
     request = notebook.kc.execute(
         f"for part in range(0, {10 * chunk}, {chunk}):\n"
-        f"    print(''.join(f'{{number:07d}}\\n' for number in range(part, part + {chunk})), end='', flush=True)"
+        f"    print(''.join(f'{{number:039d}}\\n' for number in range(part, part + {chunk})), end='', flush=True)"
     )
     pieces, cycles = [], 2
     for piece in notebook.outputs(request):
@@ -130,7 +132,7 @@ def test_a_large_output_arrives_whole(notebook: Notebook) -> None:
             notebook.hibernate()
             notebook.wake()
     assert cycles == 0
-    assert "".join(pieces) == "".join(f"{number:07d}\n" for number in range(10 * chunk))
+    assert "".join(pieces) == "".join(f"{number:039d}\n" for number in range(10 * chunk))
 
 
 def test_one_large_message_arrives_whole_though_it_was_on_its_way(notebook: Notebook) -> None:
@@ -434,6 +436,30 @@ assert identity == (os.getpid(), os.getppid(), threading.main_thread().ident, di
 time.sleep(0.2)
 assert len(ticks) > before
 """
+
+
+def wheel(folder: Path) -> None:
+    """A package that pip can install without a network."""
+    about = "tiny-1.0.dist-info"
+    with zipfile.ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as file:
+        file.writestr("tiny.py", "value = 7\n")
+        file.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{about}/RECORD", "")
+
+
+def test_packages_that_pip_installed_survive_and_only_this_kernel_has_them(
+    open_notebook: Open, notebook_folder: Path
+) -> None:
+    wheel(notebook_folder)
+    notebook = open_notebook()
+    notebook.run("%pip install --quiet --no-index ./tiny-1.0-py3-none-any.whl")
+    assert notebook.run("import tiny\ntiny.value") == "7"
+    notebook.hibernate()
+    assert notebook.run("import importlib\nimportlib.reload(tiny).value") == "7"
+    notebook.run("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import tiny'], check=True)")
+    assert importlib.util.find_spec("tiny") is None
+    assert open_notebook("b.ipynb").run("import importlib.util\nprint(importlib.util.find_spec('tiny'))") == "None\n"
 
 
 @pytest.mark.parametrize("reopened", [False, True])
