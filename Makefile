@@ -76,6 +76,7 @@ bench: .venv/.test .venv/.ready
 	@$(BIN)/python benchmarks/kernels.py
 	@$(BIN)/python benchmarks/persistence.py
 	@$(BIN)/python benchmarks/wake.py
+	@$(BIN)/python benchmarks/crowd.py
 
 clean:
 	rm -rf .venv notebooks .mypy_cache .ruff_cache .pytest_cache

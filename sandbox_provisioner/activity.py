@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,7 @@ class ActivityWatch:
     def __init__(self, busy: bool, on_news: Callable[[], None]) -> None:
         self.busy = busy
         self._on_news = on_news
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SUB)
+        self._socket = _enter(self).socket(zmq.SUB)
         self._task: asyncio.Task[None] | None = None
 
     def listen(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
@@ -43,7 +43,9 @@ class ActivityWatch:
         """End; nothing is left of it."""
         if self._task:
             self._task.cancel()
-        self._context.destroy(linger=0)
+        if not self._socket.closed:
+            self._socket.close(linger=0)
+            _leave(self)
 
     async def _hear(self, session: Session) -> None:
         while True:
@@ -59,3 +61,24 @@ class ActivityWatch:
             self.busy = message["content"]["execution_state"] == "busy"
         except (ValueError, TypeError, LookupError, RecursionError):
             return
+
+
+_watching: dict[int, tuple[zmq.asyncio.Context, set[ActivityWatch]]] = {}
+"""By process, because a forked one has nothing of it: the context and who uses it."""
+
+
+def _enter(watch: ActivityWatch) -> zmq.asyncio.Context:
+    """The one context of all who watch: each context has two threads of its own."""
+    if os.getpid() not in _watching:
+        _watching[os.getpid()] = zmq.asyncio.Context(), set()
+    context, users = _watching[os.getpid()]
+    users.add(watch)
+    return context
+
+
+def _leave(watch: ActivityWatch) -> None:
+    context, users = _watching[os.getpid()]
+    users.discard(watch)
+    if not users:
+        del _watching[os.getpid()]
+        context.term()

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from dataclasses import dataclass
 from uuid import UUID, uuid5
+from weakref import WeakValueDictionary
 
 from .bundle import BundleSpec
 from .config import GCSConfig
@@ -16,7 +17,7 @@ from .persistence import registry
 from .records import SandboxRecord
 from .registry import Facts, PersistentSandboxRegistry
 from .runsc import Runsc
-from .stores import Stores
+from .stores import Stores, share_stores
 
 NAMESPACE = UUID("5a0f7c0e-6a55-4f1c-9b7d-0d6f0c1a2b3c")
 UNKNOWN = BundleSpec(python=sys.executable, home="/home", user="user")
@@ -63,9 +64,11 @@ class Claim:
             enable_checkpoint_at_idle=features.enable_checkpoint_at_idle,
             sandbox_id=wanted.sandbox_id,
         )
-        manager, book = SandboxManager(config, runsc, server), registry()
+        manager, book = SandboxManager(config, runsc, server, share_stores(config)), registry()
         known = await asyncio.to_thread(_known, book, manager.stores, wanted)
         record = known if known else await asyncio.to_thread(_derived, book, manager.stores, wanted)
+        if not wanted.sandbox_id and _in_use_here(record):  # the notebook changes its kernel for a new one
+            known = record = await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts)
         claim = cls(manager, book, record)
         await claim._attach(wanted, features, patience)
         path = claim.handle.metadata.notebook_path
@@ -76,6 +79,7 @@ class Claim:
         elif path != wanted.notebook_path:
             await claim.handle.change(notebook_path=wanted.notebook_path)
         claim.record = await asyncio.to_thread(book.record, claim.record.sandbox_id, manager.stores, **wanted.facts)
+        _here[claim.record.id] = claim
         return claim
 
     async def _attach(self, wanted: Wanted, features: Features, patience: float) -> None:
@@ -106,6 +110,15 @@ class Claim:
             await asyncio.to_thread(self._registry.forget, self.record.id)
         else:
             await self.manager.release(sandbox_id)
+
+
+_here: WeakValueDictionary[UUID, Claim] = WeakValueDictionary()
+"""The last claim that this process made on each sandbox."""
+
+
+def _in_use_here(record: SandboxRecord) -> bool:
+    last = _here.get(record.id)
+    return last is not None and record.sandbox_id in last.manager.handles
 
 
 def _known(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord | None:

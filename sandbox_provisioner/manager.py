@@ -67,7 +67,7 @@ class SandboxManager:
     ``on_gone`` when one was handed over or lost.
     """
 
-    def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "") -> None:
+    def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "", stores: Stores | None = None) -> None:
         self.handles: dict[str, SandboxHandle] = {}
         self.busy: Callable[[str], bool] = lambda sandbox_id: False
         self.on_saved: Callable[[str], None] = lambda sandbox_id: None
@@ -75,7 +75,7 @@ class SandboxManager:
         self._config = config
         self._runsc = runsc
         self._server = server or f"server-{uuid4().hex[:8]}"
-        self._opened: Stores | None = None
+        self._opened = stores
         self._acting: dict[str, asyncio.Lock] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
 

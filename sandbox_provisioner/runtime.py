@@ -17,6 +17,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -178,8 +179,9 @@ def kill_processes(state: Path) -> int:
     """Kill every runsc process whose state folder is ``state``; returns how many there were."""
     found = 0
     for handle, _ in _processes(state):
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
         found += 1
+        with suppress(ProcessLookupError):  # it has just ended
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
     return found
 
 

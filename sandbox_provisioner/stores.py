@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from .config import GCSConfig, Place
 from .errors import ConfigurationError
@@ -46,6 +48,17 @@ class Stores:
     def shelf(self) -> Shelf | None:
         """For snapshots of these sandboxes."""
         return Shelf(self.snapshots, self.staging) if self.snapshots else None
+
+
+_shared: WeakValueDictionary[tuple[int, GCSConfig], Stores] = WeakValueDictionary()
+
+
+def share_stores(config: GCSConfig) -> Stores:
+    """As ``open_stores``, but the same for all in this process who have them now: their threads, and what is cached."""
+    stores = _shared.get((os.getpid(), config))
+    if stores is None:
+        stores = _shared[os.getpid(), config] = open_stores(config)
+    return stores
 
 
 def open_stores(config: GCSConfig) -> Stores:

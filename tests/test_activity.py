@@ -17,7 +17,7 @@ from jupyter_client.session import Session
 from sandbox_provisioner.activity import ActivityWatch
 
 KEY = b"the kernel's key"
-PATIENCE = 20
+PATIENCE = 60
 
 
 class Kernel:

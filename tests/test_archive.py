@@ -277,7 +277,7 @@ LIES = {
     "it fails at the end": (
         "import os, sys; os.write(1, bytes(10240)); sys.exit('so\\nsorry')",
         GuestError,
-        "so sorry",
+        r"so \| sorry",
     ),
     "it stands still": ("import time; time.sleep(1000)", GuestError, "stood still"),
 }

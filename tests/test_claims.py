@@ -64,9 +64,19 @@ async def test_a_notebook_and_kernel_have_one_sandbox_on_every_machine(make: Mak
 
 
 async def test_one_in_use_is_refused_with_its_owner(make: Make) -> None:
-    await make()
+    mine = Wanted("python3-sandbox", "/work/a.ipynb", "mine", user="me")
+    await make(mine)
     with pytest.raises(LeaseHeldError, match="in use by server"):
-        await make()
+        await make(mine)
+
+
+async def test_a_notebook_that_changes_its_kernel_for_the_same_gets_a_new_sandbox_and_keeps_that(make: Make) -> None:
+    first = await make()
+    second = await make()
+    assert second.record.sandbox_id != first.record.sandbox_id
+    await first.give_up(forget=True)
+    await second.give_up(forget=False)
+    assert await claimed(make) == second.record.sandbox_id
 
 
 async def test_a_renamed_notebook_takes_its_sandbox_along(make: Make, move: Callable[[str], None]) -> None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from jupyter_server.gateway.gateway_client import GatewayClient
+from jupyter_server.gateway.managers import GatewayMappingKernelManager
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 
 from sandbox_provisioner.kernelmanager import SandboxKernelManager
+
+
+@pytest.fixture(autouse=True)
+def no_gateway() -> None:
+    """A gateway is configured once in a process."""
+    GatewayClient.clear_instance()
 
 
 def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> object:
@@ -27,3 +35,8 @@ def test_a_class_that_the_user_configured_stays(monkeypatch: pytest.MonkeyPatch,
     theirs = f"{AsyncMappingKernelManager.__module__}.{AsyncMappingKernelManager.__name__}"
     manager = manager_of_a_server(monkeypatch, tmp_path, f"--ServerApp.kernel_manager_class={theirs}")
     assert type(manager) is AsyncMappingKernelManager
+
+
+def test_a_server_whose_kernels_a_gateway_has_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    manager = manager_of_a_server(monkeypatch, tmp_path, "--GatewayClient.url=http://127.0.0.1:1")
+    assert type(manager) is GatewayMappingKernelManager

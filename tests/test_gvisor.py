@@ -58,7 +58,7 @@ async def make(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Make]:
     yield make
     for sandbox in made:
         await asyncio.wait_for(sandbox.delete(), LONG)
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
 
 
 @pytest.fixture

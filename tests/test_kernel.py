@@ -69,7 +69,7 @@ async def bench(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Bench]:
     before = psutil.Process().num_fds()
     yield bench
     await asyncio.wait_for(bench.kernel.close(), LONG)
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
 
 
 async def ask(address: int, text: bytes) -> bytes:

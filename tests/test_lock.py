@@ -811,7 +811,7 @@ def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
 @pytest.mark.parametrize("ground", ["local", "gcs"], indirect=True)
 def test_of_sixteen_processes_exactly_one_wins_each_fight(rough: Ground, rounds: int) -> None:
     tokens = []
-    with Players(rough, PLAYERS, (8.0, 0.8, 0.2)) as players:
+    with Players(rough, PLAYERS, (30.0, 1.0, 0.2)) as players:
         for _ in range(rounds):
             winners = fight(players)
             assert len(winners) == 1

@@ -524,7 +524,7 @@ def test_the_last_kernel_takes_the_io_thread_and_every_descriptor_with_it(
     run(kc, "print(1)")
     kc.stop_channels()
     km.shutdown_kernel()
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
     assert "sandbox-io" not in [thread.name for thread in threading.enumerate()]
 
 

@@ -479,6 +479,7 @@ def test_threads_processes_files_sockets_and_generators_survive(open_notebook: O
 def test_it_falls_asleep_by_itself_when_no_cell_runs_and_not_before(open_notebook: Open) -> None:
     notebook = open_notebook(enable_checkpoint_at_idle=True, idle_timeout=1)
     request = notebook.kc.execute("import time\nfor _ in range(20):\n    time.sleep(0.2)")
+    assert notebook.iopub(request)["content"]["execution_state"] == "busy"
     while True:
         assert not notebook.asleep
         try:

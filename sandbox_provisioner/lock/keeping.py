@@ -25,7 +25,7 @@ T = TypeVar("T")
 LONGEST_LEASE = 3600.0
 OVERTIME = 1.2
 """A release is tried for so many times as long as the lease lasts: by then all others take it for dead."""
-THREADS = 8
+THREADS = 32
 
 
 def now() -> float:

@@ -1,0 +1,287 @@
+"""`make bench`: what a crowd of hibernated kernels costs their server, beside kernels that are kept running.
+
+Each is a notebook's, in a Jupyter Server that has this file as an extension, with a websocket as a browser has it.
+Then one with much in its memory wakes and sleeps among them, and the server says by how much its loops were late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import psutil
+from jupyter_server.base.handlers import APIHandler
+from jupyter_server.serverapp import ServerApp
+from kernels import describe_load, describe_machine, end_politely, readable, verdict
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.web import authenticated
+from tornado.websocket import websocket_connect
+from wake import HOARD, MB
+
+from sandbox_provisioner import runsc
+from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.iothread import IO
+from sandbox_provisioner.runtime import left_behind
+
+GOAL, LATE_GOAL = 0.5, 0.05
+TICK, PATIENCE, QUIET = 0.01, 120.0, 10.0
+AT_ONCE, FEW, ROUNDS, HOARD_MB = 2, 10, 3, 100
+SLEEPY = {"enable_checkpoint_at_idle": True, "idle_timeout": 4}
+KINDS = {
+    "plain, running": ("local-provisioner", {}),
+    "sandboxed, running": ("sandbox-provisioner", {}),
+    "sandboxed, hibernated": ("sandbox-provisioner", SLEEPY),
+}
+ONLY_OURS = {"sandbox_provisioner.extension": True, "crowd": True, "jupyterlab": False, "jupyter_lsp": False}
+TOKEN = {"Authorization": "token t"}
+
+
+class Late(NamedTuple):
+    """By how many seconds a loop was late at worst: in all, and not for want of a processor."""
+
+    in_all: float = 0.0
+    blocked: float = 0.0
+
+
+class Watch:
+    """Looks at one loop, from inside."""
+
+    def __init__(self) -> None:
+        self.worst = Late()
+
+    async def look(self) -> None:
+        """Go on until cancelled. Linux knows how long a thread was ready to run while others ran."""
+        statistics = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        before, waited = time.perf_counter(), 0
+        while True:
+            await asyncio.sleep(TICK)
+            now, waits = time.perf_counter(), int(os.pread(statistics, 99, 0).split()[1])
+            late = now - before - TICK
+            if waited:
+                self.worst = Late(*map(max, self.worst, (late, late - (waits - waited) / 1e9)))
+            before, waited = now, waits
+
+
+class Report(APIHandler):
+    """How many of the server's kernels are awake, and how late its loops were since it was last asked to ``forget``."""
+
+    @authenticated
+    async def get(self) -> None:
+        """Called by tornado."""
+        watches = self.settings["watches"]
+        self.finish({"awake": len(self.kernel_manager), "late": [watch.worst for watch in watches]})
+        for watch in watches if self.get_argument("forget", "") else ():
+            watch.worst = Late()
+
+
+def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
+    server, io = serverapp.web_app.settings["watches"] = Watch(), Watch()
+    IO.hold(io, asyncio.Event().wait)
+    serverapp.web_app.settings["looking"] = [asyncio.ensure_future(look) for look in (server.look(), IO.run(io.look()))]
+    serverapp.web_app.add_handlers(".*$", [("/crowd", Report)])
+
+
+class Server:
+    """A Jupyter Server in a process and a new folder of its own, whose kernels are of one kind."""
+
+    def __init__(self, folder: Path, provisioner: str, settings: dict[str, Any]) -> None:
+        stanza = {"provisioner_name": provisioner, "config": settings}
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        spec = {"argv": argv, "display_name": "", "language": "python", "metadata": {"kernel_provisioner": stanza}}
+        for needed in ("notebooks", "kernels/bench"):
+            (folder / needed).mkdir(parents=True)
+        (folder / "kernels/bench/kernel.json").write_text(json.dumps(spec))
+        paths = {f"JUPYTER_{name}": str(folder / name) for name in ("RUNTIME_DIR", "CONFIG_DIR", "DATA_DIR")}
+        seen = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, **paths, "JUPYTER_PATH": str(folder), "PYTHONPATH": seen}
+        flags = [
+            "--allow-root",
+            "--port=0",
+            "--IdentityProvider.token=t",
+            f"--ServerApp.jpserver_extensions={ONLY_OURS}",
+        ]
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jupyter_server", *flags], cwd=folder / "notebooks", env=env, stderr=log
+            )
+        self.folder = folder
+
+    async def up(self) -> bool:
+        """Whether it answers."""
+        if self.process.poll() is not None:
+            raise SandboxError(f"The server ended: {(self.folder / 'log').read_text()[-2000:]}")
+        try:
+            (file,) = self.folder.glob("RUNTIME_DIR/jpserver-*.json")
+            self.url = json.loads(file.read_text())["url"]
+            return bool(await self.ask("GET", "crowd"))
+        except (OSError, ValueError):
+            return False
+
+    async def ask(self, method: str, path: str, body: object = None) -> Any:
+        """The JSON of an HTTP request."""
+        data = None if body is None else json.dumps(body)
+        request = HTTPRequest(self.url + path, method, TOKEN, data, request_timeout=PATIENCE)
+        return json.loads((await AsyncHTTPClient().fetch(request)).body)
+
+    async def sleeps(self) -> bool:
+        """Whether none of its kernels is awake."""
+        return bool((await self.ask("GET", "crowd"))["awake"] == 0)
+
+    def memory(self) -> tuple[float, float]:
+        """What it has for itself (USS), and what its kernels' processes have (PSS), in MB."""
+        server = psutil.Process(self.process.pid)
+        kernels = sum(child.memory_full_info().pss for child in server.children(recursive=True))
+        return server.memory_full_info().uss / MB, kernels / MB
+
+
+class Tab:
+    """A notebook that is open: its session, and a websocket to its kernel."""
+
+    async def open(self, server: Server, name: str) -> None:
+        """Start its kernel, and have a cell answered."""
+        self._replies: dict[str, asyncio.Future[str]] = {}
+        body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "bench"}}
+        kernel = (await server.ask("POST", "api/sessions", body))["kernel"]["id"]
+        url = f"ws{server.url.removeprefix('http')}api/kernels/{kernel}/channels"
+        self._socket = await websocket_connect(
+            HTTPRequest(url, headers=TOKEN, request_timeout=PATIENCE), on_message_callback=self._heard
+        )
+        await self.run("1")
+
+    async def run(self, code: str) -> None:
+        """Run a cell, until its reply is there."""
+        name = uuid4().hex
+        header = {"msg_id": name, "msg_type": "execute_request", "username": "", "session": "bench", "version": "5.3"}
+        content = {"code": code, "silent": False, "store_history": False, "user_expressions": {}, "allow_stdin": False}
+        message = {"header": header, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}
+        reply = self._replies[name] = asyncio.get_running_loop().create_future()
+        await self._socket.write_message(json.dumps(message))
+        if (status := await asyncio.wait_for(reply, PATIENCE)) != "ok":
+            raise SandboxError(f"{code!r} was answered with {status}.")
+
+    def _heard(self, text: str | bytes | None) -> None:
+        message = json.loads(text or "{}")
+        if message.get("msg_type") == "execute_reply":
+            self._replies.pop(message["parent_header"]["msg_id"]).set_result(message["content"]["status"])
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not await condition():
+        if time.monotonic() > deadline:
+            raise SandboxError("What was waited for did not happen.")
+        await asyncio.sleep(0.2)
+
+
+async def measure(count: int, folder: Path) -> None:
+    """Print both tables."""
+    print(f"\n{'memory of each, with its tab':30}{'how many':>10}{'processes':>14}{'in the server':>16}{'in all':>12}")
+    for title, kind in KINDS.items():
+        crowd = count if kind[1] else min(count, FEW)
+        server = Server(folder / title, *kind)
+        try:
+            await until(server.up)
+            before, _ = server.memory()
+            tabs = await open_all(server, crowd)
+            await (until(server.sleeps) if kind[1] else asyncio.sleep(1))
+            after, processes = server.memory()
+            each, own = (after - before) / crowd, processes / crowd
+            mark = f"  {verdict(each < GOAL)} (goal {GOAL} MB)" if kind[1] else ""
+            numbers = f"{own:>11.1f} MB{each:>13.2f} MB{own + each:>9.1f} MB"
+            print(f"{title:30}{crowd:>10}{numbers}{mark}", flush=True)
+            if kind[1]:
+                await measure_lateness(server, tabs[0])
+        finally:
+            server.process.terminate()
+            server.process.wait(PATIENCE)
+
+
+async def open_all(server: Server, count: int) -> list[Tab]:
+    """So many notebooks, a few at once; says how far it is."""
+    few, tabs = asyncio.Semaphore(AT_ONCE), [Tab() for _ in range(count)]
+
+    async def open_one(number: int, tab: Tab) -> None:
+        async with few:
+            await tab.open(server, f"{number}.ipynb")
+            if number % 20 == 19:
+                now = f"{server.memory()[0]:.0f} MB in the server"
+                print(f"  notebook {number + 1} of {count} is open, {now}", file=sys.stderr, flush=True)
+
+    await asyncio.gather(*(open_one(number, tab) for number, tab in enumerate(tabs)))
+    return tabs
+
+
+async def measure_lateness(server: Server, tab: Tab) -> None:
+    """Print how late the loops of a server are at worst, whose kernels sleep, while one of them wakes and sleeps."""
+    print(f"\n{'loops late by, at worst':34}{'server':>12}{'blocked':>12}{'I/O thread':>14}{'blocked':>12}", flush=True)
+    await tab.run(HOARD.format(count=HOARD_MB))
+    seen: dict[str, list[list[Late]]] = {}
+
+    async def watch(title: str, action: Awaitable[object]) -> None:
+        await server.ask("GET", "crowd?forget=1")
+        await action
+        seen.setdefault(title, []).append([Late(*late) for late in (await server.ask("GET", "crowd"))["late"]])
+
+    for _ in range(ROUNDS):
+        await watch(f"{HOARD_MB} MB hibernate", until(server.sleeps))
+        await watch("all sleep", asyncio.sleep(QUIET))
+        await watch("all sleep, processors busy", burn(QUIET))
+        await watch(f"{HOARD_MB} MB wake", tab.run("1"))
+    for title, rounds in seen.items():
+        server_late, io_late = (Late(*map(max, zip(*lates, strict=True))) for lates in zip(*rounds, strict=True))
+        numbers = f"{readable(server_late.in_all):>12}{readable(server_late.blocked):>12}"
+        numbers += f"{readable(io_late.in_all):>14}{readable(io_late.blocked):>12}"
+        goal = max(server_late.blocked, io_late.blocked) < LATE_GOAL
+        print(f"{title:34}{numbers}  {verdict(goal)} (goal {readable(LATE_GOAL)} blocked)", flush=True)
+
+
+async def burn(seconds: float) -> None:
+    """Keep every processor busy, twice: what comes of that is not the fault of anything in the server."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    burners = [psutil.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Measure what hibernated kernels cost their server.")
+    parser.add_argument("--kernels", type=int, default=200, help="how many hibernate (200, which takes ten minutes)")
+    count = parser.parse_args(arguments).kernels
+    signal.signal(signal.SIGTERM, end_politely)
+    try:
+        load = describe_load()
+        print(describe_machine(), flush=True)
+        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+            places = {"SANDBOX_STORAGE_DIR": f"{scratch}/storage", "SANDBOX_RUNTIME_DIR": scratch}
+            os.environ |= {**places, "SANDBOX_RUNSC": str(runsc.find().path)}
+            try:
+                asyncio.run(measure(count, Path(scratch)))
+            finally:
+                for left in left_behind():
+                    left.remove()
+        print(load)
+    except SandboxError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
