@@ -1,6 +1,6 @@
 """`make bench`: what a crowd of hibernated kernels costs their server, beside kernels that are kept running.
 
-Each is a notebook's, in a Jupyter Server that has this file as an extension, with a websocket as a browser has it.
+Each is a notebook's, in a Jupyter Server that has lateness.py as an extension, with a websocket as a browser has it.
 Then one with much in its memory wakes and sleeps among them, and the server says by how much its loops were late.
 """
 
@@ -17,25 +17,22 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import psutil
-from jupyter_server.base.handlers import APIHandler
-from jupyter_server.serverapp import ServerApp
 from kernels import describe_load, describe_machine, end_politely, readable, verdict
+from lateness import Late
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
-from tornado.web import authenticated
 from tornado.websocket import websocket_connect
 from wake import HOARD, MB
 
 from sandbox_provisioner import runsc
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.iothread import IO
 from sandbox_provisioner.runtime import left_behind
 
 GOAL, LATE_GOAL = 0.5, 0.05
-TICK, PATIENCE, QUIET = 0.01, 120.0, 10.0
+PATIENCE, QUIET = 120.0, 10.0
 AT_ONCE, FEW, ROUNDS, HOARD_MB = 2, 10, 3, 100
 SLEEPY = {"enable_checkpoint_at_idle": True, "idle_timeout": 4}
 KINDS = {
@@ -43,53 +40,8 @@ KINDS = {
     "sandboxed, running": ("sandbox-provisioner", {}),
     "sandboxed, hibernated": ("sandbox-provisioner", SLEEPY),
 }
-ONLY_OURS = {"sandbox_provisioner.extension": True, "crowd": True, "jupyterlab": False, "jupyter_lsp": False}
+ONLY_OURS = {"sandbox_provisioner.extension": True, "lateness": True, "jupyterlab": False, "jupyter_lsp": False}
 TOKEN = {"Authorization": "token t"}
-
-
-class Late(NamedTuple):
-    """By how many seconds a loop was late at worst: in all, and not for want of a processor."""
-
-    in_all: float = 0.0
-    blocked: float = 0.0
-
-
-class Watch:
-    """Looks at one loop, from inside."""
-
-    def __init__(self) -> None:
-        self.worst = Late()
-
-    async def look(self) -> None:
-        """Go on until cancelled. Linux knows how long a thread was ready to run while others ran."""
-        statistics = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        before, waited = time.perf_counter(), 0
-        while True:
-            await asyncio.sleep(TICK)
-            now, waits = time.perf_counter(), int(os.pread(statistics, 99, 0).split()[1])
-            late = now - before - TICK
-            if waited:
-                self.worst = Late(*map(max, self.worst, (late, late - (waits - waited) / 1e9)))
-            before, waited = now, waits
-
-
-class Report(APIHandler):
-    """How many of the server's kernels are awake, and how late its loops were since it was last asked to ``forget``."""
-
-    @authenticated
-    async def get(self) -> None:
-        """Called by tornado."""
-        watches = self.settings["watches"]
-        self.finish({"awake": len(self.kernel_manager), "late": [watch.worst for watch in watches]})
-        for watch in watches if self.get_argument("forget", "") else ():
-            watch.worst = Late()
-
-
-def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
-    server, io = serverapp.web_app.settings["watches"] = Watch(), Watch()
-    IO.hold(io, asyncio.Event().wait)
-    serverapp.web_app.settings["looking"] = [asyncio.ensure_future(look) for look in (server.look(), IO.run(io.look()))]
-    serverapp.web_app.add_handlers(".*$", [("/crowd", Report)])
 
 
 class Server:
@@ -124,7 +76,7 @@ class Server:
         try:
             (file,) = self.folder.glob("RUNTIME_DIR/jpserver-*.json")
             self.url = json.loads(file.read_text())["url"]
-            return bool(await self.ask("GET", "crowd"))
+            return bool(await self.ask("GET", "lateness"))
         except (OSError, ValueError):
             return False
 
@@ -136,7 +88,7 @@ class Server:
 
     async def sleeps(self) -> bool:
         """Whether none of its kernels is awake."""
-        return bool((await self.ask("GET", "crowd"))["awake"] == 0)
+        return bool((await self.ask("GET", "lateness"))["awake"] == 0)
 
     def memory(self) -> tuple[float, float]:
         """What it has for itself (USS), and what its kernels' processes have (PSS), in MB."""
@@ -186,7 +138,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 async def measure(count: int, folder: Path) -> None:
     """Print both tables."""
-    print(f"\n{'memory of each, with its tab':30}{'how many':>10}{'processes':>14}{'in the server':>16}{'in all':>12}")
+    columns = f"{'how many':>10}{'processes':>14}{'in the server':>16}{'in all':>12}{'to plain':>10}"
+    print(f"\n{'memory of each, with its tab':30}{columns}")
+    plain = 0.0
     for title, kind in KINDS.items():
         crowd = count if kind[1] else min(count, FEW)
         server = Server(folder / title, *kind)
@@ -198,7 +152,9 @@ async def measure(count: int, folder: Path) -> None:
             after, processes = server.memory()
             each, own = (after - before) / crowd, processes / crowd
             mark = f"  {verdict(each < GOAL)} (goal {GOAL} MB)" if kind[1] else ""
-            numbers = f"{own:>11.1f} MB{each:>13.2f} MB{own + each:>9.1f} MB"
+            plain = plain or own + each
+            ratio = f"{(own + each) / plain:.2f}x"
+            numbers = f"{own:>11.1f} MB{each:>13.2f} MB{own + each:>9.1f} MB{ratio:>10}"
             print(f"{title:30}{crowd:>10}{numbers}{mark}", flush=True)
             if kind[1]:
                 await measure_lateness(server, tabs[0])
@@ -229,9 +185,9 @@ async def measure_lateness(server: Server, tab: Tab) -> None:
     seen: dict[str, list[list[Late]]] = {}
 
     async def watch(title: str, action: Awaitable[object]) -> None:
-        await server.ask("GET", "crowd?forget=1")
+        await server.ask("GET", "lateness?forget=1")
         await action
-        seen.setdefault(title, []).append([Late(*late) for late in (await server.ask("GET", "crowd"))["late"]])
+        seen.setdefault(title, []).append([Late(*late) for late in (await server.ask("GET", "lateness"))["late"]])
 
     for _ in range(ROUNDS):
         await watch(f"{HOARD_MB} MB hibernate", until(server.sleeps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -52,6 +53,12 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(folder))
     yield runtime_root()
     assert leftovers(folder / "jupyter-sandbox") == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage() -> None:
+    """What tests of other modules left to the collector does not count as this one's."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

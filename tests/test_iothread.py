@@ -31,7 +31,8 @@ def io() -> Iterator[IOThread]:
     io = IOThread()
     yield io
     io.close()
-    assert (psutil.Process().num_fds(), threading.active_count()) == before
+    assert psutil.Process().num_fds() <= before[0]
+    assert threading.active_count() <= before[1]
 
 
 async def where() -> tuple[threading.Thread, asyncio.AbstractEventLoop]:

@@ -95,7 +95,7 @@ async def test_many_kernels_start_answer_and_stop_together_and_leave_nothing(
     assert leftovers(runtime) == []
     assert alive(processes) == []
     assert list(temporary.iterdir()) == []
-    assert listening() == ports
+    assert listening() <= ports
     assert psutil.Process().num_fds() <= descriptors
 
 

@@ -572,7 +572,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert leftovers(runtime) == []
-    assert listening() == ports_before
+    assert listening() <= ports_before
     assert await (await provision(name)).provisioner.poll() is None
 
 
@@ -643,13 +643,15 @@ def refuse(start_kernel: Start, sandboxed: Sandboxed, runtime: Path) -> Refuse:
         spec = {"argv": bad.argv, "display_name": "Bad", "language": "python"}
         name = sandboxed("bad", spec=spec, **bad.config)
         ensure_event_loop()
-        before = psutil.Process().num_fds(), listening(), threading.active_count()
+        ports, descriptors, threads = listening(), psutil.Process().num_fds(), threading.active_count()
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception) as refusal:
             for variable, value in bad.env.items():
                 patch.setenv(variable, value)
             start_kernel(name, manager=bad.manager)
         assert leftovers(runtime) == []
-        assert (psutil.Process().num_fds(), listening(), threading.active_count()) == before
+        assert listening() <= ports
+        assert psutil.Process().num_fds() <= descriptors
+        assert threading.active_count() <= threads
         return str(refusal.value)
 
     return attempt
