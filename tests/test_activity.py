@@ -27,6 +27,7 @@ class Kernel:
         self.session = Session(key=KEY)
         self.socket = context.socket(zmq.XPUB)
         self.socket.linger = 0
+        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of one who comes before the last one's end is known, too
 
     def bind(self) -> None:
         self.url = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
