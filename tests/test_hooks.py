@@ -120,6 +120,26 @@ def test_what_strangers_in_the_sandbox_say_ends_no_hook(open_notebook: Open) -> 
     assert notebook.run("[name for name, _ in calls]") == "['before', 'after']"
 
 
+HALF_IMPORTED = """
+import json, socket, sys, types
+name = "IPython.core.interactiveshell"
+whole, sys.modules[name] = sys.modules[name], types.ModuleType(name)
+with socket.socket(socket.AF_UNIX) as caller:
+    caller.connect("/run/jupyter/hooks")
+    caller.sendall(json.dumps({"name": "sandbox_after_restore", "reseed": False}).encode())
+    caller.shutdown(socket.SHUT_WR)
+    caller.recv(1)
+sys.modules[name] = whole
+"""
+
+
+def test_a_kernel_that_is_called_while_it_still_imports_can_be_called_again(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run(HOOKS + HALF_IMPORTED)
+    notebook.hibernate()
+    assert notebook.run("[name for name, _ in calls]") == "['before', 'after']"
+
+
 DRAW = "import random, numpy\nrandom.seed(1); numpy.random.seed(1)"
 DRAWN = "random.random(), float(numpy.random.random())"
 
