@@ -10,10 +10,8 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -22,15 +20,13 @@ from typing import Any
 from uuid import uuid4
 
 import psutil
-from kernels import describe_load, describe_machine, end_politely, readable, verdict
+from frame import framed, readable, scratch, verdict
 from lateness import Late
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 from wake import HOARD, MB
 
-from sandbox_provisioner import runsc
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.runtime import left_behind
 
 GOAL, LATE_GOAL = 0.5, 0.05
 PATIENCE, QUIET = 120.0, 10.0
@@ -221,27 +217,14 @@ async def burn(seconds: float) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Measure what hibernated kernels cost their server.")
-    parser.add_argument("--kernels", type=int, default=150, help="how many hibernate (150, which takes eight minutes)")
+    parser.add_argument("--kernels", type=int, default=200, help="how many hibernate (200, which takes ten minutes)")
     count = parser.parse_args(arguments).kernels
-    signal.signal(signal.SIGTERM, end_politely)
-    try:
-        load = describe_load()
-        print(describe_machine(), flush=True)
-        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-            places = {"SANDBOX_STORAGE_DIR": f"{scratch}/storage", "SANDBOX_RUNTIME_DIR": scratch}
-            os.environ |= {**places, "SANDBOX_RUNSC": str(runsc.find().path)}
-            try:
-                asyncio.run(measure(count, Path(scratch)))
-            finally:
-                for left in left_behind():
-                    left.remove()
-        print(load)
-    except SandboxError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    def compare() -> None:
+        with scratch() as folder:
+            asyncio.run(measure(count, folder))
+
+    return framed(compare, "ipykernel", "jupyter_client", "jupyter_server")
 
 
 if __name__ == "__main__":

@@ -6,21 +6,14 @@ The contenders take turns, so that whatever else the machine does hits them all 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import signal
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from types import FrameType
 
 import bounce
+from frame import framed, readable, verdict
 from session import CONTENDERS, DIRECT, OURS, PLAIN, Bench, Contender, Session
-
-from sandbox_provisioner import runsc
-from sandbox_provisioner.errors import SandboxError
 
 GOAL = 1.15
 RELAY_GOAL = 1e-3
@@ -49,41 +42,18 @@ Samples = dict[Contender, list[float]]
 
 def main(arguments: Sequence[str]) -> int:
     effort = QUICK if options(arguments).quick else FULL
-    signal.signal(signal.SIGTERM, end_politely)
-    try:
-        load = describe_load()
-        print(describe_machine(), flush=True)
+
+    def measure() -> None:
         relay_cpu = compare(effort)
         report_relay(relay_cpu, *bounce.measure(effort.bounces))
-        print(load)
-    except SandboxError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+
+    return framed(measure, "ipykernel", "jupyter_client")
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare a sandboxed kernel with a plain one.")
     parser.add_argument("--quick", action="store_true", help="in under a minute: that it works, not how fast")
     return parser.parse_args(arguments)
-
-
-def end_politely(signum: int, frame: FrameType | None) -> None:
-    sys.exit(128 + signum)
-
-
-def describe_machine() -> str:
-    return (
-        f"Python {platform.python_version()}, ipykernel {version('ipykernel')}, "
-        f"jupyter_client {version('jupyter_client')}, runsc {runsc.find().version}, "
-        f"{'root' if os.geteuid() == 0 else 'an ordinary user'}, {os.cpu_count()} cores"
-    )
-
-
-def describe_load() -> str:
-    load = os.getloadavg()[0]
-    advice = " The machine was busy: run it again when it is quiet." if load > 1 else ""
-    return f"\nLoad before the run: {load:.1f}.{advice}"
 
 
 def compare(effort: Effort) -> float:
@@ -173,14 +143,6 @@ def report_relay(cpu_per_execute: float, delay_per_bounce: float, cpu_per_bounce
         ("CPU time of its thread for such a message", cpu_per_bounce),
     ):
         print(f"{title:50}{readable(seconds):>14}  {verdict(seconds < RELAY_GOAL)}", flush=True)
-
-
-def verdict(reached: bool) -> str:
-    return "PASS" if reached else "over"
-
-
-def readable(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 if __name__ == "__main__":

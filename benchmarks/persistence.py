@@ -8,23 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from kernels import describe_load, end_politely, readable, verdict
+from frame import framed, readable, scratch, verdict
 
-from sandbox_provisioner import runsc
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.runtime import left_behind
 
@@ -53,33 +48,19 @@ Samples = dict[tuple[str, str], list[float]]
 
 def main(arguments: Sequence[str]) -> int:
     loads = QUICK if options(arguments).quick else FULL
-    signal.signal(signal.SIGTERM, end_politely)
-    try:
-        busy = describe_load()
-        print(describe_machine(), flush=True)
-        with tempfile.TemporaryDirectory(prefix="bench-") as scratch, emulator() as address:
-            os.environ |= {"SANDBOX_RUNTIME_DIR": scratch, "STORAGE_EMULATOR_HOST": address}
-            compare(loads, Path(scratch, "storage"))
-        print(busy)
-    except SandboxError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    def measure() -> None:
+        with scratch() as folder, emulator() as address:
+            os.environ["STORAGE_EMULATOR_HOST"] = address
+            compare(loads, folder / "storage")
+
+    return framed(measure, "google-cloud-storage")
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare checkpoint and restore with plain copying.")
     parser.add_argument("--quick", action="store_true", help="little memory: that it works, not how fast")
     return parser.parse_args(arguments)
-
-
-def describe_machine() -> str:
-    return (
-        f"Python {platform.python_version()}, google-cloud-storage {version('google-cloud-storage')}, "
-        f"runsc {runsc.find().version}, {'root' if os.geteuid() == 0 else 'an ordinary user'}, {os.cpu_count()} cores"
-    )
 
 
 @contextmanager

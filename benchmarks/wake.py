@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from kernels import describe_load, describe_machine, end_politely, readable, verdict
+from frame import framed, readable, scratch, verdict
 from session import KEPT, PLAIN, Bench, Session
 
-from sandbox_provisioner import runsc
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.provisioner import SandboxProvisioner
-from sandbox_provisioner.runtime import left_behind
 
 GOAL = 0.3
 MB = 10**6
@@ -58,26 +52,12 @@ QUICK = Effort(1, (Load(4 * MB, 1), Load(40 * MB, 1)))
 
 def main(arguments: Sequence[str]) -> int:
     effort = QUICK if options(arguments).quick else FULL
-    signal.signal(signal.SIGTERM, end_politely)
-    try:
-        load = describe_load()
-        print(f"{describe_machine()}, numpy {version('numpy')}, pandas {version('pandas')}", flush=True)
-        binary = str(runsc.find().path)
-        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-            places = {"JUPYTER_DATA_DIR": f"{scratch}/data", "SANDBOX_STORAGE_DIR": f"{scratch}/storage"}
-            os.environ |= {**places, "SANDBOX_RUNTIME_DIR": scratch, "SANDBOX_RUNSC": binary}
-            try:
-                compare(effort, Path(scratch, "storage"))
-            finally:
-                for left in left_behind():
-                    left.remove()
-        print(load)
-    except SandboxError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    def measure() -> None:
+        with scratch() as folder:
+            compare(effort, folder / "storage")
+
+    return framed(measure, "ipykernel", "jupyter_client", "numpy", "pandas")
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:

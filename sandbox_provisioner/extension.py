@@ -6,11 +6,15 @@ makes its kernel manager, and so can choose it. A class that the user configured
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 from jupyter_server.serverapp import ServerApp
 
 from .kernelmanager import SandboxKernelManager
+
+FILES = 1 << 16
+"""Open files that the server may have, where the system allows it: a notebook has about thirty, awake or asleep."""
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:
@@ -23,6 +27,8 @@ def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     if "kernel_manager_class" in serverapp.config.ServerApp:
         serverapp.log.info("Sandboxed kernels are not hibernated: ServerApp.kernel_manager_class is configured.")
         return
+    if "min_open_files_limit" not in serverapp.config.ServerApp:
+        serverapp.min_open_files_limit = min(FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     usual = serverapp._default_kernel_manager_class
 
     def choose(server: ServerApp) -> Any:

@@ -20,6 +20,8 @@ from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelMana
 from jupyter_server.utils import to_os_path
 from tornado.ioloop import PeriodicCallback
 from traitlets import Float, default
+from zmq import MAX_SOCKETS
+from zmq.asyncio import Context
 
 from . import config, persistence
 from .errors import SandboxError
@@ -30,6 +32,9 @@ from .runsc import find
 
 LOOK_EVERY = 5.0
 """Seconds in which a notebook's new name is known, and a kernel that moved to another server is gone from here."""
+
+SOCKETS = 16_384
+"""How many the server may have to all its kernels: a notebook has six, and ZeroMQ's own limit of 1023 ends at 170."""
 
 _culling: ContextVar[str] = ContextVar("culling", default="")
 """The kernel that the culler looks at just now, in whose place a shutdown is a hibernation."""
@@ -47,6 +52,13 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     @default("hibernate_deadline")
     def _default_hibernate_deadline(self) -> float:
         return config.seconds("SANDBOX_HIBERNATE_DEADLINE", 60.0)
+
+    @default("context")
+    def _context_default(self) -> Context:
+        """Called for the first socket, before which the limit has to be set: there can be many kernels that sleep."""
+        context = super()._context_default()
+        context.set(MAX_SOCKETS, SOCKETS)
+        return context
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]

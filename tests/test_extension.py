@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 from jupyter_server.gateway.gateway_client import GatewayClient
 from jupyter_server.gateway.managers import GatewayMappingKernelManager
 from jupyter_server.serverapp import ServerApp
@@ -19,6 +23,19 @@ def no_gateway() -> None:
     GatewayClient.clear_instance()
 
 
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """A process that may have as few open files as is usual; how many it could have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_files() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> object:
     for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
         monkeypatch.setenv(f"JUPYTER_{name}", str(folder / name))
@@ -29,6 +46,24 @@ def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options:
 
 def test_an_installed_package_makes_any_server_hibernate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert type(manager_of_a_server(monkeypatch, tmp_path)) is SandboxKernelManager
+
+
+def test_there_are_sockets_and_files_for_hundreds_of_notebooks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few_files: int
+) -> None:
+    manager = manager_of_a_server(monkeypatch, tmp_path)
+    assert isinstance(manager, SandboxKernelManager)
+    assert open_files() == min(few_files, 1 << 16)
+    with ExitStack() as sockets:
+        for _ in range(1500):
+            sockets.enter_context(manager.context.socket(zmq.DEALER))
+
+
+def test_a_limit_of_open_files_that_the_user_configured_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few_files: int
+) -> None:
+    manager_of_a_server(monkeypatch, tmp_path, "--ServerApp.min_open_files_limit=1500")
+    assert open_files() == 1500
 
 
 def test_a_class_that_the_user_configured_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
