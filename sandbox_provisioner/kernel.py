@@ -71,6 +71,7 @@ class SandboxedKernel:
         self.handle: SandboxHandle | None = None
         self.manager: SandboxManager | None = None
         self._waking: asyncio.Task[None] | None = None
+        self._heeded = 0
         self.status: int | None = 0
         self.last_words = b""
         self._process: GuestProcess | None = None
@@ -153,9 +154,14 @@ class SandboxedKernel:
         self.relay.connect(handle.instance.link, targets)
         self._life = asyncio.create_task(self._live(handle, self._process, ending))
 
+    def saving(self) -> None:
+        """Told by whoever is about to save it."""
+        self._heeded = self.relay.heeded
+
     def saved(self) -> None:
-        """Told by whoever saved it: a client may have asked for something in that very moment."""
-        if self.relay.called or (self.handle and self.handle.instance.link.urged):
+        """Told by whoever saved it: a client may have asked for something meanwhile, which may be saved with it."""
+        asked = self.relay.called or self.relay.asked > self._heeded
+        if asked or (self.handle and self.handle.instance.link.urged):
             self._called()
 
     def _called(self) -> None:

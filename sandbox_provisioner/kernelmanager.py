@@ -87,7 +87,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
         """Called by the culler for each kernel: the criteria are the server's own."""
         provisioner = self.persistent(kernel_id)
-        if provisioner and (provisioner.asleep or not provisioner.up):
+        if provisioner and (provisioner.asleep or provisioner.waited_for):
             return
         token = _culling.set(kernel_id if provisioner else "")
         try:

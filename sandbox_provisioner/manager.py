@@ -63,13 +63,14 @@ Gone = Callable[[str, str], None]
 class SandboxManager:
     """All sandboxes of this server. Every method that changes one waits for what is under way with it.
 
-    ``busy`` is asked before an idle sandbox is checkpointed; ``on_saved`` is told when one was checkpointed and stays,
-    ``on_gone`` when one was handed over or lost.
+    ``busy`` is asked before an idle sandbox is checkpointed; ``on_saving`` is told when one that stays is about to be
+    checkpointed, and ``on_saved`` when it was; ``on_gone`` when one was handed over or lost.
     """
 
     def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "", stores: Stores | None = None) -> None:
         self.handles: dict[str, SandboxHandle] = {}
         self.busy: Callable[[str], bool] = lambda sandbox_id: False
+        self.on_saving: Callable[[str], None] = lambda sandbox_id: None
         self.on_saved: Callable[[str], None] = lambda sandbox_id: None
         self.on_gone: Gone = lambda sandbox_id, reason: None
         self._config = config
@@ -159,6 +160,7 @@ class SandboxManager:
     async def checkpoint(self, sandbox_id: str) -> Checkpoint:
         """Save its memory and end it; it stays ours, to be restored."""
         async with self._lock(sandbox_id):
+            self.on_saving(sandbox_id)
             made = await self.get(sandbox_id).checkpoint()
         self.on_saved(sandbox_id)
         return made
@@ -292,6 +294,7 @@ class SandboxManager:
             if handle.instance.state != State.RUNNING or self._idle_in(handle) != 0:
                 return
             handle.last_activity = time.monotonic()  # a failure is tried again after as long a time
+            self.on_saving(handle.sandbox_id)
             await handle.checkpoint()
         self.on_saved(handle.sandbox_id)
 

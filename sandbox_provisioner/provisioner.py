@@ -217,9 +217,9 @@ class SandboxProvisioner(SandboxSettings):
         return self._kernel.asleep
 
     @property
-    def up(self) -> bool:
-        """Whether the kernel has answered anybody yet: one that is still starting is not idle."""
-        return self._kernel.relay.heard
+    def waited_for(self) -> bool:
+        """Whether a client waits for a first word of the kernel, which may still be starting: then it is not idle."""
+        return self._kernel.relay.waited_for
 
     async def hibernate(self) -> None:
         """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
@@ -232,7 +232,8 @@ class SandboxProvisioner(SandboxSettings):
 
     async def follow(self, notebook_path: str) -> None:
         """The notebook has this path now."""
-        if self._claim and not (self.sandbox_id or self.gcs_sandbox_id):
+        named = self.sandbox_id or self.gcs_sandbox_id
+        if self._claim and not named and notebook_path != self._claim.record.notebook_path:
             await IO.run(self._claim.follow(notebook_path))
 
     @property
@@ -265,6 +266,7 @@ class SandboxProvisioner(SandboxSettings):
         settings, runsc = persistence.settings(self.storage_dir), find(self.runsc)
         patience = self.handoff_timeout if self.enable_handoff else 0.0
         claim = await IO.run(Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience))
+        claim.manager.on_saving = lambda sandbox_id: self._kernel.saving()
         claim.manager.on_saved = lambda sandbox_id: self._kernel.saved()
         claim.manager.on_gone = self._gone
         self._claim, self._kernel.manager = claim, claim.manager
@@ -280,7 +282,7 @@ class SandboxProvisioner(SandboxSettings):
         curve = (km.curve_publickey, km.curve_secretkey) if getattr(km, "curve_publickey", None) else None
         session = Session(key=km.session.key, signature_scheme=km.session.signature_scheme)
         self._activity.listen(km._make_url("iopub"), session, curve)
-        manager.busy = lambda sandbox_id: not self.up or (self._activity is not None and self._activity.busy)
+        manager.busy = lambda sandbox_id: self.waited_for or (self._activity is not None and self._activity.busy)
 
     @property
     def _resumes(self) -> bool:

@@ -38,12 +38,13 @@ MAX_EARLY = 1 << 16
 class ChannelRelay:
     """Listens for clients on the host and joins each connection to a stream into the sandbox.
 
-    ``heard`` tells whether the present kernel has said anything yet: before, it is still coming up.
+    ``asked`` counts the messages that clients have sent the present kernel, on channels that ask for something;
+    ``heeded`` is what that was when the kernel last said anything.
     """
 
     def __init__(self) -> None:
         self.on_call: Callable[[], None] = lambda: None
-        self.heard = False
+        self.asked = self.heeded = 0
         self._reserved: dict[str, socket.socket] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._addresses: dict[str, str | int] = {}
@@ -95,7 +96,8 @@ class ChannelRelay:
 
     def connect(self, link: GuestLink, targets: Mapping[str, str]) -> None:
         """A kernel is (coming) up behind ``link``: join every client, waiting or new, to its channel's target."""
-        self._link, self._targets, self.heard = link, targets, False
+        self._link, self._targets = link, targets
+        self.asked = self.heeded = 0
         for client in list(self._clients):
             client.join()
 
@@ -136,8 +138,13 @@ class ChannelRelay:
 
     @property
     def called(self) -> bool:
-        """Whether a client waits for an answer of a kernel that sleeps, or was about to fall asleep."""
+        """Whether a client has something for a kernel that sleeps, or was about to fall asleep, or is not up yet."""
         return any(client.calling for client in self._clients)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether a client has asked for something, and the kernel has said nothing since."""
+        return self.asked > self.heeded or self.called
 
     async def drained(self) -> None:
         """Wait until the kernel has closed all its connections, so that nothing of it is still on the way."""
@@ -192,6 +199,7 @@ class _Client(asyncio.Protocol):
         self._stream: Stream | None = None
         self._heart: Heart | None = None
         self._position = Position()
+        self._questions = Position()
         self._spoke = self._served = False
         self._early = b""
         self._waiting = bytearray()
@@ -213,6 +221,10 @@ class _Client(asyncio.Protocol):
             self._beat(data)
             return
         self._spoke = True
+        if self._channel in CALLS:
+            before = self._questions.messages
+            self._questions.follow(data)
+            self._relay.asked += self._questions.messages - before
         if self._stream:
             self._stream.write(data)
         else:
@@ -321,8 +333,11 @@ class _Client(asyncio.Protocol):
             self._transport.close()
 
     def _deliver(self, data: bytes) -> None:
-        self._relay.heard = self._served = True
+        self._served = True
+        before = self._position.messages
         self._position.follow(data)
+        if self._position.messages > before and self._channel != "hb":
+            self._relay.heeded = self._relay.asked
         self._unsent += len(data)
         if self._congested:
             self._waiting += data

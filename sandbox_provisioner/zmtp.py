@@ -4,15 +4,19 @@ from __future__ import annotations
 
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING_SIZE = 64
+HANDSHAKE = 2
+"""Commands at most with which each side begins; on an encrypted connection all that follow are messages."""
 
 
 class Position:
-    """Where in its protocol a connection is, by the bytes that went over it."""
+    """Where in its protocol one direction of a connection is, by the bytes that went over it: after ``messages``."""
 
     def __init__(self) -> None:
         self._rest = GREETING_SIZE
         self._head = b""
         self._more = False
+        self._commands = 0
+        self.messages = 0
 
     @property
     def between_messages(self) -> bool:
@@ -20,18 +24,24 @@ class Position:
         return not self._rest and not self._head and not self._more
 
     def follow(self, data: bytes) -> None:
-        """These bytes went over it."""
-        place, end = 0, len(data)
+        """These bytes went over it. A flood of empty frames is no excuse to take long."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        place, end = min(self._rest, len(data)), len(data)
+        self._rest -= place
         while place < end:
-            if self._rest:
-                step = min(self._rest, end - place)
-                self._rest -= step
-                place += step
-                continue
-            self._head += data[place : place + 1]
-            place += 1
-            flags = self._head[0]
-            if len(self._head) == (9 if flags & LONG else 2):
-                self._rest = int.from_bytes(self._head[1:], "big")
-                self._more = bool(flags & MORE) if not flags & COMMAND else self._more
-                self._head = b""
+            flags = data[place]
+            start = place + (9 if flags & LONG else 2)
+            if start > end:
+                self._head = data[place:]
+                return
+            size = int.from_bytes(data[place + 1 : start], "big") if flags & LONG else data[place + 1]
+            if flags & COMMAND:
+                self._commands += 1
+                self.messages += self._commands > HANDSHAKE
+            else:
+                if not self._more:
+                    self.messages += 1
+                self._more = bool(flags & MORE)
+            place = start + size
+        self._rest = self._rest or place - end

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from threading import Thread
 
 import pytest
-from conftest import Open
+from conftest import LONG, Open
 
 from sandbox_provisioner.errors import UnsaveableError
 
@@ -50,6 +51,21 @@ def test_hooks_run_beside_a_cell_that_keeps_the_main_thread_busy(open_notebook: 
     notebook.hibernate()
     notebook.wake()
     assert "".join(notebook.outputs(request)).split("\n")[-2] == "[('before', False), ('after', False)]"
+
+
+def test_a_cell_that_is_run_while_the_kernel_is_about_to_sleep_is_answered(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run(
+        "import time\ndef sandbox_before_checkpoint():\n    print('about to', flush=True)\n    time.sleep(1.5)"
+    )
+    notebook.drain()
+    falling_asleep = Thread(target=notebook.nap)
+    falling_asleep.start()
+    while notebook.kc.get_iopub_msg(timeout=LONG)["msg_type"] != "stream":
+        pass
+    request = notebook.kc.execute("time.sleep(1.5)\nprint('answered')")
+    assert "".join(notebook.outputs(request)) == "answered\n"
+    falling_asleep.join()
 
 
 def test_what_a_hook_raises_is_shown_in_the_notebook_and_logged_and_stops_nothing(

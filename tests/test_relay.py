@@ -551,3 +551,38 @@ async def test_clients_that_come_and_go_in_a_quiet_time_are_served_and_forgotten
         for client in (newcomer, staying):
             assert await client.receive(8) == b"patience"
         await until(lambda: len(link._streams) == len(relay._clients) == 2)
+
+
+GREETING, READY = bytes(64), b"\x04\x06\x05READY"
+QUESTION = b"\x01\x01a\x00\x01b"
+
+
+@pytest.mark.parametrize("channel", ["shell", "control", "stdin"])
+async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
+    channel: str, ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with kernel(tmp_path) as (link, targets):
+        client, listener = await dial(ports[channel]), await dial(ports["iopub"])
+        relay.connect(link, targets)
+        await client.send(GREETING)
+        await client.receive(len(GREETING))
+        await client.send(READY)
+        await client.receive(len(READY))
+        assert not relay.waited_for
+        link.quiet = True
+        await client.send(QUESTION * 3)
+        await until(lambda: relay.asked == 3)
+        assert relay.waited_for
+        link._flow()
+        await client.receive(3 * len(QUESTION))
+        assert not relay.waited_for
+        link.quiet = True
+        await client.send(QUESTION)
+        await until(lambda: relay.asked == 4)
+        link.quiet = False
+        await listener.send(GREETING + READY)
+        await listener.receive(len(GREETING + READY))
+        assert relay.waited_for  # a handshake is no word of the kernel's
+        await listener.send(QUESTION)  # which comes back as what the kernel publishes
+        await listener.receive(len(QUESTION))
+        assert (relay.asked, relay.heeded) == (4, 4)

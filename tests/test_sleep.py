@@ -257,7 +257,7 @@ def test_the_control_channel_wakes_it_too(notebook: Notebook) -> None:
     message = notebook.kc.session.msg("kernel_info_request")
     notebook.kc.control_channel.send(message)
     assert notebook.kc.get_control_msg(timeout=LONG)["msg_type"] == "kernel_info_reply"
-    assert not notebook.asleep
+    until(lambda: not notebook.asleep)
 
 
 def test_a_busy_kernel_can_be_interrupted_while_it_sleeps(notebook: Notebook) -> None:

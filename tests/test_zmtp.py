@@ -42,3 +42,23 @@ def test_nothing_can_begin_before_the_greeting() -> None:
     assert not position.between_messages
     position.follow(bytes(GREETING_SIZE - 1))
     assert not position.between_messages
+
+
+@given(MESSAGES, st.integers(1, 300))
+def test_messages_are_counted_and_what_a_connection_begins_with_is_none(
+    messages: list[list[bytes]], piece: int
+) -> None:
+    ready = b"\x04\x06\x05READY"
+    data = bytes(GREETING_SIZE) + ready + b"".join(map(_encode, messages))
+    position = Position()
+    for place in range(0, len(data), piece):
+        position.follow(data[place : place + piece])
+    assert position.messages == len(messages)
+
+
+def test_on_an_encrypted_connection_whatever_follows_the_handshake_is_a_message() -> None:
+    position = Position()
+    position.follow(bytes(GREETING_SIZE) + b"\x04\x08\x07WELCOME" + b"\x04\x06\x05READY")
+    assert position.messages == 0
+    position.follow(b"\x04\x08\x07MESSAGE")
+    assert position.messages == 1
