@@ -292,10 +292,10 @@ def test_ipc_sockets_are_for_this_user_only_and_go_with_the_kernel(
 def test_encryption_passes_through_from_end_to_end(start_kernel: Start, sandboxed: Sandboxed) -> None:
     km, kc = start_kernel(sandboxed(), manager={"transport_encryption": "required"})
     assert run(kc, "1 + 1") == "2"
-    with socket.create_connection(("127.0.0.1", km.shell_port)) as wire:
-        wire.settimeout(READY)
+    address = ("127.0.0.1", km.shell_port)
+    with socket.create_connection(address, READY) as wire, wire.makefile("rb") as received:
         wire.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))
-        greeting = wire.recv(64, socket.MSG_WAITALL)
+        greeting = received.read(64)
     assert greeting[12:32].rstrip(b"\0") == b"CURVE"
 
 
