@@ -95,10 +95,9 @@ class Claim:
 
     async def follow(self, notebook_path: str) -> None:
         """The notebook was renamed: its sandbox is found under the new name from now on."""
-        if notebook_path != self.record.notebook_path:
-            moved = await asyncio.to_thread(self._registry.rename, self.record.notebook_path, notebook_path)
-            self.record = next((record for record in moved if record.id == self.record.id), self.record)
-            await self.handle.change(notebook_path=notebook_path)
+        moved = await asyncio.to_thread(self._registry.rename, self.record.notebook_path, notebook_path)
+        self.record = next((record for record in moved if record.id == self.record.id), self.record)
+        await self.handle.change(notebook_path=notebook_path)
 
     async def give_up(self, forget: bool) -> None:
         """Let others have the sandbox; or delete it, with everything that was saved of it."""

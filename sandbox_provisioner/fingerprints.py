@@ -18,6 +18,8 @@ from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
+from .storage.parts import READ_SIZE
+
 NAME = "fingerprints.json"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 KEY = re.compile(r"[0-9]+(:-?[0-9]+){4}")
@@ -25,8 +27,6 @@ LARGE = 1 << 30
 """Of a file larger than this, ``SAMPLES`` pieces at even distances are hashed, with its size."""
 SAMPLES = 64
 PIECE = 1 << 20
-READ = 1 << 16
-"""Bytes that are read at once: each thread that frees larger ones keeps megabytes of them (glibc's arenas)."""
 SETTLED = 3_000_000_000
 """Nanoseconds for which a file must have been left alone."""
 MOST_ENTRIES = 1 << 14
@@ -95,7 +95,7 @@ def _digest(descriptor: int) -> str:
         hashing.update(str(size).encode())
     for offset in _offsets(size):
         end = min(offset + PIECE, size)
-        while offset < end and (data := os.pread(descriptor, min(READ, end - offset), offset)):
+        while offset < end and (data := os.pread(descriptor, min(READ_SIZE, end - offset), offset)):
             hashing.update(data)
             offset += len(data)
     return hashing.hexdigest()

@@ -221,11 +221,9 @@ class _Client(asyncio.Protocol):
             self._beat(data)
             return
         self._spoke = True
-        if self._channel in CALLS:
-            before = self._questions.messages
-            self._questions.follow(data)
-            self._relay.asked += self._questions.messages - before
         if self._stream:
+            if self._channel in CALLS:
+                self._relay.asked += self._questions.follow(data)
             self._stream.write(data)
         else:
             self._early += data
@@ -334,9 +332,7 @@ class _Client(asyncio.Protocol):
 
     def _deliver(self, data: bytes) -> None:
         self._served = True
-        before = self._position.messages
-        self._position.follow(data)
-        if self._position.messages > before and self._channel != "hb":
+        if self._position.follow(data) and self._channel != "hb":
             self._relay.heeded = self._relay.asked
         self._unsent += len(data)
         if self._congested:

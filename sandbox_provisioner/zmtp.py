@@ -9,22 +9,22 @@ HANDSHAKE = 2
 
 
 class Position:
-    """Where in its protocol one direction of a connection is, by the bytes that went over it: after ``messages``."""
+    """Where in its protocol one direction of a connection is, by the bytes that went over it."""
 
     def __init__(self) -> None:
         self._rest = GREETING_SIZE
         self._head = b""
         self._more = False
         self._commands = 0
-        self.messages = 0
 
     @property
     def between_messages(self) -> bool:
         """Whether a message could begin here."""
         return not self._rest and not self._head and not self._more
 
-    def follow(self, data: bytes) -> None:
-        """These bytes went over it. A flood of empty frames is no excuse to take long."""
+    def follow(self, data: bytes) -> int:
+        """These bytes went over it; how many messages begin in them. A flood of empty frames must not take long."""
+        messages = 0
         if self._head:
             data, self._head = self._head + data, b""
         place, end = min(self._rest, len(data)), len(data)
@@ -34,14 +34,14 @@ class Position:
             start = place + (9 if flags & LONG else 2)
             if start > end:
                 self._head = data[place:]
-                return
+                return messages
             size = int.from_bytes(data[place + 1 : start], "big") if flags & LONG else data[place + 1]
             if flags & COMMAND:
                 self._commands += 1
-                self.messages += self._commands > HANDSHAKE
+                messages += self._commands > HANDSHAKE
             else:
-                if not self._more:
-                    self.messages += 1
+                messages += not self._more
                 self._more = bool(flags & MORE)
             place = start + size
         self._rest = self._rest or place - end
+        return messages

@@ -200,11 +200,11 @@ class Notebook:
         asyncio.run(self.km.provisioner.wake())
         assert not self.asleep
 
-    def iopub(self, request: str, kind: str = "") -> dict[str, Any]:
-        """The next message of that kind which belongs to a request."""
+    def iopub(self, request: str) -> dict[str, Any]:
+        """The next message which belongs to a request."""
         while True:
-            message = self.kc.get_iopub_msg(timeout=LONG)
-            if message["parent_header"].get("msg_id") == request and message["msg_type"] in (kind, message["msg_type"]):
+            message: dict[str, Any] = self.kc.get_iopub_msg(timeout=LONG)
+            if message["parent_header"].get("msg_id") == request:
                 return message
 
     def outputs(self, request: str) -> Iterator[str]:

@@ -586,3 +586,17 @@ async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
         await listener.send(QUESTION)  # which comes back as what the kernel publishes
         await listener.receive(len(QUESTION))
         assert (relay.asked, relay.heeded) == (4, 4)
+
+
+async def test_what_a_client_said_before_there_was_a_kernel_counts_once(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with kernel(tmp_path) as (link, targets):
+        client = await dial(ports["shell"])
+        await client.send(GREETING + READY + QUESTION)
+        await until(lambda: any(early._early for early in relay._clients))
+        relay.connect(link, targets)
+        assert relay.asked == 1
+        await client.send(QUESTION)
+        await client.receive(len(GREETING + READY + QUESTION + QUESTION))
+        assert (relay.asked, relay.heeded) == (2, 2)

@@ -51,14 +51,11 @@ def test_messages_are_counted_and_what_a_connection_begins_with_is_none(
     ready = b"\x04\x06\x05READY"
     data = bytes(GREETING_SIZE) + ready + b"".join(map(_encode, messages))
     position = Position()
-    for place in range(0, len(data), piece):
-        position.follow(data[place : place + piece])
-    assert position.messages == len(messages)
+    pieces = [data[place : place + piece] for place in range(0, len(data), piece)]
+    assert sum(map(position.follow, pieces)) == len(messages)
 
 
 def test_on_an_encrypted_connection_whatever_follows_the_handshake_is_a_message() -> None:
     position = Position()
-    position.follow(bytes(GREETING_SIZE) + b"\x04\x08\x07WELCOME" + b"\x04\x06\x05READY")
-    assert position.messages == 0
-    position.follow(b"\x04\x08\x07MESSAGE")
-    assert position.messages == 1
+    assert position.follow(bytes(GREETING_SIZE) + b"\x04\x08\x07WELCOME" + b"\x04\x06\x05READY") == 0
+    assert position.follow(b"\x04\x08\x07MESSAGE") == 1

@@ -19,7 +19,7 @@ from .base import Advance, FileRecord
 
 PART = 32 * 1024 * 1024
 PIECE = 1024 * 1024
-READ = 64 * 1024
+READ_SIZE = 64 * 1024
 """Bytes that are read at once: each thread that frees larger ones keeps megabytes of them (glibc's arenas)."""
 THREADS = 4
 
@@ -55,7 +55,7 @@ def spans_of(where: str, name: str, record: FileRecord) -> list[Span]:
 def checksum(file: int, span: Span, each: Each) -> int:
     """The CRC32C of a part; a shorter one if the file is shorter."""
     found, offset, end = 0, span.offset, span.offset + span.length
-    while offset < end and (piece := os.pread(file, min(READ, end - offset), offset)):
+    while offset < end and (piece := os.pread(file, min(READ_SIZE, end - offset), offset)):
         found = google_crc32c.extend(found, piece)
         each(offset, piece)
         offset += len(piece)
