@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import ExitStack
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import zmq
 from jupyter_server.gateway.gateway_client import GatewayClient
 from jupyter_server.gateway.managers import GatewayMappingKernelManager
 from jupyter_server.serverapp import ServerApp
@@ -23,19 +22,6 @@ def no_gateway() -> None:
     GatewayClient.clear_instance()
 
 
-@pytest.fixture
-def few_files() -> Iterator[int]:
-    """A process that may have as few open files as is usual; how many it could have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
-    yield hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def open_files() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> object:
     for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
         monkeypatch.setenv(f"JUPYTER_{name}", str(folder / name))
@@ -48,22 +34,37 @@ def test_an_installed_package_makes_any_server_hibernate(monkeypatch: pytest.Mon
     assert type(manager_of_a_server(monkeypatch, tmp_path)) is SandboxKernelManager
 
 
-def test_there_are_sockets_and_files_for_hundreds_of_notebooks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few_files: int
-) -> None:
-    manager = manager_of_a_server(monkeypatch, tmp_path)
-    assert isinstance(manager, SandboxKernelManager)
-    assert open_files() == min(few_files, 1 << 16)
-    with ExitStack() as sockets:
-        for _ in range(1500):
-            sockets.enter_context(manager.context.socket(zmq.DEALER))
+# A process that may have as few open files as is usual; it says how many it has in the end, and how many it could have.
+SERVER_WITH_FEW_FILES = """
+import resource, sys, zmq
+from jupyter_server.serverapp import ServerApp
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+app = ServerApp()
+app.initialize(["--allow-root", "--port=0", *sys.argv[2:]], new_httpserver=False)
+sockets = [app.kernel_manager.context.socket(zmq.DEALER) for _ in range(int(sys.argv[1]))]
+print(len(sockets), resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)
+"""
 
 
-def test_a_limit_of_open_files_that_the_user_configured_stays(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few_files: int
-) -> None:
-    manager_of_a_server(monkeypatch, tmp_path, "--ServerApp.min_open_files_limit=1500")
-    assert open_files() == 1500
+def server_with_few_files(folder: Path, sockets: int, *options: str) -> list[int]:
+    """How many ZeroMQ sockets it could open, how many files it may open now, and how many it could at most."""
+    folders = {f"JUPYTER_{name}": str(folder / name) for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")}
+    command = [sys.executable, "-c", SERVER_WITH_FEW_FILES, str(sockets), f"--ServerApp.root_dir={folder}", *options]
+    done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_there_are_sockets_and_files_for_hundreds_of_notebooks(tmp_path: Path) -> None:
+    sockets, files, possible = server_with_few_files(tmp_path, 1500)
+    assert sockets == 1500
+    assert files == min(possible, 1 << 16)
+
+
+def test_a_limit_of_open_files_that_the_user_configured_stays(tmp_path: Path) -> None:
+    _, files, _ = server_with_few_files(tmp_path, 0, "--ServerApp.min_open_files_limit=1500")
+    assert files == 1500
 
 
 def test_a_class_that_the_user_configured_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
