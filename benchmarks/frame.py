@@ -40,7 +40,7 @@ def scratch() -> Iterator[Path]:
     binary = str(runsc.find().path)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         places = {"JUPYTER_DATA_DIR": f"{folder}/data", "SANDBOX_STORAGE_DIR": f"{folder}/storage"}
-        os.environ |= {**places, "SANDBOX_RUNTIME_DIR": folder, "SANDBOX_RUNSC": binary}
+        os.environ |= {**places, "SANDBOX_RUNTIME_DIR": folder, "SANDBOX_RUNSC": binary, "SANDBOX_TEMPLATE": "none"}
         try:
             yield Path(folder)
         finally:

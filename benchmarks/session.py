@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import TracebackType
@@ -31,13 +32,19 @@ class Contender:
     title: str
     provisioner: str
     transport: str = "tcp"
-    sandbox_id: str = ""
+    settings: Mapping[str, object] = field(default_factory=lambda: {"template": "none"})
+    """For the provisioner, if it is ours."""
 
 
 PLAIN = Contender("plain", "plain", "local-provisioner")
 DIRECT = Contender("direct", "gVisor alone", "host-sockets", transport="ipc")
 OURS = Contender("ours", "ours", "sandbox-provisioner")
-KEPT = Contender("kept", "ours, persistent", "sandbox-provisioner", sandbox_id="kept")
+KEPT = Contender("kept", "ours, kept", "sandbox-provisioner", settings={"template": "none", "sandbox_id": "kept"})
+COPY = Contender("copy", "from a template", "sandbox-provisioner", settings={"template": "use"})
+READY = Contender("ready", "from standby", "sandbox-provisioner", settings={"template": "use", "standby": 1})
+PRELOADED = Contender(
+    "preloaded", "preloaded", "sandbox-provisioner", settings={"template": "use", "preload": ["numpy", "pandas"]}
+)
 CONTENDERS = (PLAIN, DIRECT, OURS)
 
 
@@ -120,7 +127,7 @@ class Bench:
         factory.provisioners[DIRECT.provisioner] = EntryPoint(
             DIRECT.provisioner, "direct:HostSocketProvisioner", factory.GROUP_NAME
         )
-        for contender in (*CONTENDERS, KEPT):
+        for contender in (*CONTENDERS, KEPT, COPY, READY, PRELOADED):
             folder = self._folder / "kernels" / contender.name
             folder.mkdir(parents=True)
             (folder / "kernel.json").write_text(json.dumps(self._kernelspec(contender)))
@@ -134,7 +141,7 @@ class Bench:
         self._scratch.cleanup()
 
     def _kernelspec(self, contender: Contender) -> dict[str, object]:
-        config = {"sandbox_id": contender.sandbox_id} if contender.sandbox_id else {}
+        config = contender.settings if contender.provisioner == OURS.provisioner else {}
         return {
             "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             "display_name": contender.title,
@@ -143,11 +150,16 @@ class Bench:
             "metadata": {"kernel_provisioner": {"provisioner_name": contender.provisioner, "config": config}},
         }
 
-    def start(self, contender: Contender) -> Session:
-        """Start a kernel of this kind."""
+    @property
+    def jupyter_path(self) -> Path:
+        """Where Jupyter finds the kernelspecs."""
+        return self._folder
+
+    def start(self, contender: Contender, folder_name: str = "") -> Session:
+        """Start a kernel of this kind, in a folder of its own or in the one of that name."""
         self._count += 1
-        folder = self._folder / str(self._count)
-        folder.mkdir()
+        folder = self._folder / (folder_name or str(self._count))
+        folder.mkdir(exist_ok=True)
         session = Session(contender, self._folder / "kernels", folder)
         self._open.append(session)
         session.start()

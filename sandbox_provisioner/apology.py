@@ -1,12 +1,12 @@
-"""Apology: what clients hear when a kernel cannot be woken: each of their requests is answered with the reason.
+"""Apology: what clients hear in a kernel's name when it cannot speak: it cannot be woken, or was rewound by a cell.
 
-The requests are bytes that were held for the kernel, on connections that are up; the answers go out on the same ones,
-in the kernel's name. Encrypted connections cannot be answered for it.
+The requests are bytes that were held for the kernel, on connections that are up; the answers go out on the same ones.
+Encrypted connections cannot be answered for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jupyter_client.session import Session
@@ -14,6 +14,7 @@ from jupyter_client.session import Session
 from .zmtp import COMMAND, LONG, MORE
 
 ENAME = "KernelNotWoken"
+NOT_REWOUND = "KernelNotRewound"
 
 
 class Answers(NamedTuple):
@@ -39,6 +40,31 @@ def apologise(held: bytes, session: Session, reason: str) -> Answers:
             parts = session.serialize(session.msg(name, content, parent=request))
             public += _encode([f"kernel.{name}".encode(), *parts])
     return Answers(private, public)
+
+
+class Cell(NamedTuple):
+    """A cell that runs in a kernel: the header of its request, and its number."""
+
+    header: Mapping[str, str]
+    number: int
+
+
+def conclude(cell: Cell, session: Session, said: str, problem: str = "") -> Answers:
+    """The end of a cell that had its own kernel rewound: what it is taken to have ``said``, or its ``problem``.
+
+    Which connection it came on is not known: the private part is for every client on shell, and says whose it is.
+    """
+    end: dict[str, Any] = {"status": "ok", "payload": [], "user_expressions": {}}
+    output: tuple[str, Any] = ("stream", {"name": "stdout", "text": f"{said}\n"})
+    if problem:
+        error = {"ename": NOT_REWOUND, "evalue": problem, "traceback": [f"{NOT_REWOUND}: {problem}"]}
+        end, output = {"status": "error", **error}, ("error", error)
+    reply = session.msg("execute_reply", {**end, "execution_count": cell.number}, parent=dict(cell.header))
+    public = b""
+    for kind, content in (output, ("status", {"execution_state": "idle"})):
+        parts = session.serialize(session.msg(kind, content, parent=dict(cell.header)))
+        public += _encode([f"kernel.{kind}".encode(), *parts])
+    return Answers(_encode(session.serialize(reply)), public)
 
 
 def _header(message: list[bytes], session: Session) -> dict[str, Any]:

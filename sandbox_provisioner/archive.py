@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-from .bundle import BundleSpec, all_mounts
+from .bundle import BundleSpec, windows
 from .errors import DiskFullError, SnapshotError
 from .guesttool import GuestTool
 from .gvisor import GVisorSandbox
@@ -91,7 +91,7 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
 
 def _places(spec: BundleSpec) -> list[str]:
     """What of the sandbox is its own to pack and unpack: NAME=FOLDER for each."""
-    of_the_host = {mount.destination for mount in all_mounts(spec) if mount.source}
+    of_the_host = {mount.destination for mount in windows(spec) if mount.source}
     places = {"/": "root", "/tmp": "tmp", spec.home: "home"}
     return [f"{name}={folder}" for folder, name in places.items() if folder not in of_the_host]
 

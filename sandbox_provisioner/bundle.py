@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ConfigurationError
+from .guest.powers import CARRIED
 
 GUEST = Path(__file__).parent / "guest"
 GUEST_INSIDE = "/.sandbox"
@@ -46,7 +47,8 @@ class Mount(NamedTuple):
 class BundleSpec:
     """All that a sandbox's configuration depends on. ``python`` runs PID 1 and needs only its standard library.
 
-    One that ``outlives`` its host goes on when that is killed, for another to checkpoint it.
+    One that ``outlives`` its host goes on when that is killed, for another to checkpoint it. One that comes of a
+    template has a ``carried`` folder, which is bound to its destination only inside, and is told there what outlives.
     """
 
     python: str
@@ -56,6 +58,7 @@ class BundleSpec:
     network: str = "none"
     environment: Mapping[str, str] = field(default_factory=dict)
     outlives: bool = False
+    carried: Mount | None = None
 
 
 def parse_mount(text: str) -> Mount:
@@ -149,23 +152,32 @@ def all_mounts(spec: BundleSpec) -> list[Mount]:
         Mount("", "/run", True),
         Mount("", "/dev/shm", True),
     ]
-    return arrange([*system_mounts(), *private, *spec.mounts])
+    carried = [spec.carried._replace(destination=CARRIED)] if spec.carried else []
+    return arrange([*system_mounts(), *private, *spec.mounts, *carried])
+
+
+def windows(spec: BundleSpec) -> list[Mount]:
+    """Every mount as those in the sandbox see them."""
+    return [*all_mounts(spec), *([spec.carried] if spec.carried else [])]
 
 
 def config(spec: BundleSpec) -> dict[str, Any]:
-    """The bundle's config.json: no capability, no network unless given, PID 1 is our guest init."""
-    nothing: dict[str, list[str]] = {
-        kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")
-    }
+    """The bundle's config.json: no network unless given, PID 1 is our guest init, and it has no capability.
+
+    That of a template has those that it needs to bind a folder and then to give them up, which it does.
+    """
+    held = ["CAP_SYS_ADMIN", "CAP_SETPCAP"] if spec.carried else []
+    powers = dict.fromkeys(("bounding", "effective", "permitted"), held) | {"inheritable": [], "ambient": []}
+    way = ["template"] if spec.carried else ["outlive"] if spec.outlives else []
     namespaces = ["pid", "ipc", "uts", "mount"] + (["network"] if spec.network == "none" else [])
     return {
         "ociVersion": "1.0.2",
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": [spec.python, "-I", "-S", "-B", GUEST_INSIDE, *(["outlive"] if spec.outlives else [])],
+            "args": [spec.python, "-I", "-S", "-B", GUEST_INSIDE, *way],
             "env": [f"{name}={value}" for name, value in spec.environment.items()],
             "cwd": "/",
-            "capabilities": nothing,
+            "capabilities": powers,
             "noNewPrivileges": True,
         },
         "root": {"path": "rootfs"},
@@ -196,7 +208,7 @@ def etc(spec: BundleSpec) -> dict[str, str]:
 
 def write(folder: Path, spec: BundleSpec) -> None:
     """Write the bundle into ``folder``: config.json and a root folder that holds only what is not mounted."""
-    for mount in spec.mounts:
+    for mount in (*spec.mounts, *([spec.carried] if spec.carried else [])):
         if mount.source and not os.path.exists(mount.source):
             raise ConfigurationError(
                 "mounts", f"{mount.source}, which the sandbox is to see, is not there.", "Create it, or correct mounts."

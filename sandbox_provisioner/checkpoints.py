@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
 from . import environment
+from .bundle import windows
 from .errors import CorruptObjectError, MetadataError, ObjectNotFoundError
 from .fingerprints import Fingerprints
 from .metadata import Checkpoint, GCSArtifact
 from .runsc import Runsc
 from .storage.base import Advance, ObjectStore
 
+NAME = re.compile(r"[A-Za-z0-9_-]+/")
 IMAGE_FILES = ("checkpoint.img", "pages.img", "pages_meta.img")
 
 
@@ -47,10 +50,17 @@ def fetch(store: ObjectStore, artifact: GCSArtifact, folder: Path, advance: Adva
     return folder
 
 
+def copy(store: ObjectStore, artifact: GCSArtifact, folder: Path, prefix: str, advance: Advance) -> GCSArtifact:
+    """Store the same image once more below ``prefix``, through the new ``folder``. Blocks."""
+    folder.mkdir()
+    for name, record in artifact.files.items():
+        store.download(artifact.name + name, record, folder / name)
+    return save(store, prefix, folder, advance)
+
+
 def check_names(artifact: GCSArtifact, prefix: str) -> None:
     """Refuse a document that names anything but an image's files below ``prefix``."""
-    inside, _, rest = artifact.name.removeprefix(prefix).partition("/")
-    named_well = artifact.name.startswith(prefix) and inside and not rest and artifact.name.endswith("/")
+    named_well = artifact.name.startswith(prefix) and NAME.fullmatch(artifact.name.removeprefix(prefix))
     if not named_well or not set(artifact.files) <= set(IMAGE_FILES):
         names = ", ".join(sorted(artifact.files))
         raise MetadataError(f"A checkpoint is said to be {artifact.name!r:.200} with the files {names!r:.200}.")
@@ -69,4 +79,4 @@ def obstacles(checkpoint: Checkpoint, runsc: Runsc, fingerprints: Fingerprints) 
 
 
 def _missing(checkpoint: Checkpoint) -> Iterable[str]:
-    return [mount.source for mount in checkpoint.spec.mounts if mount.source and not os.path.exists(mount.source)]
+    return [mount.source for mount in windows(checkpoint.spec) if mount.source and not os.path.exists(mount.source)]

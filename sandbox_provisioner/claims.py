@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID, uuid5
 from weakref import WeakValueDictionary
 
 from .bundle import BundleSpec
 from .config import GCSConfig
-from .errors import SandboxExistsError, SandboxNotFoundError
+from .errors import SandboxError, SandboxExistsError, SandboxNotFoundError
 from .handle import Identity, SandboxHandle
 from .manager import Features, SandboxManager
 from .persistence import registry
@@ -36,8 +37,11 @@ class Wanted:
 
     @property
     def facts(self) -> Facts:
-        """What the registry remembers of it."""
-        return Facts(kernel_name=self.kernel_name, notebook_path=self.notebook_path)
+        """What the registry remembers of it; one that is asked for without its notebook stays that notebook's."""
+        facts = Facts(kernel_name=self.kernel_name)
+        if self.notebook_path:
+            facts["notebook_path"] = self.notebook_path
+        return facts
 
 
 class Claim:
@@ -72,11 +76,11 @@ class Claim:
         claim = cls(manager, book, record)
         await claim._attach(wanted, features, patience)
         path = claim.handle.metadata.notebook_path
-        if known is None and path != wanted.notebook_path:
+        if known is None and wanted.notebook_path and path != wanted.notebook_path:
             await claim.give_up(forget=False)  # it followed its notebook to another name, on another server
             claim = cls(manager, book, await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts))
             await claim._attach(wanted, features, patience)
-        elif path != wanted.notebook_path:
+        elif wanted.notebook_path and path != wanted.notebook_path:
             await claim.handle.change(notebook_path=wanted.notebook_path)
         claim.record = await asyncio.to_thread(book.record, claim.record.sandbox_id, manager.stores, **wanted.facts)
         _here[claim.record.id] = claim
@@ -109,6 +113,12 @@ class Claim:
             await asyncio.to_thread(self._registry.forget, self.record.id)
         else:
             await self.manager.release(sandbox_id)
+            await self.touch()
+
+    async def touch(self) -> None:
+        """It was used until now: what nobody uses for long may be pruned."""
+        with suppress(SandboxError):
+            self.record = await asyncio.to_thread(self._registry.touch, self.record.id)
 
 
 _here: WeakValueDictionary[UUID, Claim] = WeakValueDictionary()

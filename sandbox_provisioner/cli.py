@@ -1,9 +1,11 @@
-"""The command ``jupyter sandbox``: makes a machine ready for sandboxed kernels, and says what is missing or kept."""
+"""The command ``jupyter sandbox``: makes a machine ready for sandboxed kernels, and shows and steers them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,20 +15,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from jupyter_core.application import JupyterApp
-
-from . import __version__, cli_sandboxes, doctor, kernelspecs, runsc_sources
+from . import __version__, cli_kernels, cli_sandboxes, cli_templates, doctor, kernelspecs, runsc_sources
+from .cli_exits import HELP as EXIT_HELP
+from .cli_exits import exit_status
+from .cli_output import reported, warn
 from .errors import RunscNotFoundError, RunscTooOldError, SandboxError
 from .persistence import Persistence
 from .progress import Progress
 from .runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
 from .runtime import sweep
 
+ABOUT = "Jupyter kernels inside gVisor sandboxes."
+COMPLETION_HELP = """
+In bash, `eval "$(register-python-argcomplete jupyter-sandbox)"` has commands, options and ids completed for
+`jupyter-sandbox`, which is the same command.
+"""
 SETUP_HELP = """\
 Make this machine ready for sandboxed kernels. Can be run again at any time, with or without root.
 
 It finds a runsc (gVisor) that will do, or puts one into Jupyter's data folder; proves it by starting,
-checkpointing and restoring a sandbox; and installs a twin of each kernel, which runs inside a sandbox.
+checkpointing and restoring a sandbox; installs a twin of each kernel, which runs inside a sandbox; and makes the
+templates of IPython's kernels, from which they start.
 """
 SETUP_EPILOG = """\
 Where a runsc is looked for: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH,
@@ -42,15 +51,37 @@ DOCTOR_EPILOG = "Exit status: 0 if a sandboxed kernel can start, 1 if not. Lines
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = _parser().parse_args(argv)
+    logging.getLogger(__package__).addHandler(logging.NullHandler())  # errors are told once, by us
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    words, command = _divide(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(words)
+    if command:
+        arguments.command = [*arguments.command, *command]
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read what we print has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (SandboxError, OSError) as error:
-        print(f"jupyter sandbox: {error}", file=sys.stderr)
-        return 1
+        warn(error)
+        return exit_status(error)
     except KeyboardInterrupt:
-        print("jupyter sandbox: interrupted; what was under way has been undone.", file=sys.stderr)
+        warn(f"interrupted; {arguments.interrupted}")
         return 130
+
+
+def _divide(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Our own words, and the command that ``exec`` runs, which argparse would look for options in."""
+    if argv[:1] == ["exec"] and "--" in argv:
+        end = list(argv).index("--")
+        return argv[:end], argv[end + 1 :]
+    return argv, ()
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -58,13 +89,23 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Jupyter kernels inside gVisor sandboxes."
-    parser = argparse.ArgumentParser(prog="jupyter sandbox", description=about)
+    parser = argparse.ArgumentParser(
+        prog="jupyter sandbox",
+        description=ABOUT,
+        epilog=EXIT_HELP + COMPLETION_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(
+        open=lambda: Persistence.open(configured("storage_dir")),
+        interrupted="a server goes on with what it was asked for.",
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)
     _add_doctor(commands)
-    cli_sandboxes.add_commands(commands, lambda: Persistence.open(configured("storage_dir")))
+    cli_sandboxes.add_commands(commands)
+    cli_kernels.add_commands(commands)
+    cli_templates.add_commands(commands)
     return parser
 
 
@@ -105,7 +146,7 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="remove the twins that setup made (with --kernel: those of these kernels) and do nothing else",
     )
-    setup.set_defaults(run=run_setup)
+    setup.set_defaults(run=run_setup, interrupted="what was under way has been undone.")
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -116,9 +157,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def configured(setting: str) -> str:
     """A setting of SandboxProvisioner in the configuration that a Jupyter server reads, or nothing."""
-    app = JupyterApp(config_file_name="jupyter_server_config")
-    app.load_config_file()
-    return str(app.config.SandboxProvisioner.get(setting, ""))
+    return str(cli_templates.configuration().SandboxProvisioner.get(setting, ""))
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -142,10 +181,10 @@ def run_setup(arguments: argparse.Namespace) -> int:
     origins = kernelspecs.origins(arguments.kernel)
     folder = kernels_folder.parent / "sandbox" / "bin" if arguments.sys_prefix else bin_folder()
     runsc = ready_runsc(arguments.source, folder, progress)
-    with progress.step("User namespaces") as step:
+    with reported(progress, "User namespaces") as step:
         require_user_namespaces()
         step.result = doctor.check_namespaces().finding
-    with progress.step("Leftovers of dead sandboxes") as step:
+    with reported(progress, "Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
     prove_runsc(runsc, progress)
     return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
@@ -179,28 +218,29 @@ def prove_runsc(runsc: Runsc, progress: Progress) -> None:
     """Start, execute, checkpoint and restore with this runsc, for real."""
     from .proof import prove
 
-    with progress.step("Proof") as step:
+    with reported(progress, "Proof") as step:
         step.result = prove(runsc, step.note)
 
 
 def install_twins(
     origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress, config: Mapping[str, Any] | None = None
 ) -> int:
-    """Make a twin of each kernel and say how to use one; a refused one does not stop the others."""
+    """Make a twin of each kernel, with its template, and say how to use one; one that fails stops no other."""
     twins, refused = [], []
     for origin in origins:
         try:
-            with progress.step(f"Kernel {origin.name}{kernelspecs.SUFFIX}") as step:
+            with reported(progress, f"Kernel {origin.name}{kernelspecs.SUFFIX}") as step:
                 twins.append(kernelspecs.install_twin(origin, folder, config))
                 step.result = twins[-1].display_name
         except SandboxError as error:
             refused.append(error)
+    cli_templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
     if twins:
         one = twins[0]
         command = f"`jupyter console --kernel {one.name}`"
         progress.say(f'Ready: pick "{one.display_name}" in JupyterLab, or {command}.')
     for refusal in refused:
-        print(f"jupyter sandbox: {refusal}", file=sys.stderr)
+        warn(refusal)
     return 1 if refused else 0
 
 

@@ -45,6 +45,15 @@ def seconds(variable: str, default: float, environ: Mapping[str, str] = os.envir
     return number
 
 
+def count(variable: str, default: int, environ: Mapping[str, str] = os.environ) -> int:
+    """A number of things; ConfigurationError names a value that is none."""
+    value = environ.get(variable) or str(default)
+    if not value.isdecimal():
+        problem = f"{variable} is {value!r}, which is not a whole number."
+        raise ConfigurationError(variable, problem, "Set it to a number like 2.")
+    return int(value)
+
+
 def flag(variable: str, environ: Mapping[str, str] = os.environ, default: bool = False) -> bool:
     """A yes or no; ConfigurationError names a value that is neither."""
     value = environ.get(variable, "").strip().lower() or ("1" if default else "0")

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-from .bundle import BundleSpec, Mount, all_mounts
+from .bundle import BundleSpec, Mount, windows
 from .errors import GuestError, MetadataError
 from .fingerprints import DIGEST, LARGE, Fingerprints
 from .folders import within
@@ -81,11 +81,11 @@ async def inventory(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[
 
 def examine(text: bytes, spec: BundleSpec, fingerprints: Fingerprints) -> dict[str, FilePrint]:
     """The prints of the files that a guest says it uses, as far as they are the host's. Blocks."""
-    windows, budget = _windows(spec), _Budget()
+    views, budget = _windows(spec), _Budget()
 
     def look(sighting: tuple[str, str, str]) -> tuple[str, FilePrint] | None:
         path, use, state = sighting
-        window = _window(path, windows)
+        window = _window(path, views)
         if window is None:
             return None
         if state:
@@ -110,11 +110,11 @@ def unsaveable(prints: Prints) -> list[str]:
 
 def differences(recorded: Prints, spec: BundleSpec, fingerprints: Fingerprints) -> list[str]:
     """What of ``recorded`` is not so here, for a sandbox of ``spec``: clauses that name the files. Blocks."""
-    windows, budget = _windows(spec), _Budget()
+    views, budget = _windows(spec), _Budget()
 
     def look(item: tuple[str, FilePrint]) -> str | None:
         path, used = item
-        window = _window(path, windows)
+        window = _window(path, views)
         if used.state:
             return None
         if window is None:
@@ -205,13 +205,13 @@ def _usable(path: str) -> bool:
 
 def _windows(spec: BundleSpec) -> list[Mount]:
     """The mounts with their sources' links followed, the innermost first."""
-    mounts = [mount._replace(source=mount.source and os.path.realpath(mount.source)) for mount in all_mounts(spec)]
+    mounts = [mount._replace(source=mount.source and os.path.realpath(mount.source)) for mount in windows(spec)]
     return sorted(mounts, key=lambda mount: len(mount.destination), reverse=True)
 
 
-def _window(path: str, windows: Iterable[Mount]) -> Mount | None:
+def _window(path: str, views: Iterable[Mount]) -> Mount | None:
     """The mount through which the sandbox sees ``path``, if that is a file of the host's."""
-    window = next((mount for mount in windows if within(path, mount.destination)), None)
+    window = next((mount for mount in views if within(path, mount.destination)), None)
     return window if window and window.source else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 OLDER = "There is an older checkpoint: `jupyter sandbox revert` with the sandbox's id gives up this one for it."
+AFRESH = "Put it back and try again; or `jupyter sandbox delete` with the sandbox's id lets its notebook start afresh."
 
 
 class SandboxError(Exception):
@@ -108,6 +109,10 @@ class SnapshotError(SandboxError):
     """A snapshot of a sandbox's files could not be made, or is none."""
 
 
+class SnapshotNotFoundError(SnapshotError):
+    """There is no snapshot of that name."""
+
+
 class StorageError(SandboxError):
     """Storage did not do what it should; ``where`` says which."""
 
@@ -159,7 +164,9 @@ class LeaseHeldError(SandboxError):
     def __init__(self, name: str, owner: object) -> None:
         self.name = name
         self.owner = owner
-        remedy = "Shut it down there, or set enable_handoff on both servers."
+        remedy = (
+            "Stop that server, or set enable_handoff on both; to shut the kernel down there may delete what was saved."
+        )
         super().__init__(
             f"{name.removesuffix('/lock').replace('sandboxes/', 'Sandbox ')} is in use by {owner}.", remedy
         )
@@ -208,7 +215,9 @@ class IncompatibleError(SandboxError):
         self.sandbox_id = sandbox_id
         self.reasons = tuple(reasons)
         self.previous = previous
-        super().__init__(f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.", OLDER if previous else "")
+        super().__init__(
+            f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.", OLDER if previous else AFRESH
+        )
 
 
 class UnknownSandboxError(SandboxError):
@@ -249,6 +258,32 @@ class StorageNotHereError(SandboxError):
         super().__init__(
             f"Sandbox {sandbox_id} is kept in {kind} storage at {where}, which this server does not have.",
             f"Its own is at {here}; set it up for the other one, or use the sandbox from a server that is.",
+        )
+
+
+class SavepointExistsError(SandboxError):
+    """A savepoint's name is taken."""
+
+    def __init__(self, sandbox_id: str, name: str) -> None:
+        self.sandbox_id, self.name = sandbox_id, name
+        super().__init__(f"Sandbox {sandbox_id} has a savepoint {name} already.", "Choose another name, or delete it.")
+
+
+class TooManySavepointsError(SandboxError):
+    """A sandbox has as many savepoints as one may have."""
+
+    def __init__(self, sandbox_id: str, most: int) -> None:
+        self.sandbox_id = sandbox_id
+        super().__init__(f"Sandbox {sandbox_id} has {most} savepoints, and may have no more.", "Delete some.")
+
+
+class SavepointNotFoundError(SandboxError):
+    """There is no savepoint of that name; ``known`` are those there are."""
+
+    def __init__(self, sandbox_id: str, name: str, known: Sequence[str]) -> None:
+        self.sandbox_id, self.name, self.known = sandbox_id, name, tuple(known)
+        super().__init__(
+            f"Sandbox {sandbox_id} has no savepoint {name!r:.200}.", f"It has {', '.join(known) or 'none'}."
         )
 
 

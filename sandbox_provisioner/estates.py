@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from . import ledger
-from .errors import MetadataError, SandboxError, SandboxNotFoundError
+from . import checkpoints, ledger
+from .errors import (
+    MetadataError,
+    ObjectNotFoundError,
+    SandboxError,
+    SandboxExistsError,
+    SandboxNotFoundError,
+    StateError,
+)
+from .journal import JOURNAL, Entry, What
 from .ledger import Ledger
 from .lock.base import Lease, Owner
-from .metadata import Checkpoint, GCSSandboxMetadata
-from .names import artifacts, lock_name, metadata_name, prefix
+from .metadata import Checkpoint, GCSSandboxMetadata, Summary
+from .names import artifacts, checkpoints_prefix, lock_name, metadata_name, prefix
+from .staging import staging
+from .storage.base import Advance, ObjectStore, nothing
 from .stores import Stores
+
+RESEED = "reseed"
+"""Among the contents of a checkpoint: it is a copy, which must not have the same random numbers as the original."""
 
 
 @asynccontextmanager
@@ -27,16 +40,99 @@ async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float 
         raise
 
 
+@asynccontextmanager
+async def borrowed(sandbox_id: str, stores: Stores, owner: Owner) -> AsyncIterator[Ledger]:
+    """The document of a sandbox that nobody has open, leased for the block. LeaseHeldError, SandboxNotFoundError."""
+    async with leased(sandbox_id, stores, owner) as lease:
+        yield await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
+    await lease.release()
+
+
 def describe_persistent(stores: Stores, sandbox_id: str) -> GCSSandboxMetadata:
     """What is recorded of a sandbox, without any claim to it. Blocks."""
     return ledger.load(stores.metadata, metadata_name(sandbox_id), sandbox_id)[0]
 
 
-async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> int:
+def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
+    """What a list shows of a sandbox, without any claim to it. Blocks."""
+    return ledger.glance(stores.metadata, metadata_name(sandbox_id), sandbox_id)
+
+
+async def found_persistent(
+    stores: Stores, first: GCSSandboxMetadata, owner: Owner, make: Callable[[str], Awaitable[Checkpoint]]
+) -> Checkpoint:
+    """A new sandbox that begins with the checkpoint that ``make`` stores for its id. SandboxExistsError.
+
+    The document comes last: a checkpoint without one is garbage, and is collected.
+    """
+    name = metadata_name(first.sandbox_id)
+    async with leased(first.sandbox_id, stores, owner) as lease:
+        if await asyncio.to_thread(_exists, stores.metadata, name):
+            raise SandboxExistsError(first.sandbox_id, stores.metadata.where)
+        made = await make(first.sandbox_id)
+        contents = {**made.contents, RESEED: True}
+        first = replace(first, checkpoint=replace(made, contents=contents))
+        await Ledger.create(stores.metadata, name, lease, first)
+    await lease.release()
+    return made
+
+
+def _exists(store: ObjectStore, name: str) -> bool:
+    try:
+        return bool(store.info(name))
+    except ObjectNotFoundError:
+        return False
+
+
+async def copy_checkpoint(
+    stores: Stores, sandbox_id: str, source: Checkpoint, new_id: str, advance: Advance = nothing
+) -> Checkpoint:
+    """Store the image of a checkpoint of ``sandbox_id`` once more, for the sandbox ``new_id``."""
+    store = stores.required_checkpoints()
+    checkpoints.check_names(source.artifact, checkpoints_prefix(sandbox_id))
+    below = f"{checkpoints_prefix(new_id)}{checkpoints.new_name()}/"
+    with staging(stores.staging) as folder:
+        artifact = await asyncio.to_thread(checkpoints.copy, store, source.artifact, folder / "image", below, advance)
+    return replace(source, artifact=artifact)
+
+
+async def fork_persistent(
+    stores: Stores, sandbox_id: str, first: GCSSandboxMetadata, owner: Owner, savepoint: str = ""
+) -> None:
+    """A new sandbox, ``first``, with the memory of one that nobody has open, at a savepoint or as it was saved last.
+
+    LeaseHeldError if it is in use, SavepointNotFoundError, SandboxExistsError.
+    """
+    async with borrowed(sandbox_id, stores, owner) as book:
+        document = book.metadata
+        source = document.savepoint(savepoint) if savepoint else document.checkpoint
+        if source is None:
+            raise StateError(sandbox_id, "fork", "empty: nothing was saved of it")
+        with JOURNAL.doing(Entry(sandbox_id, What.FORKED, kernel_name=first.kernel_name, user=first.user)) as work:
+            work.size = source.size
+            await found_persistent(
+                stores, first, owner, lambda name: copy_checkpoint(stores, sandbox_id, source, name, work.advance)
+            )
+
+
+async def drop_savepoint(stores: Stores, sandbox_id: str, name: str, owner: Owner) -> None:
+    """Forget a savepoint of a sandbox that nobody has open. LeaseHeldError if it is in use, SavepointNotFoundError."""
+    store = stores.required_checkpoints()
+    async with borrowed(sandbox_id, stores, owner) as book:
+        dropped = book.metadata.savepoint(name)
+        checkpoints.check_names(dropped.artifact, checkpoints_prefix(sandbox_id))
+        await book.sign()
+        await book.change(lambda document: document.without_savepoint(name))
+        if dropped.artifact.name not in book.metadata.kept:
+            await asyncio.to_thread(store.delete_all, dropped.artifact.name)
+
+
+async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only_empty: bool = False) -> int:
     """Delete a sandbox with its checkpoints and snapshots, also a damaged one; returns how many bytes that freed.
 
-    LeaseHeldError if it is in use. First goes the document: whatever happens then, the sandbox is gone. What is deleted
-    was there before that, so that one who comes after us loses nothing.
+    LeaseHeldError if it is in use; SandboxExistsError if it was to be ``only_empty``, and something is saved of it.
+    First goes the document: whatever happens then, the sandbox is gone. What is deleted was there before that, so that
+    one who comes after us loses nothing.
     """
     freed, name = 0, metadata_name(sandbox_id)
     places = [(stores.snapshots, "snapshots/"), (stores.checkpoints, "checkpoints/")]
@@ -47,9 +143,13 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> i
         with suppress(SandboxNotFoundError):
             try:
                 book = await Ledger.open(stores.metadata, name, lease, sandbox_id)
+                if only_empty and book.metadata.kept:
+                    raise SandboxExistsError(sandbox_id, stores.metadata.where)
                 await book.sign()
                 generation = book.generation
             except MetadataError:
+                if only_empty:
+                    raise
                 generation = (await asyncio.to_thread(stores.metadata.info, name)).generation
             await asyncio.to_thread(stores.metadata.delete, name, generation)
         for store, names in found:
@@ -60,15 +160,17 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> i
 
 
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
-    """Give up a sandbox's last checkpoint for the one before, which is returned. LeaseHeldError if it is in use."""
-    async with leased(sandbox_id, stores, owner) as lease:
-        book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
+    """Give up a sandbox's last checkpoint for the one before, which is returned. LeaseHeldError if it is in use.
+
+    What is given up stays, as a savepoint.
+    """
+    async with borrowed(sandbox_id, stores, owner) as book:
         older = book.metadata.previous
         if older is None:
             raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
         await book.sign()
-        await book.change(lambda document: replace(document, checkpoint=older, previous=None))
-    await lease.release()
+        given_up = f"before-revert-{checkpoints.new_name()}"
+        await book.change(lambda document: document.reverted(given_up))
     return older
 
 

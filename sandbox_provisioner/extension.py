@@ -1,4 +1,4 @@
-"""The Jupyter Server extension that the wheel enables: it gives the server a kernel manager that hibernates.
+"""The Jupyter Server extension that the wheel enables: a kernel manager that hibernates, the REST API and telemetry.
 
 A configuration file of a package's can enable an extension and nothing else; an extension is linked before the server
 makes its kernel manager, and so can choose it. A class that the user configured stays, and a gateway has its own.
@@ -11,7 +11,11 @@ from typing import Any
 
 from jupyter_server.serverapp import ServerApp
 
+from . import telemetry
+from .handlers import handlers
 from .kernelmanager import SandboxKernelManager
+from .sandboxes import Sandboxes
+from .serverkernels import ServerKernels
 
 FILES = 1 << 16
 """Open files that the server may have, where the system allows it: a notebook has about thirty, awake or asleep."""
@@ -40,4 +44,11 @@ def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
 
 
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
-    """Called by Jupyter Server when it is up; there is nothing left to do."""
+    """Called by Jupyter Server when it is up."""
+    kernels = ServerKernels(
+        serverapp.kernel_manager, serverapp.session_manager, serverapp.contents_manager, serverapp.root_dir
+    )
+    configured = serverapp.config.SandboxProvisioner
+    sandboxes = Sandboxes(kernels, str(configured.get("storage_dir", "")), str(configured.get("runsc", "")))
+    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes))  # type: ignore[no-untyped-call]
+    telemetry.attach(serverapp, serverapp.kernel_manager)

@@ -62,7 +62,9 @@ class GVisorSandbox:
         self.runsc = runsc
         self.link = GuestLink()
         self.link.on_lost = self._link_lost
-        self.link.on_hook_failed = lambda reason: log.warning("Sandbox %s: its hook failed: %s", sandbox_id, reason)
+        self.link.on_hook_failed = lambda reason: log.warning(
+            "Sandbox %s: its hook failed: %s", self.sandbox_id, reason
+        )
         self.on_exit: Callable[[], None] = lambda: None
         self.platform = platform
         self._state = State.INITIALIZED
@@ -111,12 +113,18 @@ class GVisorSandbox:
         """The one place where the state changes."""
         self._state = after(self.sandbox_id, action, self._state)
 
-    async def start(self) -> None:
-        """Start it afresh; returns when PID 1 answers. RunscError with runsc's words if it cannot."""
+    async def start(self, template: Path | None = None) -> None:
+        """Start it afresh, or as a copy of the image of a ``template``, which has to be activated then.
+
+        Returns when PID 1 answers. RunscError with runsc's words if it cannot.
+        """
         async with self._acting:
             after(self.sandbox_id, Action.START, self._state)
             try:
-                await self._launch("run", self.link.greeted)
+                if template:
+                    await self._launch("restore", lambda: self.link.adopt(hooks=False), f"--image-path={template}")
+                else:
+                    await self._launch("run", self.link.greeted)
             except BaseException:
                 self._enter(Action.FAIL)
                 raise
@@ -137,17 +145,9 @@ class GVisorSandbox:
         """
         async with self._acting:
             after(self.sandbox_id, Action.CHECKPOINT, self._state)
-            if image.exists():
-                raise SandboxError(f"A checkpoint cannot be written to {image}: it exists already.")
-            partial = image.with_name(f".{image.name}.{uuid4().hex[:8]}")
+            partial = _draft(image)
             try:
-                partial.mkdir(mode=0o700, parents=True)
-            except OSError as error:
-                raise SandboxError(f"A checkpoint cannot be written to {image}: {error.strerror}.") from error
-            try:
-                await self._quiesce()
-                await self._save(partial)
-                partial.rename(image)
+                await self._write_image(partial, image)
                 await commit()
             except BaseException:
                 for folder in (partial, image):
@@ -157,6 +157,19 @@ class GVisorSandbox:
             self._enter(Action.CHECKPOINT)
             self.link.detach()
             await self._end()
+
+    async def copy(self, image: Path) -> None:
+        """Write its memory to the new folder ``image`` and let it run on; if that fails, there is no image."""
+        async with self._acting:
+            after(self.sandbox_id, Action.COPY, self._state)
+            partial = _draft(image)
+            try:
+                await self._write_image(partial, image)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            finally:
+                await asyncio.shield(self._carry_on())
 
     async def execute(
         self,
@@ -296,6 +309,12 @@ class GVisorSandbox:
         """Whether an orphan was paused when its server died, which it is only when it had come to rest."""
         return self._orphaned and json.loads(await self._command("state", self.container_id))["status"] == "paused"
 
+    async def _write_image(self, partial: Path, image: Path) -> None:
+        """The sandbox rests afterwards, until it is ended or carries on."""
+        await self._quiesce()
+        await self._save(partial)
+        partial.rename(image)
+
     async def _save(self, partial: Path) -> None:
         if not await self._paused():
             await self._command("pause", self.container_id)
@@ -310,7 +329,7 @@ class GVisorSandbox:
         )
 
     async def _carry_on(self) -> None:
-        """A checkpoint failed: let the sandbox run as before, or admit that it is lost."""
+        """Let a sandbox that rests run as before, or admit that it is lost."""
         try:
             with suppress(SandboxError):  # it may never have been paused
                 await self._command("resume", self.container_id)
@@ -319,7 +338,7 @@ class GVisorSandbox:
             await asyncio.wait_for(self.link.resume(), QUIESCE_TIMEOUT + self.link.hooks.seconds)
         except (SandboxError, TimeoutError) as error:
             self._enter(Action.FAIL)
-            self.link.lose(LinkClosedError(f"it did not survive a failed checkpoint: {error}"))
+            self.link.lose(LinkClosedError(f"it did not go on after a checkpoint: {error}"))
             await self._end()
 
     # -- runsc ---------------------------------------------------------------------------------------------------
@@ -357,3 +376,15 @@ class GVisorSandbox:
         if main:
             await main.stop(grace=0)
             main.close()
+
+
+def _draft(image: Path) -> Path:
+    """A new, empty folder beside ``image``, which is not there yet."""
+    if image.exists():
+        raise SandboxError(f"A checkpoint cannot be written to {image}: it exists already.")
+    partial = image.with_name(f".{image.name}.{uuid4().hex[:8]}")
+    try:
+        partial.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise SandboxError(f"A checkpoint cannot be written to {image}: {error.strerror}.") from error
+    return partial

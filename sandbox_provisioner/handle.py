@@ -7,37 +7,42 @@ is deleted; checkpoints that no document names are garbage, and are collected.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from . import checkpoints, environment, ledger, snapshots
+from . import capture, checkpoints, estates, ledger, snapshots
 from .bundle import BundleSpec
 from .checkpoints import now
 from .errors import (
-    ConfigurationError,
     CorruptObjectError,
     IncompatibleError,
     SandboxError,
+    SavepointExistsError,
+    StateError,
     StorageError,
-    UnsaveableError,
+    TooManySavepointsError,
 )
-from .estates import leased
-from .fingerprints import Fingerprints
+from .estates import RESEED, leased
 from .gvisor import GVisorSandbox
+from .journal import JOURNAL, Entry, What
 from .ledger import Ledger
-from .link import AFTER_RESTORE, BEFORE_CHECKPOINT
+from .link import Hooks
 from .lock.base import Lease, Owner
 from .metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
 from .names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
 from .runsc import Runsc
 from .runtime import RuntimeFolder
 from .staging import staging
+from .states import Action, State, after
 from .storage.base import Advance, nothing
-from .stores import Shelf, Stores
+from .stores import Shelf, Stores, required_shelf
+
+RESEED_SECONDS = 10.0
+MAX_SAVEPOINTS = 64
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Identity:
     notebook_path: str = ""
     user: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def document(self, sandbox_id: str) -> GCSSandboxMetadata:
+        """The first one of a new sandbox."""
+        return GCSSandboxMetadata(sandbox_id=sandbox_id, created=now(), last_used=now(), **vars(self))
 
 
 class SandboxHandle:
@@ -76,6 +85,7 @@ class SandboxHandle:
         self._ledger = book
         self._shelf = stores.shelf if stores else shelf
         self._source: Checkpoint | None = None
+        self._taken_over = False
 
     # -- factories -------------------------------------------------------------------------------------------------
 
@@ -98,9 +108,8 @@ class SandboxHandle:
         platform: str = "systrap",
     ) -> SandboxHandle:
         """A new persistent sandbox, not started yet. SandboxExistsError, LeaseHeldError: nothing is left behind."""
-        _require_checkpoints(stores)
-        about = vars(identity or Identity())
-        first = GCSSandboxMetadata(sandbox_id=sandbox_id, created=now(), last_used=now(), **about)
+        stores.required_checkpoints()
+        first = (identity or Identity()).document(sandbox_id)
         async with leased(sandbox_id, stores, owner) as lease:
             book = await Ledger.create(stores.metadata, metadata_name(sandbox_id), lease, first)
         return cls._persistent(spec, runsc, platform, stores, book, None)
@@ -122,7 +131,7 @@ class SandboxHandle:
         ``spec`` and ``platform`` are for one without. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
         IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
         """
-        _require_checkpoints(stores)
+        stores.required_checkpoints()
         async with leased(sandbox_id, stores, owner, patience) as lease:
             book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
             source = book.metadata.previous if previous else book.metadata.checkpoint
@@ -185,6 +194,12 @@ class SandboxHandle:
             note = Note(self.sandbox_id, where, self.instance.spec, self.instance.platform, contents)
             self.instance.leave_note(asdict(note))
 
+    def entry(self, what: What) -> Entry:
+        """For the journal, when that has happened to it."""
+        if self._ledger is None:
+            return Entry(self.sandbox_id, what)
+        return Entry(self.sandbox_id, what, kernel_name=self.metadata.kernel_name, user=self.metadata.user)
+
     async def change(self, **fields: Any) -> None:
         """Record something else of it, such as another ``notebook_path``."""
         await self._book().change(lambda document: replace(document, **fields))
@@ -202,39 +217,110 @@ class SandboxHandle:
         hooks = self.instance.link.hooks
         self.instance = GVisorSandbox(self.sandbox_id, spec, self.instance.runsc, platform)
         self.instance.link.hooks = hooks
+        self._taken_over = False
         self.describe({})
 
-    async def start(self) -> None:
-        """Start it afresh. A checkpoint that there is stays until the next takes its place."""
-        await self.instance.start()
-        if self._ledger:
-            await self._record_running(self._ledger.metadata.checkpoint, self._ledger.metadata.previous)
+    def take_over(self, sandbox: GVisorSandbox) -> None:
+        """Have a copy of a template that runs already in place of the sandbox that was to be started."""
+        sandbox.sandbox_id, sandbox.spec = self.sandbox_id, self.instance.spec
+        sandbox.link.hooks = self.instance.link.hooks
+        self.instance = sandbox
+        self._taken_over = True
+        self.describe(self.contents)
 
-    async def restore(self, advance: Advance = nothing) -> None:
+    async def start(self, template: Path | None = None) -> None:
+        """Start it afresh, or as a copy of a template. A checkpoint that there is stays until the next is made."""
+        with JOURNAL.doing(self.entry(What.STARTED if self.persistent else What.CREATED)):
+            if not self._taken_over:
+                await self.instance.start(template)
+            self._taken_over = False
+            if self._ledger:
+                await self._record_running(self._ledger.metadata.checkpoint, self._ledger.metadata.previous)
+
+    async def restore(self) -> None:
         """Bring it back from its checkpoint; CorruptObjectError if that is damaged, which offers the previous one if
         there is one; nothing has changed then.
         """
-        self._book()
-        stores, source = self._stores, self._source
-        if source is None or stores is None or stores.checkpoints is None:
+        stores, source = self._kept_in(), self._source
+        if source is None:
             raise SandboxError(f"Sandbox {self.sandbox_id} has no checkpoint to restore.")
+        after(self.sandbox_id, Action.RESTORE, self.instance.state)  # somebody was quicker, which is no failure
+        slept_here = self.instance.state == State.CHECKPOINTED
         checkpoints.check_names(source.artifact, checkpoints_prefix(self.sandbox_id))
-        with staging(stores.staging) as folder:
+        with JOURNAL.doing(self.entry(What.WOKEN)) as work, staging(stores.staging) as folder:
+            work.size = source.size
+            store = stores.required_checkpoints()
+            if slept_here:  # whoever attached or rewound it has looked already
+                await _require_fit(self.metadata, source, self.instance.runsc, stores)
             try:
-                image = await asyncio.to_thread(checkpoints.fetch, stores.checkpoints, source.artifact, folder, advance)
+                image = await asyncio.to_thread(checkpoints.fetch, store, source.artifact, folder, work.advance)
             except CorruptObjectError as error:
                 error.offer_older(self.metadata.previous not in (None, source))
                 raise
-            await self.instance.restore(image)
-        await self._record_running(source, None)
+            with self._reseeding():
+                await self.instance.restore(image)
+            await self._record_running(source, None)
 
-    async def checkpoint(self, advance: Advance = nothing) -> Checkpoint:
+    async def checkpoint(self) -> Checkpoint:
         """Save its memory and end it. If that fails, it runs on, and the last checkpoint is still there.
 
         FencedError if another server has taken it over. It is brought to its end even if the caller is cancelled.
         """
-        self._saving = asyncio.create_task(self._checkpoint(advance))
+        self._saving = asyncio.create_task(self._checkpoint())
         return await asyncio.shield(self._saving)
+
+    # -- savepoints --------------------------------------------------------------------------------------------------
+
+    async def savepoint(self, name: str) -> Checkpoint:
+        """Keep its memory as it is now under a new ``name``; it runs on. SavepointExistsError if there is one."""
+        if valid_id(name) in self.metadata.savepoints:
+            raise SavepointExistsError(self.sandbox_id, name)
+        self._require_room()
+        self._saving = asyncio.create_task(self._savepoint(name))
+        return await asyncio.shield(self._saving)
+
+    async def copy(self, sandbox_id: str, savepoint: str = "", advance: Advance = nothing) -> Checkpoint:
+        """Store a savepoint of it, or its present memory, as a checkpoint of the sandbox ``sandbox_id``; it runs on."""
+        stores, began = self._kept_in(), time.monotonic()
+        source = self.metadata.savepoint(savepoint) if savepoint else self._source
+        if source and (savepoint or self.instance.state == State.CHECKPOINTED):
+            return await estates.copy_checkpoint(stores, self.sandbox_id, source, sandbox_id, advance)
+        below = f"{checkpoints_prefix(sandbox_id)}{checkpoints.new_name()}/"
+        with staging(stores.staging) as folder:
+            image = folder / "image"
+            files = await capture.prepare(self.instance, stores.fingerprints)
+            await self.instance.copy(image)
+            artifact = await asyncio.to_thread(checkpoints.save, stores.required_checkpoints(), below, image, advance)
+        return capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began)
+
+    async def drop_savepoint(self, name: str) -> None:
+        """Forget a savepoint. SavepointNotFoundError."""
+        self.metadata.savepoint(name)
+        await self._delete(await self._change(lambda document: document.without_savepoint(name)))
+
+    async def find_savepoint(self, name: str) -> Checkpoint:
+        """A savepoint that this server can restore, when there is room for one of the present.
+
+        SavepointNotFoundError, IncompatibleError.
+        """
+        found = self.metadata.savepoint(name)
+        self._require_room()
+        await _require_fit(self.metadata, found, self.instance.runsc, self._kept_in())
+        return found
+
+    async def keep_present(self) -> str:
+        """Make a savepoint of its checkpoint, so that it can ``go_to`` another; returns the savepoint's name."""
+        present, name = self._source, f"before-rewind-{checkpoints.new_name()}"
+        if self.instance.state != State.CHECKPOINTED or present is None:
+            raise StateError(self.sandbox_id, "rewind", self.instance.state)
+        await self._change(lambda document: document.with_savepoint(name, present))
+        return name
+
+    def go_to(self, source: Checkpoint) -> None:
+        """Another sandbox, not running yet, that ``restore`` brings back from ``source``."""
+        self.begin_anew(source.spec, source.platform)
+        self._source = source
+        self.describe(source.contents)
 
     async def release(self) -> None:
         """End it on this server without saving anything, and let others have it."""
@@ -247,10 +333,9 @@ class SandboxHandle:
 
     async def regain(self, owner: Owner) -> None:
         """Get a lost lease again, if nobody had the sandbox in between; FencedError, LeaseHeldError if somebody did."""
-        assert self._stores is not None
         book = self._book()
         await book.lease.release()
-        async with leased(self.sandbox_id, self._stores, owner) as lease:
+        async with leased(self.sandbox_id, self._kept_in(), owner) as lease:
             await book.pass_on(lease)
 
     async def record_dead(self) -> None:
@@ -259,76 +344,68 @@ class SandboxHandle:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    async def save_snapshot(self, name: str, advance: Advance = nothing) -> GCSArtifact:
+    async def save_snapshot(self, name: str) -> GCSArtifact:
         """Keep what was written in it, but not its memory, under a new ``name``; it runs on."""
-        below = snapshot_prefix(self.sandbox_id, name)
-        return await snapshots.save(self._required_shelf(), below, self.instance, advance)
+        shelf, below = required_shelf(self._shelf), snapshot_prefix(self.sandbox_id, name)
+        with JOURNAL.doing(self.entry(What.SAVED)) as work:
+            made = await snapshots.save(shelf, below, self.instance, work.advance)
+            work.size = made.size
+        return made
 
-    async def load_snapshot(self, sandbox_id: str, name: str, advance: Advance = nothing) -> None:
+    async def load_snapshot(self, sandbox_id: str, name: str) -> None:
         """Put the files of a snapshot, of this or of another sandbox, in their places in this one, which runs."""
-        await snapshots.load(self._required_shelf(), snapshot_prefix(sandbox_id, name), self.instance, advance)
-
-    def _required_shelf(self) -> Shelf:
-        if self._shelf is None:
-            raise ConfigurationError(
-                "FILESYSTEM_SNAPSHOT_BUCKET",
-                "This server has no place for snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
-                "Set it, or FILESYSTEM_SNAPSHOT_MOUNT_PATH.",
-            )
-        return self._shelf
+        await snapshots.load(required_shelf(self._shelf), snapshot_prefix(sandbox_id, name), self.instance)
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    async def _checkpoint(self, advance: Advance) -> Checkpoint:
-        self._book()
-        stores = self._stores
-        assert stores is not None and stores.checkpoints is not None
-        store, began = stores.checkpoints, time.monotonic()
+    async def _checkpoint(self) -> Checkpoint:
+        stores, began = self._kept_in(), time.monotonic()
+        store = stores.required_checkpoints()
+        after(self.sandbox_id, Action.CHECKPOINT, self.instance.state)
         below = f"{checkpoints_prefix(self.sandbox_id)}{checkpoints.new_name()}/"
-        files = await self._prepare(stores.fingerprints) if self.instance.reachable else {}
         made: list[Checkpoint] = []
         garbage: set[str] = set()
-        with staging(stores.staging) as folder:
+        with JOURNAL.doing(self.entry(What.HIBERNATED)) as work, staging(stores.staging) as folder:
+            files = await capture.prepare(self.instance, stores.fingerprints)
             image = folder / "image"
 
             async def commit() -> None:
-                artifact = await asyncio.to_thread(checkpoints.save, store, below, image, advance)
-                made.append(self._recorded(artifact, files, time.monotonic() - began))
+                artifact = await asyncio.to_thread(checkpoints.save, store, below, image, work.advance)
+                made.append(capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began))
                 garbage.update(await self._change(lambda document: document.saved(made[0], now())))
 
             await self.instance.checkpoint(image, commit)
+            work.size = made[0].size
         self._source = made[0]
         await self._delete(garbage)
         return made[0]
 
-    async def _prepare(self, fingerprints: Fingerprints) -> dict[str, Any]:
-        """Tell it what is coming, and which host files it depends on; UnsaveableError if it cannot be saved."""
-        await self.instance.link.call(BEFORE_CHECKPOINT)
+    def _require_room(self) -> None:
+        if len(self.metadata.savepoints) >= MAX_SAVEPOINTS:
+            raise TooManySavepointsError(self.sandbox_id, MAX_SAVEPOINTS)
+
+    async def _savepoint(self, name: str) -> Checkpoint:
+        with JOURNAL.doing(self.entry(What.SAVED)) as work:
+            made = self._source if self.instance.state == State.CHECKPOINTED else None
+            made = made or await self.copy(self.sandbox_id, advance=work.advance)
+            work.size = made.size
+            garbage = await self._change(lambda document: document.with_savepoint(name, made))
+        await self._delete(garbage)
+        return made
+
+    @contextmanager
+    def _reseeding(self) -> Iterator[None]:
+        """A restore in which a fork, which another sandbox has all random numbers of, gets others, this one time."""
+        link = self.instance.link
+        hooks = link.hooks
+        if self.contents.get(RESEED):
+            link.hooks = Hooks(max(hooks.seconds, RESEED_SECONDS), reseed=True)
         try:
-            return await self._files(fingerprints)
-        except BaseException:
-            await asyncio.shield(self.instance.link.call(AFTER_RESTORE))
-            raise
-
-    async def _files(self, fingerprints: Fingerprints) -> dict[str, Any]:
-        files = await environment.inventory(self.instance, fingerprints)
-        if reasons := environment.unsaveable(files):
-            raise UnsaveableError(self.sandbox_id, reasons)
-        return environment.to_json(files)
-
-    def _recorded(self, artifact: GCSArtifact, files: Mapping[str, Any], seconds: float) -> Checkpoint:
-        return Checkpoint(
-            artifact=artifact,
-            runsc_version=self.instance.runsc.version,
-            runsc_sha256=self.instance.runsc.sha256,
-            platform=self.instance.platform,
-            architecture=os.uname().machine,
-            cpu_features=environment.cpu_features(),
-            spec=self.instance.spec,
-            files=files,
-            contents=self.contents,
-            seconds=round(seconds, 3),
-        )
+            yield
+        finally:
+            link.hooks = hooks
+        if self.contents.get(RESEED):
+            self.describe({name: value for name, value in self.contents.items() if name != RESEED})
 
     async def _record_running(self, checkpoint: Checkpoint | None, previous: Checkpoint | None) -> None:
         try:
@@ -343,31 +420,26 @@ class SandboxHandle:
 
         Only what was there before the change counts, because after it another server may have made its own.
         """
-        assert self._stores is not None and self._stores.checkpoints is not None
-        found = await asyncio.to_thread(artifacts, self._stores.checkpoints, checkpoints_prefix(self.sandbox_id))
+        store = self._kept_in().required_checkpoints()
+        found = await asyncio.to_thread(artifacts, store, checkpoints_prefix(self.sandbox_id))
         await self._book().change(change)
-        document = self._book().metadata
-        return found - {kept.artifact.name for kept in (document.checkpoint, document.previous) if kept}
+        return found - self.metadata.kept
 
     async def _delete(self, garbage: set[str]) -> None:
-        assert self._stores is not None and self._stores.checkpoints is not None
+        store = self._kept_in().required_checkpoints()
         with suppress(StorageError):  # the next one collects
             for name in garbage:
-                await asyncio.to_thread(self._stores.checkpoints.delete_all, name)
+                await asyncio.to_thread(store.delete_all, name)
 
     def _book(self) -> Ledger:
         if self._ledger is None:
             raise SandboxError(f"Sandbox {self.sandbox_id} is ephemeral: nothing of it is kept.")
         return self._ledger
 
-
-def _require_checkpoints(stores: Stores) -> None:
-    if stores.checkpoints is None:
-        raise ConfigurationError(
-            "SANDBOX_CHECKPOINT_BUCKET",
-            "A persistent sandbox needs a place for checkpoints, and SANDBOX_CHECKPOINT_BUCKET is not set.",
-            "Set it, or SANDBOX_CHECKPOINT_MOUNT_PATH.",
-        )
+    def _kept_in(self) -> Stores:
+        self._book()
+        assert self._stores is not None
+        return self._stores
 
 
 async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores) -> None:

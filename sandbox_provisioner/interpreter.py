@@ -42,6 +42,13 @@ def roomy(argv: Sequence[str]) -> list[str]:
     return [*argv[:module], f"{GUEST_INSIDE}/roomy.py", *argv[module + 1 :]]
 
 
+def frozen(argv: Sequence[str]) -> list[str]:
+    """What ``roomy`` made, to be stopped when it would serve; empty for any other command."""
+    script = f"{GUEST_INSIDE}/roomy.py"
+    place = list(argv).index(script) + 1 if script in argv else 0
+    return [*argv[:place], "--frozen", *argv[place:]] if place else []
+
+
 def installing(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Where pip is to put packages for a virtual environment's Python, and the variables that make it do so.
 
@@ -70,7 +77,7 @@ def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str]
     doubted = any(within(os.path.realpath(os.path.dirname(first)), folder) for folder in writable)
     prefixes = program_folders(first)
     prefixes += [folder for program in others for folder in program_folders(program) if _installed(folder, doubted)]
-    libraries = [folder for prefix in prefixes for folder in site_folders(prefix)]
+    libraries = dict.fromkeys(folder for prefix in dict.fromkeys(prefixes) for folder in site_folders(prefix))
     paths = [
         *prefixes,
         *user_site_folders(),
@@ -173,14 +180,18 @@ def user_site_folders() -> list[str]:
 
 def path_file_entries(folder: str) -> Iterator[str]:
     """The folders that path files and setuptools' editable finders add to the search path."""
-    for file in sorted(glob(os.path.join(escape(folder), "*.pth"))):
-        for line in _lines(Path(file)):
-            if os.path.isabs(line):
-                yield line
-    for file in sorted(glob(os.path.join(escape(folder), "__editable___*_finder.py"))):
-        for line in _lines(Path(file)):
-            if line.startswith("MAPPING"):
-                yield from _mapped(line.partition("=")[2])
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return
+    for name in names:
+        if name.endswith(".pth") and not name.startswith("."):
+            yield from filter(os.path.isabs, _lines(Path(folder, name)))
+    for name in names:
+        if name.startswith("__editable___") and name.endswith("_finder.py"):
+            for line in _lines(Path(folder, name)):
+                if line.startswith("MAPPING"):
+                    yield from _mapped(line.partition("=")[2])
 
 
 def _lines(file: Path) -> list[str]:

@@ -6,19 +6,25 @@ import asyncio
 import errno
 import os
 import select
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
+from .activation import activate
 from .bundle import Mount
 from .errors import GuestError, LinkClosedError, SandboxError, StateError
 from .folders import identity, replaced
+from .guest.powers import CARRIED
 from .guestprocess import GuestProcess
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
+from .journal import JOURNAL, What
+from .link import GuestLink
 from .manager import SandboxManager
+from .metadata import Checkpoint
 from .process import Process
 from .relay import ChannelRelay
 from .runtime import sweep
@@ -28,6 +34,11 @@ LAST_OUTPUT = 1.0
 """Seconds that an ended kernel's last messages and output have to get through."""
 LAST_WORDS = 2000
 IDENTIFY_TRIES = 10
+INTERNAL = "An internal error; the server's log has more."
+TEMPLATE_PROCESS = 1
+"""The number of the one process that a template has."""
+LOST = 1
+"""The status of a kernel that could not be brought back."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +50,12 @@ class Start:
     cwd: str
     folder: Mount | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    connection_file: str = ""
+    """Inside; one of the ``files``."""
     remember: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ending:
     """Where a kernel's stdout and stderr go (None drops them) until they are closed, and who hears its status then."""
 
@@ -50,23 +63,32 @@ class Ending:
     tell: Callable[[int], None] = lambda status: None
 
     def close(self) -> None:
-        """Close the descriptors."""
-        for sink in self.sinks.values():
+        """Close the descriptors, once: their numbers are soon others'."""
+        sinks, self.sinks = self.sinks, {}
+        for sink in sinks.values():
             if sink is not None:
                 os.close(sink)
+
+
+Begin = Callable[[GVisorSandbox, Start], Awaitable[GuestProcess]]
+Farewell = Callable[[str, SandboxError | None], tuple[bytes, bytes]]
+"""What the clients on shell and on iopub hear at last of a kernel that was rewound: to the savepoint that keeps it, or,
+because of a problem, to itself."""
 
 
 class SandboxedKernel:
     """One kernel after another behind the same listeners: ``launch`` ends the one that still runs.
 
     A persistent one can ``hibernate`` and is woken by the first client that asks something of it; ``on_trouble`` is
-    told, in the I/O thread, why it could not be. Calls are not heeded while it is being shut down.
+    told, in the I/O thread, why it could not be. Calls are not heeded while it is being shut down. ``on_joined`` is
+    told of each sandbox's link.
     """
 
     def __init__(self) -> None:
         self.relay = ChannelRelay()
         self.relay.on_call = self._called
         self.on_trouble: Callable[[SandboxError], None] = lambda error: None
+        self.on_joined: Callable[[GuestLink], None] = lambda link: None
         self.heeds_calls: Callable[[], bool] = lambda: True
         self.handle: SandboxHandle | None = None
         self.manager: SandboxManager | None = None
@@ -76,15 +98,26 @@ class SandboxedKernel:
         self.last_words = b""
         self._process: GuestProcess | None = None
         self._life: asyncio.Task[None] | None = None
+        self._ending = Ending()
+        self._rewinding = asyncio.Lock()
 
-    async def launch(self, handle: SandboxHandle, start: Start, targets: Mapping[str, str], ending: Ending) -> None:
+    async def launch(
+        self,
+        handle: SandboxHandle,
+        start: Start,
+        targets: Mapping[str, str],
+        ending: Ending,
+        template: Path | None = None,
+    ) -> None:
         """Start the sandbox and the kernel in it, and join the clients to its ``targets``. All or nothing.
 
-        The kernel is not started unless the sandbox shows the very folder that was asked for.
+        The kernel is not started unless the sandbox shows the very folder that was asked for. One whose spec carries
+        that is a copy of the image of a ``template``, or stood by as one already.
         """
         async with self._taking_over(handle, ending):
-            await (self.manager.start(handle.sandbox_id) if self.manager else handle.start())
-            self._process = await self._start(handle.instance, start)
+            await (self.manager.start(handle.sandbox_id, template) if self.manager else handle.start(template))
+            begin = self._activate if handle.instance.spec.carried else self._start
+            self._process = await self._identified(handle.instance, start, begin)
             handle.describe({"process": self._process.number, "targets": dict(targets), **start.remember})
         self._join(handle, targets, ending)
 
@@ -107,10 +140,9 @@ class SandboxedKernel:
         One that is about to wake up does so first; nothing happens to one that sleeps.
         """
         assert self.manager is not None and self.handle is not None
-        sandbox_id = self.handle.sandbox_id
-        self.handle.describe({**self.handle.contents, "busy": self.manager.busy(sandbox_id)})
+        self._note_activity()
         try:
-            await self.manager.checkpoint(sandbox_id)
+            await self.manager.checkpoint(self.handle.sandbox_id)
         except StateError:  # it sleeps already
             if not self.asleep:
                 raise
@@ -125,6 +157,73 @@ class SandboxedKernel:
                 if self.handle.instance.state != State.RUNNING:
                     raise
             self.relay.awake()
+
+    async def savepoint(self, name: str, asked_inside: bool = False) -> Checkpoint:
+        """Keep a persistent kernel's memory under a name; it runs on, or sleeps on.
+
+        If it was asked for by a cell of its own, that cell is over when it is brought back.
+        """
+        assert self.manager is not None and self.handle is not None
+        self._note_activity(busy=False if asked_inside else None)
+        return await self.manager.savepoint(self.handle.sandbox_id, name)
+
+    async def rewind(self, name: str, farewell: Farewell | None = None) -> str:
+        """Bring a persistent kernel back as it was at a savepoint; returns the name of one that has the present.
+
+        Its clients have to connect again, as after a restart. If a cell of its own asks for it, ``farewell`` is how
+        that ends. If it fails, the present goes on; if even that cannot be brought back, the kernel has ended.
+        """
+        async with self._rewinding:
+            handle = self._require_rewindable(name)
+            present, asleep, kept, problem = handle.instance, self.asleep, "", None
+            self._note_activity(busy=False if farewell else None)
+            assert self.manager is not None
+            try:
+                kept = await self.manager.rewind(handle.sandbox_id, name)
+            except Exception as error:
+                problem = error if isinstance(error, SandboxError) else SandboxError(INTERNAL)
+                raise
+            finally:
+                if handle.instance is not present:
+                    await self._rejoin(handle, present, farewell(kept, problem) if farewell else (b"", b""))
+                elif self.asleep and not asleep:
+                    await self.wake()
+            return kept
+
+    def _require_rewindable(self, name: str) -> SandboxHandle:
+        assert self.handle is not None
+        if self.status is not None:
+            raise StateError(self.handle.sandbox_id, "rewind", "without a kernel")
+        if self.handle.metadata.savepoint(name).contents.get("connection") != self.handle.contents.get("connection"):
+            raise SandboxError(
+                f"Savepoint {name} is of a kernel with other keys than this one: its clients could not talk to it.",
+                "Fork from it instead.",
+            )
+        return self.handle
+
+    async def _rejoin(self, handle: SandboxHandle, before: GVisorSandbox, farewell: tuple[bytes, bytes]) -> None:
+        """Another sandbox is in the place of the one ``before``, which the clients were joined to."""
+        assert self._life is not None
+        self._life.cancel()
+        await asyncio.gather(self._life, return_exceptions=True)
+        self._process = handle.instance.link.process(handle.contents["process"])
+        if self._process is None:
+            self.relay.disconnect()
+            self._ending.close()
+            self._ending.tell(LOST)
+            self.status, self._life = LOST, None
+        else:
+            self.status = None
+            self._life = asyncio.create_task(self._live(handle, self._process, self._ending))
+            self.on_joined(handle.instance.link)
+            await self.relay.reconnect(handle.instance.link, handle.contents["targets"], *farewell)
+        before.link.lose(LinkClosedError("it was rewound."))
+
+    def _note_activity(self, busy: bool | None = None) -> None:
+        """For whoever brings it back: whether a cell is running."""
+        assert self.manager is not None and self.handle is not None
+        busy = self.manager.busy(self.handle.sandbox_id) if busy is None else busy
+        self.handle.describe({**self.handle.contents, "busy": busy})
 
     @property
     def asleep(self) -> bool:
@@ -151,6 +250,8 @@ class SandboxedKernel:
         assert self._process is not None
         self.status = None
         self.last_words = b""
+        self._ending = ending
+        self.on_joined(handle.instance.link)
         self.relay.connect(handle.instance.link, targets)
         self._life = asyncio.create_task(self._live(handle, self._process, ending))
 
@@ -175,22 +276,48 @@ class SandboxedKernel:
             self.on_trouble(error)
 
     @staticmethod
-    async def _start(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
+    async def _identified(sandbox: GVisorSandbox, start: Start, begin: Begin) -> GuestProcess:
         for _ in range(IDENTIFY_TRIES):  # a neighbour that writes into the folder changes what it is known by
             try:
-                return await sandbox.execute(
-                    start.argv,
-                    env=start.env,
-                    cwd=start.cwd,
-                    stdin=False,
-                    files=start.files,
-                    expect=identity(start.folder),
-                )
+                return await begin(sandbox, start)
             except GuestError as error:
                 if start.folder is None or error.errno != errno.ESTALE:
                     raise
         assert start.folder is not None
         raise replaced(start.folder)
+
+    @staticmethod
+    async def _start(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
+        return await sandbox.execute(
+            start.argv,
+            env=start.env,
+            cwd=start.cwd,
+            stdin=False,
+            files=start.files,
+            expect=identity(start.folder),
+        )
+
+    @staticmethod
+    async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
+        """The kernel of a copy of a template, as the one that was asked for."""
+        process, folder = sandbox.link.process(TEMPLATE_PROCESS), start.folder
+        if process is None or folder is None:
+            raise SandboxError("The template has no kernel in it.")
+        orders = {
+            **start.remember["connection"],
+            "connection_file": start.connection_file,
+            "env": dict(start.env),
+            "cwd": start.cwd,
+        }
+        await activate(
+            sandbox.link,
+            orders,
+            folder=folder.destination,
+            files=start.files,
+            expect=identity(folder._replace(destination=CARRIED)),
+            outlive=sandbox.spec.outlives,
+        )
+        return process
 
     async def signal(self, signum: int) -> None:
         """Signal the kernel's process group; SIGKILL ends the whole sandbox, which no guest can resist."""
@@ -202,14 +329,20 @@ class SandboxedKernel:
                 self._process.send_signal(signum)
 
     async def kill(self) -> None:
-        """End the kernel and its sandbox now."""
+        """End the kernel and its sandbox now; one that is being rewound first comes to be one or the other."""
         if self.handle:
-            await self.handle.instance.delete()
+            await self.handle.instance.delete()  # and whatever is under way with it fails
+        async with self._rewinding:
+            if self.handle:
+                await self.handle.instance.delete()
 
     async def ended(self) -> int:
         """Wait until the kernel has ended and nothing of its sandbox is left; its exit status."""
-        if self._life:
-            await asyncio.shield(self._life)
+        while (self._life and not self._life.done()) or self._rewinding.locked():
+            async with self._rewinding:
+                life = self._life
+            if life:
+                await asyncio.wait({life})
         return self.status or 0
 
     async def close(self) -> None:
@@ -219,8 +352,12 @@ class SandboxedKernel:
         await self.relay.close()
 
     async def _live(self, handle: SandboxHandle, process: GuestProcess, ending: Ending) -> None:
-        copying = asyncio.create_task(self._copy(process, ending.sinks))
-        status = await process.wait()
+        sandbox, copying = handle.instance, asyncio.create_task(self._copy(process, ending.sinks))
+        try:
+            status = await process.wait()
+        except asyncio.CancelledError:  # it was rewound: another process goes on in its place
+            copying.cancel()
+            raise
         with suppress(TimeoutError):
             await asyncio.wait_for(self.relay.drained(), LAST_OUTPUT)
         await asyncio.wait({copying}, timeout=LAST_OUTPUT)
@@ -230,7 +367,8 @@ class SandboxedKernel:
         ending.tell(status)
         self.status = status
         self.relay.disconnect()
-        await handle.instance.delete()
+        await sandbox.delete()
+        JOURNAL.write(handle.entry(What.ENDED))
 
     async def _copy(self, process: Process, sinks: Mapping[str, int | None]) -> None:
         async for piece in process.stream():

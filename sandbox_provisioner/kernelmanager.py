@@ -13,9 +13,11 @@ import signal
 import threading
 from contextlib import suppress
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from typing import Any
 
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_core.utils import ensure_async
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from jupyter_server.utils import to_os_path
 from tornado.ioloop import PeriodicCallback
@@ -26,9 +28,11 @@ from zmq.asyncio import Context
 from . import config, persistence
 from .errors import SandboxError
 from .kernelspecs import PROVISIONER
-from .manager import Recovered, SandboxManager
+from .manager import SandboxManager
 from .provisioner import SandboxProvisioner
+from .recovery import Recovered
 from .runsc import find
+from .standby import STANDBY
 
 LOOK_EVERY = 5.0
 """Seconds in which a notebook's new name is known, and a kernel that moved to another server is gone from here."""
@@ -76,11 +80,16 @@ class SandboxKernelManager(AsyncMappingKernelManager):
                 self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
                 self._looking.start()
             await asyncio.shield(self._recovery)
+        created = datetime.now(UTC)
         try:
-            return str(await super()._async_start_kernel(**kwargs))
+            kernel_id = str(await super()._async_start_kernel(**kwargs))
         except SandboxError:
             self._forget_failed_starts()
             raise
+        kernel = self._kernels.get(kernel_id)
+        if kernel and not hasattr(kernel, "created"):
+            kernel.created = created
+        return kernel_id
 
     start_kernel = _async_start_kernel  # type: ignore[assignment]
 
@@ -122,6 +131,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             if not provisioner.asleep:
                 self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
+        await STANDBY.end()
 
     shutdown_all = _async_shutdown_all  # type: ignore[assignment]
 
@@ -143,13 +153,11 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             spec = self.kernel_spec_manager.get_kernel_spec(kernel_name or self.default_kernel_name)
         except KeyError:
             return False
-        usual = KernelProvisionerFactory.instance(parent=self.parent).default_provisioner_name
-        return bool(spec.metadata.get("kernel_provisioner", {}).get("provisioner_name", usual) == PROVISIONER)
+        return _is_sandboxed(spec.metadata, self.parent)
 
     async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
         try:
             await provisioner.hibernate()
-            self.log.info("Kernel %s hibernated", kernel_id)
         except SandboxError as error:
             self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
 
@@ -167,7 +175,9 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
         def work() -> list[Recovered]:
             manager = SandboxManager(persistence.settings(storage_dir), find(runsc), persistence.server())
-            return asyncio.run(manager.recover())
+            recovered = asyncio.run(manager.recover())
+            persistence.touch(one.sandbox_id for one in recovered if one.saved)
+            return recovered
 
         try:
             for one in await asyncio.to_thread(work):
@@ -208,6 +218,30 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         for kernel_id, pending in list(self._pending_kernels.items()):
             if pending.done() and kernel_id not in self._kernels:
                 del self._pending_kernels[kernel_id]
+
+
+def sandboxed_kernels(kernel_manager: Any) -> dict[str, SandboxProvisioner]:
+    """The kernels of a server that run or sleep in sandboxes, by their ids; any class of manager will do."""
+    found = {}
+    for kernel_id, kernel in list(getattr(kernel_manager, "_kernels", {}).items()):
+        provisioner = getattr(kernel, "provisioner", None)
+        known = hasattr(kernel, "last_activity")  # the server has finished starting it
+        if isinstance(provisioner, SandboxProvisioner) and known and provisioner.has_process and not provisioner.moved:
+            found[kernel_id] = provisioner
+    return found
+
+
+async def sandboxed_names(kernel_manager: Any) -> list[str]:
+    """The kernelspecs of a server whose kernels run in sandboxes: the server's default first, the others by name."""
+    specs = await ensure_async(kernel_manager.kernel_spec_manager.get_all_specs())
+    stanzas = {name: found["spec"].get("metadata", {}) for name, found in specs.items()}
+    found = [name for name, metadata in stanzas.items() if _is_sandboxed(metadata, kernel_manager.parent)]
+    return sorted(found, key=lambda name: (name != kernel_manager.default_kernel_name, name))
+
+
+def _is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
+    usual = KernelProvisionerFactory.instance(parent=server).default_provisioner_name
+    return bool(metadata.get("kernel_provisioner", {}).get("provisioner_name", usual) == PROVISIONER)
 
 
 def _heed_interrupts(server: Any) -> None:

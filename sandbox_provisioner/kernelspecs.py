@@ -59,6 +59,12 @@ class Kernel:
         return self.provisioner == PROVISIONER
 
     @property
+    def of_ipykernel(self) -> bool:
+        """Whether it is IPython's own kernel, which can be sure to have a template."""
+        argv = self.spec.get("argv")
+        return isinstance(argv, list) and bool({"ipykernel_launcher", "ipykernel"} & {str(part) for part in argv})
+
+    @property
     def is_twin(self) -> bool:
         """Whether we made it."""
         return MARK in _metadata(self.spec)

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from . import metadata
 from .errors import ConflictError, FencedError, ObjectNotFoundError, SandboxExistsError, SandboxNotFoundError
+from .journal import JOURNAL, Entry, What
 from .lock.base import Lease
-from .metadata import GCSSandboxMetadata, Tenancy
-from .storage.base import NEW, ObjectStore
+from .metadata import GCSSandboxMetadata, Summary, Tenancy
+from .storage.base import NEW, ObjectInfo, ObjectStore
 
 Change = Callable[[GCSSandboxMetadata], GCSSandboxMetadata]
 
@@ -42,6 +43,7 @@ class Ledger:
             written = await asyncio.to_thread(store.write, name, metadata.encode(signed), NEW)
         except ConflictError as error:
             raise SandboxExistsError(first.sandbox_id, store.where) from error
+        JOURNAL.write(Entry(first.sandbox_id, What.CREATED, kernel_name=first.kernel_name, user=first.user))
         return cls(store, name, lease, signed, written.generation)
 
     @classmethod
@@ -84,7 +86,10 @@ class Ledger:
             self.lease = lease
 
     async def _write(self, changed: GCSSandboxMetadata) -> None:
-        written = await asyncio.to_thread(self._store.write, self._name, metadata.encode(changed), self.generation)
+        def encode_and_write() -> ObjectInfo:
+            return self._store.write(self._name, metadata.encode(changed), self.generation)
+
+        written = await asyncio.to_thread(encode_and_write)
         self.metadata, self.generation = changed, written.generation
 
     async def _reload(self) -> None:
@@ -98,11 +103,21 @@ class Ledger:
 
 def load(store: ObjectStore, name: str, sandbox_id: str) -> tuple[GCSSandboxMetadata, int]:
     """A sandbox's document and its generation, without any claim to it. Blocks."""
+    data, info = _read(store, name, sandbox_id)
+    return metadata.decode(data, f"{name} in {store.where}", sandbox_id), info.generation
+
+
+def glance(store: ObjectStore, name: str, sandbox_id: str) -> Summary:
+    """What a list shows of a sandbox's document. Blocks."""
+    data, _ = _read(store, name, sandbox_id)
+    return metadata.summarise(data, f"{name} in {store.where}", sandbox_id)
+
+
+def _read(store: ObjectStore, name: str, sandbox_id: str) -> tuple[bytes, ObjectInfo]:
     try:
-        data, info = store.read(name)
+        return store.read(name)
     except ObjectNotFoundError as error:
         raise SandboxNotFoundError(sandbox_id, store.where) from error
-    return metadata.decode(data, f"{name} in {store.where}", sandbox_id), info.generation
 
 
 def _signature(lease: Lease) -> Tenancy:

@@ -19,6 +19,7 @@ from typing import Any
 from .errors import GuestError, LinkClosedError, ProtocolError
 from .guest.frames import CONTROL, DATA, HEADER, MAX_PAYLOAD, OPEN, RESET, VERSION, Decoder, FrameError, encode
 from .guestprocess import GuestProcess
+from .openasks import OpenAsks
 from .stream import Stream
 from .words import printable
 
@@ -53,6 +54,7 @@ class GuestLink:
         self.hooks = Hooks()
         self.on_lost: Callable[[Exception], None] = lambda error: None
         self.on_hook_failed: Callable[[str], None] = lambda reason: None
+        self.asks = OpenAsks(self._send_answer)
         self._loop = asyncio.get_running_loop()
         self._decoder = Decoder()
         self._streams: dict[int, Stream] = {}
@@ -63,10 +65,12 @@ class GuestLink:
         self._late_frames = 0
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._held: list[bytes] = []
+        self._answers: list[bytes] = []
         self._adopting = False
         self._unanswered = 0
         self._quiesced: asyncio.Future[None] | None = None
         self._resumed: asyncio.Future[None] | None = None
+        self._activated: asyncio.Future[None] | None = None
         self._hooked: deque[asyncio.Future[None]] = deque()
         self._incoming_pipe: _Incoming | None = None
         self._reader: asyncio.ReadTransport | None = None
@@ -106,11 +110,12 @@ class GuestLink:
         """Whether something that is no stream's waits for the guest, such as a signal."""
         return any(HEADER.unpack_from(frame)[0] == CONTROL for frame in self._held)
 
-    async def adopt(self) -> None:
+    async def adopt(self, hooks: bool = True) -> None:
         """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
         self._require_open()
         self._adopting = True
-        self._call(AFTER_RESTORE)
+        if hooks:
+            self._call(AFTER_RESTORE)
         self._urge(op="adopt")
         try:
             await self.greeted()
@@ -133,7 +138,9 @@ class GuestLink:
         self.quiet = True
         self.detach()
         self._held.clear()
-        for pending in (self._hello, self._quiesced, self._resumed, *self._hooked):
+        self._answers.clear()
+        self.asks.forget()
+        for pending in (self._hello, self._quiesced, self._resumed, self._activated, *self._hooked):
             if pending and not pending.done():
                 pending.set_exception(error)
                 pending.exception()  # whether or not anybody waits for it
@@ -186,11 +193,19 @@ class GuestLink:
     def _flow(self) -> None:
         """Send what was held back, in order."""
         self.quiet = False
-        held, self._held = self._held, []
+        held, self._held, self._answers = [*self._held, *self._answers], [], []
         for frame in held:
             self._send(frame)
         for stream in list(self._streams.values()):
             stream._resume()
+
+    def _send_answer(self, message: Mapping[str, Any]) -> None:
+        """Send it; while the guest rests it is held, and unlike all else that is held it is no reason to wake it."""
+        frame = encode(CONTROL, 0, json.dumps(message).encode())
+        if self.quiet:
+            self._answers.append(frame)
+        else:
+            self._send(frame)
 
     # -- streams and processes -----------------------------------------------------------------------------------
 
@@ -225,6 +240,15 @@ class GuestLink:
         await process.started
         process._begin(stdin)
         return process
+
+    async def activate(self, **message: Any) -> None:
+        """Have a copy of a template become what ``message`` says; GuestError if it cannot."""
+        self._activated = self._loop.create_future()
+        self.tell(op="activate", **message)
+        try:
+            await self._activated
+        finally:
+            self._activated = None
 
     def process(self, number: int) -> GuestProcess | None:
         """The running process of that number, such as one that a restored sandbox brought with it."""
@@ -332,21 +356,31 @@ class GuestLink:
                 self.on_hook_failed(printable(trouble[:MAX_TROUBLE]))
         elif op == "resumed" and self._resumed and not self._resumed.done():
             self._resumed.set_result(None)
+        elif op == "ask" and self._hello.done():
+            self.asks.asked(message["number"], message["request"])
+        elif op == "answered":
+            self.asks.arrived(message["number"])
         elif process and op == "started" and not process.started.done():
             process.started.set_result(None)
         elif process and op == "failed" and not process.started.done():
-            number = int(message["errno"])
-            words = f"{os.strerror(number)}: {str(message['filename'])[:500]}"
             del self._processes[process.number]
-            process.started.set_exception(
-                GuestError(f"The command could not be started in the sandbox: {words}.", number)
-            )
+            process.started.set_exception(_refusal("The command could not be started in the sandbox", message))
+        elif op == "activated" and self._activated and not self._activated.done():
+            if message["errno"]:
+                self._activated.set_exception(_refusal("The sandbox could not take its folder", message))
+            else:
+                self._activated.set_result(None)
         elif process and op == "exited" and process.started.done():
             status = _status(message["status"])
             del self._processes[process.number]
             process._exited(status)
         else:
             raise ProtocolError(f"The guest said {str(op)[:50]!r}, which nobody had asked for.")
+
+
+def _refusal(problem: str, message: Mapping[str, Any]) -> GuestError:
+    number = int(message["errno"])
+    return GuestError(f"{problem}: {os.strerror(number)}: {str(message['filename'])[:500]}.", number)
 
 
 def _status(value: Any) -> int:

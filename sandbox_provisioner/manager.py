@@ -1,7 +1,7 @@
 """SandboxManager: the sandboxes of one server by their ids, and the policy for them: who may, when, and in which order.
 
 It answers "should I?": whether this server is able to do what is asked, when an idle sandbox is checkpointed, whom one
-is handed over to, what happens to all of them when the server stops, and to those whose server was killed.
+is handed over to, and what happens to all of them when the server stops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -19,30 +21,19 @@ from .bundle import BundleSpec
 from .config import GCSConfig
 from .errors import FencedError, LeaseHeldError, SandboxError, SandboxNotFoundError, StateError
 from .handle import Identity, SandboxHandle
+from .journal import JOURNAL, Entry, What
 from .link import Hooks
 from .lock.base import Owner
-from .metadata import Checkpoint, GCSArtifact, Note, decode_note
+from .metadata import Checkpoint, GCSArtifact
 from .names import valid_id
+from .recovery import Recovered, Recovery
 from .runsc import Runsc
-from .runtime import RuntimeFolder, left_behind
 from .states import State
 from .stores import Stores, open_shelf, open_stores
 
 log = logging.getLogger(__name__)
 
-RESCUES_AT_ONCE = 2
-PATIENCE = 120.0
-"""Seconds to wait for the lease of a server that was killed; a dead process on this machine has none."""
 PAUSE = 5.0
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """A sandbox whose server was killed: whether its memory was saved, and if not, why."""
-
-    sandbox_id: str
-    saved: bool
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +77,10 @@ class SandboxManager:
         if self._opened is None:
             self._opened = open_stores(self._config)
         return self._opened
+
+    @property
+    def _recovery(self) -> Recovery:
+        return Recovery(self._runsc, self.stores, self.owner)
 
     def owner(self) -> Owner:
         """This server, as others get to know it, for one attempt to get a lease."""
@@ -133,11 +128,23 @@ class SandboxManager:
         features = self._able(features)
         async with self._lock(sandbox_id):
             self._require_unknown(sandbox_id)
-            await self._recover(lambda note: note.sandbox_id == sandbox_id)
-            handle = await SandboxHandle.attach_persistent(
-                sandbox_id, spec, self._runsc, self.stores, self.owner(), platform, patience, previous
-            )
+            await self._recovery.save(lambda note: note.sandbox_id == sandbox_id)
+            try:
+                handle = await SandboxHandle.attach_persistent(
+                    sandbox_id, spec, self._runsc, self.stores, self.owner(), platform, patience, previous
+                )
+            except SandboxNotFoundError:
+                raise
+            except SandboxError as error:
+                JOURNAL.fail(Entry(sandbox_id, What.WOKEN), error)
+                raise
             return self._keep(handle, features)
+
+    async def recover(self) -> list[Recovered]:
+        """Call it when the server starts: save the sandboxes of killed servers, and collect what they left behind."""
+        recovered = await self._recovery.save()
+        await self._recovery.collect_garbage()
+        return recovered
 
     def get(self, sandbox_id: str) -> SandboxHandle:
         """A sandbox that this server has; SandboxNotFoundError if it has not."""
@@ -151,10 +158,10 @@ class SandboxManager:
 
     # -- what is done to them ----------------------------------------------------------------------------------------
 
-    async def start(self, sandbox_id: str) -> None:
-        """Start it afresh."""
+    async def start(self, sandbox_id: str, template: Path | None = None) -> None:
+        """Start it afresh, or as a copy of a template."""
         async with self._lock(sandbox_id):
-            await self.get(sandbox_id).start()
+            await self.get(sandbox_id).start(template)
             self.touch(sandbox_id)
 
     async def checkpoint(self, sandbox_id: str) -> Checkpoint:
@@ -181,29 +188,86 @@ class SandboxManager:
         async with self._lock(sandbox_id):
             await self.get(sandbox_id).load_snapshot(source_id or sandbox_id, name)
 
+    async def savepoint(self, sandbox_id: str, name: str) -> Checkpoint:
+        """Keep its memory under ``name``; it runs on, or sleeps on."""
+        async with self._lock(sandbox_id):
+            return await self.get(sandbox_id).savepoint(name)
+
+    async def drop_savepoint(self, sandbox_id: str, name: str) -> None:
+        """Forget a savepoint."""
+        async with self._lock(sandbox_id):
+            await self.get(sandbox_id).drop_savepoint(name)
+
+    async def rewind(self, sandbox_id: str, name: str) -> str:
+        """Save the present, and bring it back as it was at a savepoint; returns the name of one that has the present.
+
+        If that cannot be restored, the present is; the handle has another ``instance`` in either case.
+        """
+        async with self._lock(sandbox_id):
+            handle = self.get(sandbox_id)
+            target = await handle.find_savepoint(name)
+            with JOURNAL.doing(handle.entry(What.REWOUND)) as work:
+                work.size = target.size
+                present = handle.metadata.checkpoint
+                if handle.instance.state == State.RUNNING:
+                    present = await handle.checkpoint()
+                kept = await handle.keep_present()
+                handle.go_to(target)
+                try:
+                    await handle.restore()
+                except BaseException:
+                    assert present is not None
+                    handle.go_to(present)
+                    await handle.restore()
+                    with suppress(SandboxError):
+                        await handle.drop_savepoint(kept)
+                    raise
+            self.touch(sandbox_id)
+            return kept
+
+    async def fork(self, sandbox_id: str, new_id: str, about: Identity, savepoint: str = "") -> None:
+        """A new sandbox that nobody has open, with the memory of this one, now or at a savepoint; this one goes on."""
+        first = about.document(valid_id(new_id))
+        async with self._lock(sandbox_id):
+            handle = self.get(sandbox_id)
+            with JOURNAL.doing(handle.entry(What.FORKED)) as work:
+                made = await estates.found_persistent(
+                    self.stores, first, self.owner(), lambda name: handle.copy(name, savepoint, work.advance)
+                )
+                work.size = made.size
+
     async def delete(self, sandbox_id: str) -> int:
         """End it and delete all that is kept of it, whether this server has it or nobody; returns the freed bytes."""
         async with self._lock(sandbox_id):
             handle = self.handles.get(sandbox_id)
-            if handle:
-                await self._drop(handle)
-                if not handle.persistent:
-                    return 0
-            return await estates.destroy_persistent(self.stores, sandbox_id, self.owner())
+            entry = handle.entry(What.DELETED) if handle else Entry(sandbox_id, What.DELETED)
+            with JOURNAL.doing(entry) as work:
+                if handle:
+                    await self._drop(handle)
+                    if not handle.persistent:
+                        return 0
+                work.size = await estates.destroy_persistent(self.stores, sandbox_id, self.owner())
+            return work.size
 
     async def hand_over(self, sandbox_id: str, reason: str = "it was handed over") -> None:
         """Save it, if it runs, and let another server have it."""
         async with self._lock(sandbox_id):
             handle = self.get(sandbox_id)
-            if handle.persistent and handle.instance.state == State.RUNNING:
-                await handle.checkpoint()
-            await self._drop(handle)
+            with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
+                if handle.persistent and handle.instance.state == State.RUNNING:
+                    work.size = (await handle.checkpoint()).size
+                await self._drop(handle)
         self.on_gone(sandbox_id, reason)
 
     async def release(self, sandbox_id: str) -> None:
         """End it without saving anything, and let another server have it."""
         async with self._lock(sandbox_id):
-            await self._drop(self.get(sandbox_id))
+            handle = self.get(sandbox_id)
+            await handle.instance.delete()
+            if handle.persistent and handle.metadata.running:
+                with suppress(SandboxError):  # whoever has it next finds that nobody runs it
+                    await handle.record_dead()
+            await self._drop(handle)
 
     async def shutdown(self, deadline: float) -> dict[str, Exception | None]:
         """Save and let go of all sandboxes at once; what is not saved after ``deadline`` seconds runs on, for a rescue.
@@ -221,7 +285,6 @@ class SandboxManager:
         try:
             await self.hand_over(sandbox_id, "the server stopped")
         except Exception as error:
-            log.error("Sandbox %s was not saved: %s", sandbox_id, error)
             return error
         return None
 
@@ -305,80 +368,8 @@ class SandboxManager:
             await handle.regain(self.owner())
 
     async def _lose(self, handle: SandboxHandle, reason: str) -> None:
+        JOURNAL.write(handle.entry(What.LOST))
         log.error("Sandbox %s is lost to this server: %s", handle.sandbox_id, reason)
         async with self._lock(handle.sandbox_id):
             await self._drop(handle)
         self.on_gone(handle.sandbox_id, reason)
-
-    # -- those whose server was killed -------------------------------------------------------------------------------
-
-    async def recover(self) -> list[Recovered]:
-        """Call it when the server starts: save the sandboxes of killed servers, and collect what they left behind."""
-        recovered = await self._recover(lambda note: True)
-        await self._collect_garbage()
-        return recovered
-
-    async def _recover(self, wanted: Callable[[Note], bool]) -> list[Recovered]:
-        found = []
-        for folder in await asyncio.to_thread(lambda: list(left_behind())):
-            note = _read(folder)
-            if note and note.where == self.stores.metadata.where and wanted(note):
-                found.append((folder, note))
-            else:
-                folder.let_go()
-        few = asyncio.Semaphore(RESCUES_AT_ONCE)
-        return await asyncio.gather(*(self._rescue(folder, note, few) for folder, note in found))
-
-    async def _rescue(self, folder: RuntimeFolder, note: Note, few: asyncio.Semaphore) -> Recovered:
-        async with few:
-            try:
-                alive = folder.inhabited
-                handle = await SandboxHandle.rescue(folder, note, self._runsc, self.stores, self.owner(), PATIENCE)
-                try:
-                    if alive:
-                        await handle.checkpoint()
-                    else:
-                        await handle.record_dead()
-                finally:
-                    await handle.release()
-                if alive:
-                    await self._take_inventory(note)
-                return Recovered(note.sandbox_id, saved=alive)
-            except SandboxNotFoundError:
-                await asyncio.to_thread(folder.remove)
-                return Recovered(note.sandbox_id, saved=False, problem="it was deleted")
-            except SandboxError as error:
-                folder.let_go()
-                log.error("Sandbox %s, whose server was killed, was not saved: %s", note.sandbox_id, error)
-                return Recovered(note.sandbox_id, saved=False, problem=str(error))
-
-    async def _take_inventory(self, note: Note) -> None:
-        """Checkpoint it again after a restore: only one that can be asked tells which files it depends on."""
-        try:
-            handle = await SandboxHandle.attach_persistent(
-                note.sandbox_id, note.spec, self._runsc, self.stores, self.owner()
-            )
-            try:
-                await handle.restore()
-                await handle.checkpoint()
-            finally:
-                await handle.release()
-        except SandboxError as error:
-            log.warning("Sandbox %s is saved, but what it depends on is not known: %s", note.sandbox_id, error)
-
-    async def _collect_garbage(self) -> None:
-        """Delete what is left of sandboxes whose deletion was interrupted."""
-        for sandbox_id in await asyncio.to_thread(estates.without_metadata, self.stores):
-            try:
-                await estates.destroy_persistent(self.stores, sandbox_id, self.owner())
-            except SandboxError as error:
-                log.info("What is left of sandbox %s stays for now: %s", sandbox_id, error)
-
-
-def _read(folder: RuntimeFolder) -> Note | None:
-    value = folder.read_note()
-    try:
-        return decode_note(value, str(folder.path)) if value else None
-    except SandboxError as error:
-        log.error("A sandbox of a killed server cannot be saved: %s", error)
-        return None

@@ -11,13 +11,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .bundle import BundleSpec, Mount
-from .errors import MetadataError
+from .errors import MetadataError, SavepointNotFoundError
 from .storage.base import FileRecord
 
-SCHEMA = 1
+SCHEMA = 2
+"""Of which 1 knew no savepoints; a program that knows none would collect them as garbage."""
 
 T = TypeVar("T")
 
@@ -75,7 +76,9 @@ class Tenancy:
 
 @dataclass(frozen=True)
 class GCSSandboxMetadata:
-    """One sandbox. ``previous`` is kept until ``checkpoint`` has been restored from, and is offered if that fails."""
+    """One sandbox. ``previous`` is kept until ``checkpoint`` has been restored from, and is offered if that fails;
+    ``savepoints`` are kept by their names until somebody deletes them.
+    """
 
     sandbox_id: str
     created: str
@@ -87,6 +90,13 @@ class GCSSandboxMetadata:
     tenancy: Tenancy | None = None
     checkpoint: Checkpoint | None = None
     previous: Checkpoint | None = None
+    savepoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> set[str]:
+        """The artifacts that it needs."""
+        checkpoints = (self.checkpoint, self.previous, *self.savepoints.values())
+        return {checkpoint.artifact.name for checkpoint in checkpoints if checkpoint}
 
     @property
     def running(self) -> bool:
@@ -101,6 +111,25 @@ class GCSSandboxMetadata:
         """After a start or a restore, with the checkpoints that are worth keeping then."""
         return replace(self._runs(True), checkpoint=checkpoint, previous=previous, last_used=time)
 
+    def savepoint(self, name: str) -> Checkpoint:
+        """The savepoint of that name; SavepointNotFoundError."""
+        if name not in self.savepoints:
+            raise SavepointNotFoundError(self.sandbox_id, name, list(self.savepoints))
+        return self.savepoints[name]
+
+    def with_savepoint(self, name: str, made: Checkpoint) -> GCSSandboxMetadata:
+        """With a savepoint of that name."""
+        return replace(self, savepoints={**self.savepoints, name: made})
+
+    def without_savepoint(self, name: str) -> GCSSandboxMetadata:
+        """Without it."""
+        return replace(self, savepoints={known: made for known, made in self.savepoints.items() if known != name})
+
+    def reverted(self, name: str) -> GCSSandboxMetadata:
+        """With the checkpoint before the last as the last, and that as a savepoint."""
+        kept = self.with_savepoint(name, self.checkpoint) if self.checkpoint else self
+        return replace(kept, checkpoint=self.previous, previous=None)
+
     def stopped(self) -> GCSSandboxMetadata:
         """When it runs no more."""
         return self._runs(False)
@@ -108,6 +137,23 @@ class GCSSandboxMetadata:
     def _runs(self, running: bool) -> GCSSandboxMetadata:
         assert self.tenancy is not None
         return replace(self, tenancy=replace(self.tenancy, running=running))
+
+
+class Stored(NamedTuple):
+    """A checkpoint, a savepoint or a snapshot as a list shows it; ``created`` is ISO 8601, ``size`` in bytes."""
+
+    created: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a list shows of one sandbox, which is found out in a fraction of the time."""
+
+    running: bool
+    checkpoint: Stored | None
+    previous: Stored | None
+    savepoints: Mapping[str, Stored]
 
 
 @dataclass(frozen=True)
@@ -130,10 +176,20 @@ def encode(metadata: GCSSandboxMetadata) -> bytes:
 def decode(data: bytes, where: str, sandbox_id: str) -> GCSSandboxMetadata:
     """The document of ``sandbox_id`` from bytes; MetadataError, naming ``where``, if that is not what they are."""
     with _understood(where):
-        metadata = _metadata(_document(data, where))
-        if metadata.sandbox_id != sandbox_id:
-            raise ValueError(f"it is of sandbox {metadata.sandbox_id[:200]!r}")
-        return metadata
+        return _metadata(_document_of(sandbox_id, data, where))
+
+
+def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
+    """What a list shows of such a document; MetadataError as for ``decode``, though not all of it is looked at."""
+    with _understood(where):
+        document = _document_of(sandbox_id, _without_prints(data), where)
+        tenancy = _optional(document, "tenancy", _tenancy)
+        return Summary(
+            running=tenancy is not None and tenancy.running,
+            checkpoint=_optional(document, "checkpoint", _stored),
+            previous=_optional(document, "previous", _stored),
+            savepoints=_savepoints(document, _stored),
+        )
 
 
 def encode_artifact(artifact: GCSArtifact) -> bytes:
@@ -177,6 +233,28 @@ def _document(data: bytes, where: str) -> dict[str, Any]:
     return document
 
 
+def _document_of(sandbox_id: str, data: bytes, where: str) -> dict[str, Any]:
+    document = _document(data, where)
+    found = _get(document, "sandbox_id", str)
+    if found != sandbox_id:
+        raise ValueError(f"it is of sandbox {found[:200]!r}")
+    return document
+
+
+def _without_prints(data: bytes) -> bytes:
+    """A document less the files in use of its checkpoints, most of its length, as far as ``encode`` indented it.
+
+    No string of JSON's has a line break in it, so the marks are those of the structure.
+    """
+    head, mark, savepoints = data.partition(b'\n "savepoints": {\n')
+    return _cut(head, b"\n  ") + mark + _cut(savepoints, b"\n   ")
+
+
+def _cut(data: bytes, indent: bytes) -> bytes:
+    first, *others = data.split(indent + b'"files": {\n')
+    return first + b"".join(indent + b'"files": {' + other[other.index(indent + b"}") :] for other in others)
+
+
 def _metadata(document: dict[str, Any]) -> GCSSandboxMetadata:
     return GCSSandboxMetadata(
         sandbox_id=_get(document, "sandbox_id", str),
@@ -189,7 +267,13 @@ def _metadata(document: dict[str, Any]) -> GCSSandboxMetadata:
         tenancy=_optional(document, "tenancy", _tenancy),
         checkpoint=_optional(document, "checkpoint", _checkpoint),
         previous=_optional(document, "previous", _checkpoint),
+        savepoints=_savepoints(document, _checkpoint),
     )
+
+
+def _savepoints(document: dict[str, Any], make: Callable[[dict[str, Any]], T]) -> dict[str, T]:
+    found = _get(document, "savepoints", dict) if document["schema"] > 1 else {}
+    return {name: make(_object(value)) for name, value in found.items()}
 
 
 def _tenancy(value: dict[str, Any]) -> Tenancy:
@@ -211,6 +295,12 @@ def _checkpoint(value: dict[str, Any]) -> Checkpoint:
     )
 
 
+def _stored(value: dict[str, Any]) -> Stored:
+    artifact = _get(value, "artifact", dict)
+    sizes = [_get(_object(record), "size", int) for record in _get(artifact, "files", dict).values()]
+    return Stored(_get(artifact, "created", str), sum(sizes))
+
+
 def _artifact(value: dict[str, Any]) -> GCSArtifact:
     files = {name: _file(_object(record)) for name, record in _get(value, "files", dict).items()}
     return GCSArtifact(_get(value, "name", str), _get(value, "created", str), files)
@@ -226,20 +316,22 @@ def _file(value: dict[str, Any]) -> FileRecord:
 
 def spec_from_json(value: dict[str, Any]) -> BundleSpec:
     """A BundleSpec from what ``dataclasses.asdict`` and JSON made of one."""
-    mounts = []
-    for mount in _get(value, "mounts", list):
-        source, destination, writable = mount
-        mounts.append(Mount(_is(source, str), _is(destination, str), _is(writable, bool)))
     environment = {name: _is(text, str) for name, text in _get(value, "environment", dict).items()}
     return BundleSpec(
         python=_get(value, "python", str),
         home=_get(value, "home", str),
         user=_get(value, "user", str),
-        mounts=tuple(mounts),
+        mounts=tuple(map(_mount, _get(value, "mounts", list))),
         network=_get(value, "network", str),
         environment=environment,
         outlives=_get(value, "outlives", bool),
+        carried=_mount(value["carried"]) if value.get("carried") else None,
     )
+
+
+def _mount(value: Any) -> Mount:
+    source, destination, writable = value
+    return Mount(_is(source, str), _is(destination, str), _is(writable, bool))
 
 
 def _optional(document: dict[str, Any], name: str, make: Callable[[dict[str, Any]], T]) -> T | None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from jupyter_core.paths import jupyter_data_dir
 
-from . import estates
+from . import estates, snapshots
 from .config import GCSConfig
+from .errors import SandboxError
+from .handle import Identity
 from .lock.base import Owner
-from .metadata import Checkpoint, GCSSandboxMetadata
+from .metadata import Checkpoint, GCSSandboxMetadata, Stored, Summary
 from .names import SANDBOX_ID, prefix, snapshot_prefix
 from .records import SandboxRecord
 from .registry import PersistentSandboxRegistry, require_here
 from .snapshots import MANIFEST
-from .stores import Stores, open_stores
+from .stores import Stores, open_stores, required_shelf
 
 
 def settings(storage_dir: str = "") -> GCSConfig:
@@ -38,11 +42,13 @@ def registry() -> PersistentSandboxRegistry:
     return PersistentSandboxRegistry(Path(jupyter_data_dir(), "sandbox", "registry"))
 
 
-class Snapshot(NamedTuple):
-    """A snapshot as storage shows it; ``created`` is ISO 8601."""
-
-    created: str
-    size: int
+def touch(sandbox_ids: Iterable[str]) -> None:
+    """These were used until now, though the servers that had them could not say so. Blocks."""
+    used = set(sandbox_ids)
+    for record in registry().list().records if used else []:
+        if record.sandbox_id in used:
+            with suppress(SandboxError):
+                registry().touch(record.id)
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,17 @@ class Persistence:
         require_here(record, self.stores)
         return estates.describe_persistent(self.stores, record.sandbox_id)
 
-    def snapshots(self, record: SandboxRecord) -> dict[str, Snapshot]:
+    def summarise(self, record: SandboxRecord) -> Summary:
+        """The same as far as a list shows it, which is found out in a fraction of the time. Blocks."""
+        require_here(record, self.stores)
+        return estates.summarise_persistent(self.stores, record.sandbox_id)
+
+    def snapshots(self, record: SandboxRecord) -> dict[str, Stored]:
         """The finished snapshots of a sandbox by name, a damaged one too; StorageNotHereError as above. Blocks."""
         require_here(record, self.stores)
         if self.stores.snapshots is None:
             return {}
-        objects = self.stores.snapshots.list(prefix(record.sandbox_id))
+        objects = self.stores.snapshots.list(f"{prefix(record.sandbox_id)}snapshots/")
         found = {}
         for manifest in objects:
             below, _, file = manifest.name.rpartition("/")
@@ -76,15 +87,43 @@ class Persistence:
                 continue
             if f"{below}/" == snapshot_prefix(record.sandbox_id, name):
                 size = sum(info.size for info in objects if info.name.startswith(f"{below}/"))
-                found[name] = Snapshot(datetime.fromtimestamp(manifest.updated, UTC).isoformat(), size)
+                found[name] = Stored(datetime.fromtimestamp(manifest.updated, UTC).isoformat(), size)
         return found
 
     def revert(self, record: SandboxRecord) -> Checkpoint:
         """Give up a sandbox's last checkpoint for the one before. LeaseHeldError if it is in use. Blocks."""
         require_here(record, self.stores)
-        return asyncio.run(estates.revert_persistent(self.stores, record.sandbox_id, Owner.here("jupyter sandbox")))
+        return asyncio.run(estates.revert_persistent(self.stores, record.sandbox_id, _owner()))
 
     def destroy(self, record: SandboxRecord) -> int:
         """Delete a sandbox, all but its record; returns the bytes that went. LeaseHeldError if it is in use. Blocks."""
         require_here(record, self.stores)
-        return asyncio.run(estates.destroy_persistent(self.stores, record.sandbox_id, Owner.here("jupyter sandbox")))
+        return asyncio.run(estates.destroy_persistent(self.stores, record.sandbox_id, _owner()))
+
+    def discard(self, record: SandboxRecord) -> int:
+        """As ``destroy``, but SandboxExistsError if something was saved of it. Blocks."""
+        require_here(record, self.stores)
+        return asyncio.run(estates.destroy_persistent(self.stores, record.sandbox_id, _owner(), only_empty=True))
+
+    def fork(self, record: SandboxRecord, new: SandboxRecord, savepoint: str = "") -> None:
+        """Make ``new`` a sandbox with the memory of another, at a savepoint or as it was saved last. Blocks.
+
+        LeaseHeldError if that is in use; SavepointNotFoundError.
+        """
+        require_here(record, self.stores)
+        first = Identity(new.kernel_name, new.notebook_path, getpass.getuser()).document(new.sandbox_id)
+        asyncio.run(estates.fork_persistent(self.stores, record.sandbox_id, first, _owner(), savepoint))
+
+    def drop_savepoint(self, record: SandboxRecord, name: str) -> None:
+        """Delete a savepoint. LeaseHeldError if the sandbox is in use; SavepointNotFoundError. Blocks."""
+        require_here(record, self.stores)
+        asyncio.run(estates.drop_savepoint(self.stores, record.sandbox_id, name, _owner()))
+
+    def drop_snapshot(self, record: SandboxRecord, name: str) -> None:
+        """Delete a snapshot. SnapshotNotFoundError. Blocks."""
+        require_here(record, self.stores)
+        snapshots.delete(required_shelf(self.stores.shelf).store, snapshot_prefix(record.sandbox_id, name))
+
+
+def _owner() -> Owner:
+    return Owner.here("jupyter sandbox")

@@ -6,44 +6,45 @@ exactly as Jupyter's own; the process, and everything the kernel can reach, is o
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import ipaddress
-import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.session import Session
-from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
 
-from . import persistence
+from . import persistence, prospects, startrequest
 from .activity import ActivityWatch
 from .apology import apologise
-from .bundle import BundleSpec, Mount, parse_mount
+from .asks import attend
+from .bundle import BundleSpec, Mount
 from .claims import Claim, Wanted
-from .errors import ConfigurationError, SandboxError
-from .folders import homes, masks, shields, working_folder
+from .errors import ConfigurationError, GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
+from .folders import working_folder
 from .gvisor import GVisorSandbox
-from .handle import SandboxHandle
-from .interpreter import installing, parts, resolve, roomy, visible
+from .handle import Identity, SandboxHandle
+from .inside import Inside
 from .iothread import IO
-from .kernel import Ending, SandboxedKernel, Start
+from .kernel import Ending, SandboxedKernel
+from .launch import Launch, own_folders, plan, sink
+from .link import GuestLink
+from .metadata import Checkpoint, GCSArtifact
+from .prospects import Prospect
 from .relay import CHANNELS
 from .runsc import Runsc, find
-from .runtime import runtime_root
 from .settings import SandboxSettings
+from .standby import STANDBY
 from .variables import filtered
 from .words import printable
 
-GUEST_RUNTIME = "/run/jupyter"
-CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
-"""What a kernel and its clients must agree on, besides where they meet."""
 STABLE_START = 20.0
-PACKAGES = "What pip installs in this sandbox comes here, because the virtual environment is read-only.\n"
+TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileNotFoundError)
+"""What a template that does not fit can cause; anything else would happen without it, too."""
 
 
 class SandboxProvisioner(SandboxSettings):
@@ -65,12 +66,17 @@ class SandboxProvisioner(SandboxSettings):
         self._kernel = SandboxedKernel()
         self._kernel.heeds_calls = lambda: not self.parent.shutting_down
         self._kernel.on_trouble = self._not_woken
+        self._kernel.on_joined = self._joined
         self._claim: Claim | None = None
         self._activity: ActivityWatch | None = None
+        self.executions: set[object] = set()
+        """Commands that somebody has running beside the kernel."""
         self._keeps_state = False
+        self._touching: asyncio.Task[None] | None = None
         self._moved = ""
         self._launched = False
         self._launched_before = False
+        self._releasing = False
 
     # -- the contract of KernelProvisionerBase; KernelManager calls all of these -----------------------------------
 
@@ -130,8 +136,11 @@ class SandboxProvisioner(SandboxSettings):
                 f"The kernel is not here any more: {self._moved}.", "Open the notebook again to have it back."
             )
         IO.hold(self, self._at_exit)
+        self._releasing = False
         try:
-            wanted = self._wanted(kwargs.get("env") or {})
+            env = kwargs.get("env") or {}
+            startrequest.heed(env, self)
+            wanted = startrequest.wanted(env, self, self.parent.kernel_name)
             if wanted and not self._claim:
                 await self._make_claim(wanted)
             if self._resumes:
@@ -147,7 +156,6 @@ class SandboxProvisioner(SandboxSettings):
         """Start the sandbox and the kernel in it."""
         try:
             await self._launch(cmd, **kwargs)
-            await IO.run(self._watch_activity())
         except BaseException as error:
             if isinstance(error, SandboxError):
                 self.log.error("Kernel %s was not started: %s", self.kernel_id, error)
@@ -174,6 +182,7 @@ class SandboxProvisioner(SandboxSettings):
     # -- how -----------------------------------------------------------------------------------------------------
 
     async def _release(self, forget: bool = False) -> None:
+        self._releasing = True
         if IO.held_by(self):
             await IO.run(self._close(forget))
             IO.release(self)
@@ -218,8 +227,8 @@ class SandboxProvisioner(SandboxSettings):
 
     @property
     def waited_for(self) -> bool:
-        """Whether a client waits for a first word of the kernel, which may still be starting: then it is not idle."""
-        return self._kernel.relay.waited_for
+        """Whether a client waits for a first word of the kernel, or for a command beside it: then it is not idle."""
+        return bool(self.executions) or self._kernel.relay.waited_for
 
     async def hibernate(self) -> None:
         """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
@@ -236,6 +245,48 @@ class SandboxProvisioner(SandboxSettings):
         if self._claim and not named and notebook_path != self._claim.record.notebook_path:
             await IO.run(self._claim.follow(notebook_path))
 
+    async def savepoint(self, name: str) -> Checkpoint:
+        """Keep the kernel's memory under a name; it runs on."""
+        self._require_kept()
+        return await IO.run(self._kernel.savepoint(name))
+
+    async def drop_savepoint(self, name: str) -> None:
+        """Forget a savepoint."""
+        claim = self._require_kept()
+        await IO.run(claim.manager.drop_savepoint(claim.record.sandbox_id, name))
+
+    async def rewind(self, name: str) -> str:
+        """Bring the kernel back as it was at a savepoint; returns the name of one that has the present.
+
+        To its clients that is a restart: what they had asked for and not got yet, they do not get.
+        """
+        self._require_kept()
+        return await IO.run(self._kernel.rewind(name))
+
+    async def fork(self, new_id: str, savepoint: str = "", notebook_path: str = "") -> None:
+        """Found the sandbox ``new_id`` with this kernel's memory, now or at a savepoint; it is not started."""
+        claim = self._require_kept()
+        about = Identity(claim.record.kernel_name, notebook_path, getpass.getuser())
+        await IO.run(claim.manager.fork(claim.record.sandbox_id, new_id, about, savepoint))
+
+    async def save_snapshot(self, name: str) -> GCSArtifact:
+        """Keep the files that were written in the sandbox under a name; it runs on."""
+        claim = self._require_kept()
+        return await IO.run(claim.manager.save_snapshot(claim.record.sandbox_id, name))
+
+    async def load_snapshot(self, name: str, source_id: str) -> None:
+        """Put the files of a snapshot of the sandbox ``source_id`` in their places."""
+        claim = self._require_kept()
+        await IO.run(claim.manager.load_snapshot(claim.record.sandbox_id, name, source_id))
+
+    def _require_kept(self) -> Claim:
+        if self._claim is None:
+            raise SandboxError(
+                f"Sandbox {self.kernel_id} is ephemeral: nothing of it is kept.",
+                "A kernel is kept if it is started for a notebook or with a sandbox_id, and persistent is set.",
+            )
+        return self._claim
+
     @property
     def moved(self) -> str:
         """Why the kernel is not here any more; empty while it is."""
@@ -245,34 +296,32 @@ class SandboxProvisioner(SandboxSettings):
         """Whatever ends the kernel now is no reason to forget what was saved of it: the server stops."""
         self._keeps_state = True
 
-    def _wanted(self, env: dict[str, str]) -> Wanted | None:
-        """Which persistent sandbox this start is for; None if for none.
-
-        The start request's own SANDBOX_ID or GCS_SANDBOX_ID goes before the settings.
-        """
-        asked = {
-            name: env.get(name)
-            for name in ("SANDBOX_ID", "GCS_SANDBOX_ID")
-            if env.get(name, "") != os.environ.get(name, "")
-        }
-        gcs = asked.get("GCS_SANDBOX_ID") or ("" if asked.get("SANDBOX_ID") else self.gcs_sandbox_id)
-        explicit = gcs or asked.get("SANDBOX_ID") or self.sandbox_id
-        notebook = env.get("JPY_SESSION_NAME", "")
-        if not explicit and not (self.persistent and notebook.endswith(".ipynb")):
-            return None
-        return Wanted(self.parent.kernel_name, notebook, explicit, bool(gcs), getpass.getuser())
-
     async def _make_claim(self, wanted: Wanted) -> None:
         settings, runsc = persistence.settings(self.storage_dir), find(self.runsc)
         patience = self.handoff_timeout if self.enable_handoff else 0.0
         claim = await IO.run(Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience))
         claim.manager.on_saving = lambda sandbox_id: self._kernel.saving()
-        claim.manager.on_saved = lambda sandbox_id: self._kernel.saved()
+        claim.manager.on_saved = self._saved
         claim.manager.on_gone = self._gone
         self._claim, self._kernel.manager = claim, claim.manager
 
-    async def _watch_activity(self) -> None:
-        """In the I/O thread: know when no cell runs, for a kernel that is to be saved then."""
+    def _saved(self, sandbox_id: str) -> None:
+        """In the I/O thread: it was hibernated."""
+        self._kernel.saved()
+        if self._claim:
+            self._touching = asyncio.create_task(self._claim.touch())
+
+    def _joined(self, link: GuestLink) -> None:
+        """In the I/O thread: there is another kernel, or the same as it once was."""
+        attend(link, Inside(self._kernel, self._own_session))
+        self._watch_activity()
+
+    def _own_session(self) -> Session:
+        """To speak in the kernel's name."""
+        return Session(key=self.parent.session.key, signature_scheme=self.parent.session.signature_scheme)
+
+    def _watch_activity(self) -> None:
+        """Know when no cell runs, for a kernel that is to be saved then."""
         if self._claim is None or not self.enable_checkpoint_at_idle:
             return
         if self._activity:
@@ -280,8 +329,7 @@ class SandboxProvisioner(SandboxSettings):
         manager, handle, km = self._claim.manager, self._claim.handle, self.parent
         self._activity = ActivityWatch(bool(handle.contents.get("busy")), lambda: manager.touch(handle.sandbox_id))
         curve = (km.curve_publickey, km.curve_secretkey) if getattr(km, "curve_publickey", None) else None
-        session = Session(key=km.session.key, signature_scheme=km.session.signature_scheme)
-        self._activity.listen(km._make_url("iopub"), session, curve)
+        self._activity.listen(km._make_url("iopub"), self._own_session(), curve)
         manager.busy = lambda sandbox_id: self.waited_for or (self._activity is not None and self._activity.busy)
 
     @property
@@ -306,10 +354,8 @@ class SandboxProvisioner(SandboxSettings):
 
     def _not_woken(self, error: SandboxError) -> None:
         """In the I/O thread: say why in the notebook; the next cell tries again."""
-        self.log.error("Kernel %s could not be woken, and its state is kept: %s", self.kernel_id, error)
         reason = f"The kernel could not be woken, and its state is kept. {error}"
-        session = Session(key=self.parent.session.key, signature_scheme=self.parent.session.signature_scheme)
-        self._kernel.relay.answer(lambda held: apologise(held, session, reason))
+        self._kernel.relay.answer(lambda held: apologise(held, self._own_session(), reason))
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -342,44 +388,54 @@ class SandboxProvisioner(SandboxSettings):
             self._launched = self._launched_before = True
             return
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
-        connection = os.path.realpath(self.parent.connection_file)
-        inside = f"{GUEST_RUNTIME}/{os.path.basename(connection)}"
-        argv = [part.replace(connection, inside) for part in cmd]
-        argv[0] = resolve(argv[0], env)
-        folder = self._folder(kwargs.get("cwd"))
-        cwd = folder.destination if folder else env["HOME"]
-        info = json.loads(Path(connection).read_text()) | self._guest_endpoints()
-        runsc = find(self.runsc)
-        given = [*([folder] if folder else []), *map(parse_mount, self.mounts)]
-        writable = [mount.source for mount in given if mount.writable]
-        seen = [*visible([sys.executable], env, writable), *visible(argv, env, writable)]
-        trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
-        trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
-        mounts = [*seen, *given, *shields(given, trusted)]
-        spec = BundleSpec(
-            python=os.path.realpath(sys.executable),
-            home=env["HOME"],
-            user=env["USER"],
-            mounts=(*mounts, *masks(mounts, {*homes(), *_own_folders()}, env["HOME"])),
-            network=self.network,
-            environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
-        )
-
-        packages, variables = installing(argv[0], env)
-        start = Start(
-            argv=roomy(argv),
-            env=env | variables,
-            cwd=cwd,
-            folder=folder,
-            files={inside: json.dumps(info), **({f"{packages}/README": PACKAGES} if packages else {})},
-            remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
-        )
-        await IO.run(self._begin(spec, runsc, start, _targets(info), kwargs))
+        runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd"))
+        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
+        prospect = await IO.run(asyncio.to_thread(prospects.find, launch, runsc, self))
+        if self._releasing:
+            raise StateError(self.kernel_id, "start", "being shut down")
+        await IO.run(self._begin(launch, runsc, prospect, kwargs))
         self._launched = self._launched_before = True
-        self.cwd = cwd
+        self.cwd = launch.start.cwd
 
-    async def _begin(
-        self, spec: BundleSpec, runsc: Runsc, start: Start, targets: dict[str, str], kwargs: dict[str, Any]
+    async def _begin(self, launch: Launch, runsc: Runsc, prospect: Prospect | None, kwargs: dict[str, Any]) -> None:
+        """In the I/O thread: a copy of a template if there is one, or a kernel that starts from nothing."""
+        if prospect and prospect.template:
+            if await self._start_copy(prospect, launch, runsc, kwargs):
+                STANDBY.aim(prospect, self.standby)
+                return
+            prospect.drop()
+        await self._start_in(launch.spec, launch, runsc, kwargs)
+        if prospect and self.template == "build":
+            await asyncio.to_thread(prospect.build)
+
+    async def _start_copy(self, prospect: Prospect, launch: Launch, runsc: Runsc, kwargs: dict[str, Any]) -> bool:
+        """In the I/O thread: one that stands by, or a new one; False if the template is no good."""
+        if copy := STANDBY.take(prospect):
+            try:
+                await self._start_in(prospect.spec, launch, runsc, kwargs, copy=copy)
+                return True
+            except TEMPLATE_ERRORS as error:
+                self.log.warning("Kernel %s could not have the sandbox that stood by: %s", self.kernel_id, error)
+                await copy.delete()
+            except BaseException:
+                await asyncio.shield(copy.delete())
+                raise
+        try:
+            with prospect.image() as image:
+                await self._start_in(prospect.spec, launch, runsc, kwargs, image)
+            return True
+        except TEMPLATE_ERRORS as error:
+            self.log.warning("Kernel %s starts without its template, which failed: %s", self.kernel_id, error)
+            return False
+
+    async def _start_in(
+        self,
+        spec: BundleSpec,
+        launch: Launch,
+        runsc: Runsc,
+        kwargs: dict[str, Any],
+        template: Path | None = None,
+        copy: GVisorSandbox | None = None,
     ) -> None:
         """In the I/O thread: a new kernel, in the sandbox that was claimed or in one of its own."""
         if self._claim is None:
@@ -388,10 +444,12 @@ class SandboxProvisioner(SandboxSettings):
             handle = self._claim.handle
             await self._kernel.kill()
             handle.begin_anew(spec, self.platform)
-        await self._kernel.launch(handle, start, targets, self._ending(kwargs))
+        if copy:
+            handle.take_over(copy)
+        await self._kernel.launch(handle, launch.start, launch.targets, self._ending(kwargs), template)
 
     def _ending(self, kwargs: dict[str, Any]) -> Ending:
-        sinks = {name: _sink(kwargs.get(name), inherited) for name, inherited in (("stdout", 1), ("stderr", 2))}
+        sinks = {name: sink(kwargs.get(name), inherited) for name, inherited in (("stdout", 1), ("stderr", 2))}
         return Ending(sinks, self._ended)
 
     def _ended(self, status: int) -> None:
@@ -399,15 +457,9 @@ class SandboxProvisioner(SandboxSettings):
             words = printable(self._kernel.last_words)
             self.log.warning("Kernel %s ended with status %d. %s", self.kernel_id, status, words)
 
-    def _guest_endpoints(self) -> dict[str, Any]:
-        """The kernel's own endpoints, as its connection file inside the sandbox has them."""
-        first, ip = (1, f"{GUEST_RUNTIME}/kernel") if self.guest_transport == "ipc" else (5001, "127.0.0.1")
-        ports = {f"{channel}_port": first + number for number, channel in enumerate(CHANNELS)}
-        return {"transport": self.guest_transport, "ip": ip, **ports}
-
     def _folder(self, cwd: str | None) -> Mount | None:
         """The folder that the kernel works in and may write to; None if it gets only its private home."""
-        wanted, allowed, reserved = self.working_folder or cwd, self.allow_home, _own_folders()
+        wanted, allowed, reserved = self.working_folder or cwd, self.allow_home, own_folders()
         try:
             folder = working_folder(wanted or os.getcwd(), allowed, reserved)
         except ConfigurationError as error:
@@ -418,19 +470,3 @@ class SandboxProvisioner(SandboxSettings):
         if folder.source in map(os.path.realpath, sys.path):
             self.log.warning("The server itself imports from %s, which this kernel can write to.", folder.source)
         return folder
-
-
-def _own_folders() -> list[str]:
-    """Where connection files and the folders of running sandboxes are."""
-    return [jupyter_runtime_dir(), str(runtime_root())]
-
-
-def _targets(info: dict[str, Any]) -> dict[str, str]:
-    mark = "unix:{ip}-{port}" if info["transport"] == "ipc" else "tcp:{ip}:{port}"
-    return {channel: mark.format(ip=info["ip"], port=info[f"{channel}_port"]) for channel in CHANNELS}
-
-
-def _sink(given: Any, inherited: int) -> int | None:
-    """A copy of the descriptor that Popen would be told of: nothing said is our own, a pipe is read by nobody."""
-    number = inherited if given is None else given if isinstance(given, int) else given.fileno()
-    return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -33,6 +35,8 @@ MAX_CLIENTS = 250
 
 MAX_EARLY = 1 << 16
 """What is kept of a client that talks before there is a kernel; reading on is how we notice that it hangs up."""
+RECONNECT = 3.0
+"""Seconds for which clients of a kernel in whose place there is another are waited for."""
 
 
 class ChannelRelay:
@@ -134,7 +138,23 @@ class ChannelRelay:
                 continue
             client.settle(private)
             for listener in self._clients:
-                listener.overhear(public)
+                listener.overhear("iopub", public)
+
+    async def reconnect(self, link: GuestLink, targets: Mapping[str, str], private: bytes, public: bytes) -> None:
+        """Join the clients to another kernel in place of this one: they connect anew, and then hear what is said in its
+        name, on shell and on iopub. One that does not connect in time is not waited for.
+        """
+        expected = Counter(client.channel for client in self._clients if client.joined)
+        self.disconnect()
+        self.connect(link, targets)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT):
+                while expected - Counter(client.channel for client in self._clients if client.ready):
+                    await asyncio.sleep(0.01)
+        for listener in self._clients:
+            if listener.ready:
+                listener.overhear("shell", private)
+                listener.overhear("iopub", public)
 
     @property
     def called(self) -> bool:
@@ -195,7 +215,7 @@ class _Client(asyncio.Protocol):
 
     def __init__(self, relay: ChannelRelay, channel: str) -> None:
         self._relay = relay
-        self._channel = channel
+        self.channel = channel
         self._stream: Stream | None = None
         self._heart: Heart | None = None
         self._position = Position()
@@ -217,19 +237,19 @@ class _Client(asyncio.Protocol):
         self.join()
 
     def data_received(self, data: bytes) -> None:
-        if self._heart or (self._relay.resting and self._channel == "hb" and data.startswith(PING)):
+        if self._heart or (self._relay.resting and self.channel == "hb" and data.startswith(PING)):
             self._beat(data)
             return
         self._spoke = True
         if self._stream:
-            if self._channel in CALLS:
+            if self.channel in CALLS:
                 self._relay.asked += self._questions.follow(data)
             self._stream.write(data)
         else:
             self._early += data
         if len(self._early) > MAX_EARLY or (self._stream and self._stream.backlog > MAX_EARLY):
             self._transport.pause_reading()
-        if self._relay.asleep and self._channel in CALLS:
+        if self._relay.asleep and self.channel in CALLS:
             self._relay.on_call()
 
     def pause_writing(self) -> None:
@@ -260,11 +280,11 @@ class _Client(asyncio.Protocol):
     def join(self) -> None:
         if self._stream or self._transport.is_closing():
             return
-        if self._relay.resting and self._channel == "hb":
+        if self._relay.resting and self.channel == "hb":
             self._heart = Heart()
             return
         try:
-            self._stream = self._relay._open(self._channel)
+            self._stream = self._relay._open(self.channel)
         except ConnectionError:
             self._transport.abort()
             return
@@ -303,21 +323,26 @@ class _Client(asyncio.Protocol):
         self._transport.resume_reading()
         self._transport.write(answer)
 
-    def overhear(self, news: bytes) -> None:
-        """Send what the kernel would publish, unless this connection is not up yet, or not for that."""
-        if self._channel == "iopub" and self.interruptible:
+    def overhear(self, channel: str, news: bytes) -> None:
+        """Send what the kernel would say on a channel, unless this connection is not up yet, or not for that."""
+        if self.channel == channel and self.interruptible:
             self._transport.write(news)
 
     @property
     def calling(self) -> bool:
         """One that has heard nothing yet waits in the middle of the handshake, and says no more until it does."""
         waits = self._stream is not None and (self._stream.backlog > 0 or (self._spoke and not self._served))
-        return waits and self._channel in CALLS
+        return waits and self.channel in CALLS
 
     @property
     def interruptible(self) -> bool:
         """Whether a message to this client can begin now."""
         return self._position.between_messages and not self._waiting and not self._congested
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is joined to the kernel, and a message to it can begin now."""
+        return self.joined and self.interruptible
 
     def drop(self) -> None:
         if self._stream:
@@ -332,7 +357,7 @@ class _Client(asyncio.Protocol):
 
     def _deliver(self, data: bytes) -> None:
         self._served = True
-        if self._position.follow(data) and self._channel != "hb":
+        if self._position.follow(data) and self.channel != "hb":
             self._relay.heeded = self._relay.asked
         self._unsent += len(data)
         if self._congested:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
-from traitlets import Bool, Enum, Float, List, Unicode, default
+from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
 from . import config
 from .manager import Features
@@ -89,6 +89,40 @@ class SandboxSettings(LocalProvisioner):
     @default("allow_home")
     def _default_allow_home(self) -> bool:
         return config.flag("SANDBOX_ALLOW_HOME")
+
+    template = Enum(
+        ("build", "use", "none"),
+        config=True,
+        help="Start kernels as copies of a template, a kernel that was prepared and saved once. 'build': where there "
+        "is none that fits, it is made in the background; 'use': only `jupyter sandbox template build` makes it; "
+        "'none': every kernel starts from nothing. Environment: SANDBOX_TEMPLATE",
+    )
+    preload = List(
+        Unicode(),
+        config=True,
+        help="Modules that the template imports, so that a new kernel has them in memory before its first cell, such "
+        "as numpy. Environment, comma-separated: SANDBOX_PRELOAD",
+    )
+
+    standby = Int(
+        min=0,
+        config=True,
+        help="How many copies of its template are kept running for each kernelspec, so that the next kernel in the "
+        "same folder starts at once; they are ended when memory is scarce, and with the server. "
+        "Environment: SANDBOX_STANDBY",
+    )
+
+    @default("standby")
+    def _default_standby(self) -> int:
+        return config.count("SANDBOX_STANDBY", 0)
+
+    @default("template")
+    def _default_template(self) -> str:
+        return config.choice("SANDBOX_TEMPLATE", ("build", "use", "none"), "build")
+
+    @default("preload")
+    def _default_preload(self) -> list[str]:
+        return config.words("SANDBOX_PRELOAD")
 
     persistent = Bool(
         config=True,

@@ -6,7 +6,7 @@ import asyncio
 
 from . import archive, metadata
 from .checkpoints import now
-from .errors import CorruptObjectError, ObjectNotFoundError, SnapshotError
+from .errors import CorruptObjectError, ObjectNotFoundError, SnapshotError, SnapshotNotFoundError
 from .gvisor import GVisorSandbox
 from .metadata import GCSArtifact
 from .staging import staging
@@ -32,17 +32,24 @@ async def save(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advanc
     return artifact
 
 
-async def load(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advance) -> None:
+async def load(shelf: Shelf, below: str, sandbox: GVisorSandbox) -> None:
     """Put the files of the snapshot below ``below`` in their places in a running sandbox."""
     store = shelf.store
     artifact = await asyncio.to_thread(manifest, store, below)
     if artifact is None:
-        raise SnapshotError(f"There is no snapshot {below} in {store.where}.")
+        raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
     if FILE not in artifact.files:
         raise CorruptObjectError(store.where, below + MANIFEST, f"it does not tell of {FILE}")
     with staging(shelf.staging) as folder:
-        await asyncio.to_thread(store.download, below + FILE, artifact.files[FILE], folder / FILE, advance)
+        await asyncio.to_thread(store.download, below + FILE, artifact.files[FILE], folder / FILE)
         await archive.load(sandbox, folder / FILE)
+
+
+def delete(store: ObjectStore, below: str) -> None:
+    """Delete the snapshot below ``below``, first that which makes it one. SnapshotNotFoundError. Blocks."""
+    if not store.delete(below + MANIFEST):
+        raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
+    store.delete_all(below)
 
 
 def manifest(store: ObjectStore, below: str) -> GCSArtifact | None:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from .storage.disk import disk_errors
+
 
 @contextmanager
 def staging(top: Path) -> Iterator[Path]:
@@ -17,13 +19,14 @@ def staging(top: Path) -> Iterator[Path]:
 
     It is locked for as long as its process lives. What others left is removed on the way.
     """
-    top.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = top / uuid4().hex[:12]
-    with _locked(top, fcntl.LOCK_EX) as _:
-        _collect(top)
-        folder.mkdir(mode=0o700)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with disk_errors(str(top), "make a folder"):
+        top.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(top, fcntl.LOCK_EX) as _:
+            _collect(top)
+            folder.mkdir(mode=0o700)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield folder
     finally:
@@ -34,14 +37,15 @@ def staging(top: Path) -> Iterator[Path]:
 def _collect(top: Path) -> None:
     for path in top.iterdir():
         try:
-            with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:
             continue
 
 
 @contextmanager
-def _locked(folder: Path, how: int) -> Iterator[None]:
+def locked(folder: Path, how: int) -> Iterator[None]:
+    """The lock of a folder, as flock has it: BlockingIOError with LOCK_NB if somebody else has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, how)

@@ -25,6 +25,7 @@ class Action(StrEnum):
     START = "start"
     EXECUTE = "execute in"
     CHECKPOINT = "checkpoint"
+    COPY = "copy"
     RESTORE = "restore"
     DELETE = "delete"
     EXIT = "exit"
@@ -36,6 +37,7 @@ TRANSITIONS: Mapping[tuple[Action, State], State] = MappingProxyType(
         (Action.START, State.INITIALIZED): State.RUNNING,
         (Action.EXECUTE, State.RUNNING): State.RUNNING,
         (Action.CHECKPOINT, State.RUNNING): State.CHECKPOINTED,
+        (Action.COPY, State.RUNNING): State.RUNNING,
         (Action.RESTORE, State.INITIALIZED): State.RUNNING,
         (Action.RESTORE, State.CHECKPOINTED): State.RUNNING,
         (Action.EXIT, State.RUNNING): State.STOPPED,

@@ -49,6 +49,27 @@ class Stores:
         """For snapshots of these sandboxes."""
         return Shelf(self.snapshots, self.staging) if self.snapshots else None
 
+    def required_checkpoints(self) -> ObjectStore:
+        """The place for checkpoints; ConfigurationError if there is none."""
+        if self.checkpoints is None:
+            raise ConfigurationError(
+                "SANDBOX_CHECKPOINT_BUCKET",
+                "A persistent sandbox needs a place for checkpoints, and SANDBOX_CHECKPOINT_BUCKET is not set.",
+                "Set it, or SANDBOX_CHECKPOINT_MOUNT_PATH.",
+            )
+        return self.checkpoints
+
+
+def required_shelf(shelf: Shelf | None) -> Shelf:
+    """The shelf itself; ConfigurationError if there is none."""
+    if shelf is None:
+        raise ConfigurationError(
+            "FILESYSTEM_SNAPSHOT_BUCKET",
+            "This server has no place for snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
+            "Set it, or FILESYSTEM_SNAPSHOT_MOUNT_PATH.",
+        )
+    return shelf
+
 
 _shared: WeakValueDictionary[tuple[int, GCSConfig], Stores] = WeakValueDictionary()
 

@@ -19,8 +19,8 @@ class Position:
 
     @property
     def between_messages(self) -> bool:
-        """Whether a message could begin here."""
-        return not self._rest and not self._head and not self._more
+        """Whether a message could begin here, after the handshake."""
+        return self._commands > 0 and not self._rest and not self._head and not self._more
 
     def follow(self, data: bytes) -> int:
         """These bytes went over it; how many messages begin in them. A flood of empty frames must not take long."""

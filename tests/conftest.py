@@ -7,7 +7,10 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +20,66 @@ from hypothesis import settings
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
-from servers import READY, Server
+from servers import READY, Server, lend_templates
+from traitlets import TraitError
+from traitlets.config import Config
 
 from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.interpreter import visible
+from sandbox_provisioner.prospects import recipe_for
 from sandbox_provisioner.runsc import Runsc, find
 from sandbox_provisioner.runtime import runtime_root
+from sandbox_provisioner.templatebuild import build
+from sandbox_provisioner.templates import Template, TemplateShelf
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 LONG = 60
+os.environ["SANDBOX_TEMPLATE"] = "none"
+"""Kernels start from nothing, unless a test or --templates says otherwise: a template is made behind one's back."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--templates", action="store_true", help="start the kernels of all tests as copies of templates")
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> TemplateShelf:
+    """The templates of this run."""
+    return TemplateShelf(tmp_path_factory.mktemp("data") / "sandbox" / "templates")
+
+
+@pytest.fixture(autouse=True)
+def templates(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shelf: TemplateShelf
+) -> Callable[[str, Path], None]:
+    """Sees to it, with --templates, that a kernelspec has its template, and that tests find it."""
+    if not request.config.getoption("--templates") and not request.node.get_closest_marker("templates"):
+        return lambda name, folder: None
+    monkeypatch.setenv("SANDBOX_TEMPLATE", "use")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(shelf.folder.parents[1]))
+    monkeypatch.setenv("TEST_TEMPLATES", str(shelf.folder))
+
+    def provide(name: str, folder: Path) -> None:
+        with monkeypatch.context() as context, ThreadPoolExecutor(1) as elsewhere, suppress(SandboxError, TraitError):
+            context.setenv("JUPYTER_PATH", str(folder.parent))
+            elsewhere.submit(have_template, name, shelf).result()
+
+    return provide
+
+
+def have_template(name: str, shelf: TemplateShelf) -> Template | None:
+    """Make the template of a kernelspec, unless there is a current one."""
+    recipe, found = recipe_for(name, Config()), shelf.get(name)
+    if found and found.key == recipe.key and not found.changed:
+        return found
+    try:
+        return asyncio.run(build(recipe, shelf, wait=True))
+    except SandboxError:  # a cache of modules, which the first test of a new environment writes, was changed just now
+        time.sleep(2)
+        return asyncio.run(build(recipe, shelf, wait=True))
 
 
 def leftovers(runtime: Path) -> list[str]:
@@ -117,7 +169,7 @@ def kernelspecs(tmp_path: Path) -> KernelSpecManager:
 
 
 @pytest.fixture
-def sandboxed(kernelspecs: KernelSpecManager) -> Callable[..., str]:
+def sandboxed(kernelspecs: KernelSpecManager, templates: Callable[[str, Path], None]) -> Callable[..., str]:
     """Makes a sandboxed twin of a kernelspec, with provisioner settings; returns its name."""
 
     def make(name: str = "python3", spec: dict[str, Any] | None = None, **config: Any) -> str:
@@ -127,6 +179,7 @@ def sandboxed(kernelspecs: KernelSpecManager) -> Callable[..., str]:
         folder = Path(kernelspecs.kernel_dirs[0], f"{name}-sandbox")
         folder.mkdir(exist_ok=True)
         (folder / "kernel.json").write_text(json.dumps(content))
+        templates(folder.name, folder.parent)
         return folder.name
 
     return make
@@ -247,6 +300,7 @@ Open = Callable[..., Notebook]
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Jupyter's data folder of this test alone."""
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    lend_templates(tmp_path / "data")
     return tmp_path / "data"
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
-from sandbox_provisioner.apology import ENAME, _encode, _messages, apologise
+from sandbox_provisioner.apology import ENAME, NOT_REWOUND, Cell, _encode, _messages, apologise, conclude
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,29 @@ def test_part_of_a_request_or_one_with_another_signature_is_not_answered(session
     for strange in (held[:-1], held[1:], held + b"\x01", request(Session(key=b"other"), "execute_request")[1]):
         with pytest.raises(ValueError):
             apologise(strange, session, "No.")
+
+
+CELL = Cell({"msg_id": "a1", "msg_type": "execute_request", "session": "s"}, 7)
+
+
+def test_a_cell_that_rewound_its_kernel_ends_well(session: Session) -> None:
+    private, public = conclude(CELL, session, "Rewound.")
+    (reply,) = heard(session, private)
+    assert (reply["msg_type"], reply["parent_header"]["msg_id"]) == ("execute_reply", "a1")
+    assert (reply["content"]["status"], reply["content"]["execution_count"]) == ("ok", 7)
+    output, idle = heard(session, public)
+    assert output["content"] == {"name": "stdout", "text": "Rewound.\n"}
+    assert idle["content"] == {"execution_state": "idle"}
+    assert {message["parent_header"]["msg_id"] for message in (output, idle)} == {"a1"}
+
+
+def test_a_cell_that_could_not_rewind_its_kernel_ends_with_the_reason(session: Session) -> None:
+    private, public = conclude(CELL, session, "Rewound.", "It is damaged.")
+    (reply,) = heard(session, private)
+    assert (reply["content"]["status"], reply["content"]["evalue"]) == ("error", "It is damaged.")
+    output, idle = heard(session, public)
+    assert (output["msg_type"], output["content"]["ename"]) == ("error", NOT_REWOUND)
+    assert idle["content"] == {"execution_state": "idle"}
 
 
 @given(st.binary(max_size=300))

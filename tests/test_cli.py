@@ -97,8 +97,10 @@ def test_setup_without_any_source_is_one_clear_error(
     monkeypatch.setattr(runsc_sources, "SOURCES", {"shelf": Shelf})
     assert main(["setup"]) == 1
     said = capsys.readouterr()
-    assert "jupyter sandbox: No runsc could be had:" in said.err
-    assert "shelf: there is nothing on it" in said.err
+    first, reason, remedy = said.err.splitlines()
+    assert first == "jupyter sandbox: No runsc could be had:"
+    assert reason.strip() == "shelf: there is nothing on it"
+    assert "SANDBOX_RUNSC" in remedy
     assert not twin(data).exists()
 
 
@@ -127,7 +129,9 @@ def test_a_twin_that_is_refused_does_not_stop_the_others(
     twin(data).parent.mkdir()
     twin(data).write_text("{}")
     assert main(["setup", "--kernel", "some", "--kernel", "python3"]) == 1
-    assert "was not made by `jupyter sandbox setup`" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "Kernel some-sandbox: failed\n" in said.out
+    assert said.err.count("\n") == 1 and "was not made by `jupyter sandbox setup`" in said.err
     assert twin(data).read_text() == "{}"
     assert (data / "kernels" / "python3-sandbox" / "kernel.json").is_file()
 
@@ -188,6 +192,15 @@ def test_it_is_a_subcommand_of_jupyter() -> None:
     jupyter = str(Path(sys.executable).parent / "jupyter")
     assert subprocess.check_output([jupyter, "sandbox", "--version"], text=True).strip() == __version__
     assert "--source" in subprocess.check_output([jupyter, "sandbox", "setup", "--help"], text=True)
+
+
+@pytest.mark.parametrize("command", ["doctor", "list"])
+def test_a_reader_that_has_enough_is_no_error(command: str) -> None:
+    with subprocess.Popen([COMMAND, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_output_that_cannot_be_utf8_is_ascii() -> None:

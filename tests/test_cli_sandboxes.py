@@ -1,4 +1,4 @@
-"""``jupyter sandbox list|show|delete|prune`` as a person types them, and as a program reads them."""
+"""``jupyter sandbox`` where no server runs: what storage alone can tell and do, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -20,7 +21,8 @@ from machines import empty_machine
 from sandbox_provisioner import metadata, names, records
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.cli import main
-from sandbox_provisioner.cli_sandboxes import ago, size, span
+from sandbox_provisioner.cli_options import span
+from sandbox_provisioner.cli_output import ago, size
 from sandbox_provisioner.lock.base import Owner
 from sandbox_provisioner.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Tenancy
 from sandbox_provisioner.persistence import Persistence
@@ -47,7 +49,9 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def keep(tmp_path: Path, data: Path) -> Keep:
     """Keeps a sandbox as a server would have left it: with a checkpoint of ``saved`` bytes, if that is given."""
 
-    def make(days: float = 0, saved: int | None = 2000, running: bool = False, **facts: Any) -> SandboxRecord:
+    def make(
+        days: float = 0, saved: int | None = 2000, running: bool = False, savepoints: tuple[str, ...] = (), **facts: Any
+    ) -> SandboxRecord:
         kept = Persistence.open()
         record = kept.registry.allocate(kept.stores, **facts)
         record = replace(record, last_used=datetime.now(UTC) - timedelta(days=days))
@@ -58,6 +62,7 @@ def keep(tmp_path: Path, data: Path) -> Keep:
             last_used=record.last_used.isoformat(),
             tenancy=Tenancy(1, "a server", running),
             checkpoint=None if saved is None else checkpoint(kept, record, tmp_path / "image", saved),
+            savepoints={name: checkpoint(kept, record, tmp_path / "image", 300, name) for name in savepoints},
         )
         kept.stores.metadata.write(names.metadata_name(record.sandbox_id), metadata.encode(document))
         return record
@@ -65,9 +70,9 @@ def keep(tmp_path: Path, data: Path) -> Keep:
     return make
 
 
-def checkpoint(kept: Persistence, record: SandboxRecord, file: Path, length: int) -> Checkpoint:
+def checkpoint(kept: Persistence, record: SandboxRecord, file: Path, length: int, below: str = "first") -> Checkpoint:
     file.write_bytes(b"x" * length)
-    name = f"{names.checkpoints_prefix(record.sandbox_id)}first/"
+    name = f"{names.checkpoints_prefix(record.sandbox_id)}{below}/"
     assert kept.stores.checkpoints is not None
     stored = kept.stores.checkpoints.upload(file, f"{name}pages.img")
     artifact = GCSArtifact(name, "2026-01-02T03:04:05+00:00", {"pages.img": stored})
@@ -93,7 +98,7 @@ def objects(data: Path) -> list[str]:
 
 def test_where_nothing_is_kept_that_is_said(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
     assert main(["list"]) == 0
-    assert capsys.readouterr().out == "There are no persistent sandboxes.\n"
+    assert capsys.readouterr().out == "There are no sandboxes.\n"
     assert ask("list") == {"sandboxes": [], "unreadable": []}
 
 
@@ -113,18 +118,23 @@ def test_a_list_for_programs_has_everything(keep: Keep, ask: Ask) -> None:
     (shown,) = ask("list")["sandboxes"]
     assert shown == {
         "id": str(record.id),
-        "state": "saved",
-        "storage": "local",
-        "where": record.where,
         "sandbox_id": record.sandbox_id,
+        "state": "saved",
+        "persistent": True,
+        "kernel_id": None,
         "kernel_name": "python3-sandbox",
-        "settings": {"network": "none"},
         "notebook_path": "/n.ipynb",
         "created": record.created.isoformat(),
         "last_used": record.last_used.isoformat(),
         "size": 2000,
-        "stored": {"checkpoint": {"created": "2026-01-02T03:04:05+00:00", "size": 2000}},
+        "checkpoint": {"created": "2026-01-02T03:04:05+00:00", "size": 2000},
+        "previous": None,
+        "savepoints": [],
+        "snapshots": [],
         "problem": None,
+        "storage": "local",
+        "where": record.where,
+        "settings": {"network": "none"},
     }
     assert ask("show", str(record.id)[:6]) == {"sandboxes": [shown]}
 
@@ -137,7 +147,8 @@ def test_finished_snapshots_count_and_go_with_their_sandbox(keep: Keep, ask: Ask
         store.write(f"{names.snapshot_prefix(record.sandbox_id, name)}{file}", b"x" * 500)
     store.write(f"{names.prefix(record.sandbox_id)}snapshots/no.id/{MANIFEST}", b"x" * 500)
     (shown,) = ask("list")["sandboxes"]
-    assert {name: item["size"] for name, item in shown["stored"].items()} == {"checkpoint": 2000, "snapshot good": 1000}
+    assert shown["checkpoint"]["size"] == 2000
+    assert [(snapshot["name"], snapshot["size"]) for snapshot in shown["snapshots"]] == [("good", 1000)]
     assert shown["size"] == 3000
     assert ask("delete", str(record.id))["freed"] == 4000
     assert objects(data) == []
@@ -214,6 +225,158 @@ def test_revert_gives_up_the_last_checkpoint_for_the_one_before(
     assert (reverted.checkpoint, reverted.previous) == (older, None)
 
 
+def test_a_list_can_be_of_some_only(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = keep(days=3, notebook_path=str(tmp_path / "a.ipynb"))
+    empty = keep(saved=None, notebook_path=str(tmp_path / "b.ipynb"))
+
+    def listed(*options: str) -> list[str]:
+        return [shown["id"] for shown in ask("list", *options)["sandboxes"]]
+
+    assert listed() == [str(empty.id), str(saved.id)]
+    assert listed("--state", "saved") == [str(saved.id)]
+    assert listed("--notebook", "b.ipynb") == listed("--notebook", str(tmp_path / "b.ipynb")) == [str(empty.id)]
+    assert listed("--older-than", "2d") == [str(saved.id)]
+    assert main(["list", "--older-than", "9d"]) == 0
+    assert capsys.readouterr().out == "No sandbox is like that.\n"
+    with pytest.raises(SystemExit):
+        main(["list", "--state", "lost"])
+
+
+def test_a_sandbox_is_meant_by_an_id_its_beginning_or_its_notebook(
+    keep: Keep, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.ipynb")
+    record, other = keep(notebook_path=path, kernel_name="one"), keep()
+    for wanted in (str(record.id), str(record.id)[:13], str(record.id).upper()[:13], "a.ipynb", path):
+        assert [shown["id"] for shown in ask("show", wanted)["sandboxes"]] == [str(record.id)]
+    twin = keep(notebook_path=path, kernel_name="two")
+    assert main(["show", "a.ipynb"]) == 2
+    said = capsys.readouterr().err
+    assert "can be 2 sandboxes" in said and str(record.id) in said and str(twin.id) in said
+    assert main(["show", ""]) == main(["show", "nothing.ipynb"]) == 3
+    assert str(other.id) in capsys.readouterr().err
+
+
+def test_savepoints_are_listed_and_deleted(
+    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = keep(savepoints=("before", "after"))
+    (shown,) = ask("show", str(record.id))["sandboxes"]
+    assert shown["size"] == 2600
+    assert [item["name"] for item in shown["savepoints"]] == ["before", "after"]
+    assert ask("savepoint", str(record.id)) == {"items": shown["savepoints"]}
+    assert main(["savepoint", str(record.id)]) == 0
+    assert "before" in capsys.readouterr().out
+    assert main(["savepoint", str(record.id), "--delete", "before"]) == 0
+    assert capsys.readouterr().out == "Deleted savepoint before.\n"
+    assert [item["name"] for item in ask("savepoint", str(record.id))["items"]] == ["after"]
+    assert not any("/before/" in name for name in objects(data))
+    assert main(["savepoint", str(record.id), "--delete", "before"]) == 3
+    assert "It has after." in capsys.readouterr().err
+    assert ask("savepoint", str(record.id), "--delete", "after") == {"deleted": "after"}
+    assert main(["savepoint", str(record.id)]) == 0
+    assert capsys.readouterr().out == "There are no savepoints of it.\n"
+
+
+def test_snapshots_are_listed_and_deleted(keep: Keep, ask: Ask, data: Path) -> None:
+    record = keep()
+    store = Persistence.open().stores.snapshots
+    assert store is not None
+    for file in (MANIFEST, "files.tar"):
+        store.write(f"{names.snapshot_prefix(record.sandbox_id, 'good')}{file}", b"x" * 500)
+    assert [item["name"] for item in ask("snapshot", str(record.id))["items"]] == ["good"]
+    assert ask("snapshot", str(record.id), "--delete", "good") == {"deleted": "good"}
+    assert ask("snapshot", str(record.id)) == {"items": []}
+    assert not any("/snapshots/" in name for name in objects(data))
+    assert main(["snapshot", str(record.id), "--delete", "good"]) == 3
+
+
+def test_a_fork_is_a_second_sandbox_with_the_same_memory_and_a_notebook_of_its_own(
+    keep: Keep, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.ipynb").write_text("cells")
+    record = keep(notebook_path=str(tmp_path / "a.ipynb"), kernel_name="k", savepoints=("before",))
+    fork = ask("fork", "a.ipynb", "--notebook", "b.ipynb")
+    assert fork["id"] != str(record.id)
+    assert (fork["state"], fork["kernel_name"], fork["size"]) == ("saved", "k", 2000)
+    assert fork["notebook_path"] == str(tmp_path / "b.ipynb")
+    assert (tmp_path / "b.ipynb").read_text() == "cells"
+    early = ask("fork", "a.ipynb", "--savepoint", "before")
+    assert (early["size"], early["notebook_path"]) == (300, None)
+    assert len(ask("list")["sandboxes"]) == 3
+    assert main(["fork", "a.ipynb", "--notebook", "b.ipynb"]) == 4
+    assert f"{tmp_path / 'b.ipynb'} has a sandbox already: {fork['id']}." in capsys.readouterr().err
+    assert main(["fork", "a.ipynb", "--savepoint", "never"]) == 3
+    assert main(["fork", "a.ipynb", "--notebook", "no/such/folder.ipynb"]) == 1
+    assert "no/such/folder.ipynb" in capsys.readouterr().err
+    assert len(ask("list")["sandboxes"]) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["wake"], ["restart"], ["exec", "--", "ls"], ["rewind", "name"], ["savepoint", "new"], ["snapshot", "new"]],
+)
+def test_what_needs_a_kernel_says_that_no_server_runs_and_how_to_start_one(
+    arguments: list[str], keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = keep(savepoints=("name",))
+    command, *rest = arguments
+    assert main([command, str(record.id), *rest]) == 5
+    said = capsys.readouterr().err
+    assert str(record.id) in said and "Start one with `jupyter lab`" in said
+
+
+def test_hibernating_what_is_saved_is_done_already(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    record = keep()
+    assert [shown["state"] for shown in ask("hibernate", str(record.id))["sandboxes"]] == ["saved"]
+    running = keep(running=True)
+    assert main(["hibernate", str(running.id)]) == 5
+    assert "is running, and no Jupyter Server of yours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["exec", "ID"], ["savepoint", "ID", "bad name"], ["savepoint", "ID", "new", "--delete", "old"],
+     ["fork", "ID", "--savepoint", "../x"], ["rewind", "ID"], ["list", "--server", "http://x", "--no-server"]],
+)  # fmt: skip
+def test_what_makes_no_sense_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert f"usage: jupyter sandbox {arguments[0]}" in capsys.readouterr().err
+
+
+def test_a_server_that_is_named_and_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--server", "http://127.0.0.1:1/"]) == 5
+    assert "http://127.0.0.1:1/ does not answer" in capsys.readouterr().err
+    assert main(["list", "--server", "nonsense"]) == 5
+    assert "'nonsense' is no address of a Jupyter Server" in capsys.readouterr().err
+
+
+def completions(line: str) -> list[str]:
+    """What a shell offers at the end of a line."""
+    with tempfile.NamedTemporaryFile() as answer:
+        environment = {
+            **os.environ,
+            "_ARGCOMPLETE": "1",
+            "_ARGCOMPLETE_STDOUT_FILENAME": answer.name,
+            "_ARGCOMPLETE_IFS": "\n",
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+        }
+        subprocess.run([COMMAND], env=environment, check=True)
+        return [word.strip() for word in Path(answer.name).read_text().split("\n")]
+
+
+def test_a_shell_completes_commands_options_ids_and_names(keep: Keep) -> None:
+    record = keep(savepoints=("before", "after"))
+    assert completions("jupyter-sandbox hib") == ["hibernate"]
+    assert completions("jupyter-sandbox list --st") == ["--state"]
+    assert "saved" in completions("jupyter-sandbox list --state ")
+    assert completions(f"jupyter-sandbox show {str(record.id)[:4]}") == [str(record.id)]
+    assert completions(f"jupyter-sandbox rewind {record.id} bef") == ["before"]
+
+
 def test_delete_says_what_went_and_how_much_was_freed(
     keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +399,7 @@ def test_delete_with_an_unknown_id_deletes_nothing_and_lists_the_known(
     record = keep()
     before = objects(data)
     for command in ("delete", "show"):
-        assert main([command, str(record.id), "nonsense"]) == 1
+        assert main([command, str(record.id), "nonsense"]) == 3
         said = capsys.readouterr()
         assert said.out == ""
         assert "'nonsense'" in said.err and str(record.id) in said.err
@@ -249,17 +412,34 @@ async def test_a_sandbox_in_use_stays_and_its_owner_is_named(
     used, idle = keep(days=40), keep(days=41)
     name = names.lock_name(used.sandbox_id)
     lease = await Persistence.open().stores.leases.acquire(name, Owner("lab-7", "somewhere", 7, "ada", "n"))
-    assert await asyncio.to_thread(main, ["prune", "--older-than", "30d", "--json"]) == 1
+    assert await asyncio.to_thread(main, ["prune", "--older-than", "30d", "--json"]) == 4
     said = capsys.readouterr()
     result = json.loads(said.out)
     assert [entry["id"] for entry in result["deleted"]] == [str(idle.id)]
     assert [entry["id"] for entry in result["kept"]] == [str(used.id)]
     assert "lab-7" in said.err
-    assert await asyncio.to_thread(main, ["delete", str(used.id)]) == 1
+    assert await asyncio.to_thread(main, ["delete", str(used.id)]) == 4
     assert "lab-7" in capsys.readouterr().err
     await lease.release()
     assert await asyncio.to_thread(main, ["delete", str(used.id)]) == 0
     assert objects(data) == []
+
+
+def test_prune_spares_what_is_used_or_deleted_while_it_prunes(
+    keep: Keep, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, used, deleted = keep(days=40), keep(days=41), keep(days=42)
+    destroy = Persistence.destroy
+
+    def meanwhile(storage: Persistence, record: SandboxRecord) -> int:
+        storage.registry.touch(used.id)
+        storage.registry.forget(deleted.id)
+        return destroy(storage, record)
+
+    monkeypatch.setattr(Persistence, "destroy", meanwhile)
+    pruned = ask("prune", "--older-than", "30d")
+    assert pruned == {"deleted": [{"id": str(first.id), "freed": 2000}], "kept": [], "freed": 2000}
+    assert [shown["id"] for shown in ask("list")["sandboxes"]] == [str(used.id)]
 
 
 def test_a_sandbox_elsewhere_is_not_deleted_by_forgetting_it(
@@ -268,7 +448,7 @@ def test_a_sandbox_elsewhere_is_not_deleted_by_forgetting_it(
     record = keep(days=40)
     monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "other"))
     for arguments in (["delete", str(record.id)], ["prune", "--older-than", "30d"]):
-        assert main(arguments) == 1
+        assert main(arguments) == 5
         assert record.where in capsys.readouterr().err
     monkeypatch.delenv("SANDBOX_STORAGE_DIR")
     assert main(["delete", str(record.id)]) == 0
@@ -336,7 +516,7 @@ def test_a_wrong_setting_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SANDBOX_METADATA_BUCKET", "Not A Bucket")
-    assert main(["list"]) == 1
+    assert main(["list"]) == 5
     assert "SANDBOX_METADATA_BUCKET is 'Not A Bucket'" in capsys.readouterr().err
 
 

@@ -288,3 +288,14 @@ def test_any_environment_is_understood_or_refused_by_name(environ: dict[str, str
         assert repr(environ[refusal.setting]) in refusal.problem
     else:
         assert settings.folder.is_absolute()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", 3), ("0", 0), ("12", 12)])
+def test_a_count_is_a_whole_number(value: str, expected: int) -> None:
+    assert config.count("SANDBOX_X", 3, {"SANDBOX_X": value}) == expected
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "two", " 1"])
+def test_what_is_no_count_is_refused_by_name(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"SANDBOX_X is {value!r}, which is not a whole number"):
+        config.count("SANDBOX_X", 3, {"SANDBOX_X": value})

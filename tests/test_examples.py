@@ -50,6 +50,7 @@ def test_the_persistent_sandbox_knows_in_the_second_run_what_it_heard_in_the_fir
     assert not document.running
 
 
+@pytest.mark.slow
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
 def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state_outlives_the_server(
@@ -72,6 +73,7 @@ def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state
     notebook.close()
 
 
+@pytest.mark.slow
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
 def test_with_the_settings_for_a_bucket_a_server_that_shares_nothing_else_goes_on_where_another_was(

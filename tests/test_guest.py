@@ -5,18 +5,23 @@ from __future__ import annotations
 import ast
 import asyncio
 import errno
+import json
 import os
 import signal
+import socket
 import stat
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_link import ENV, LIMIT, Tap, descriptors, echo, real_guest, server
 
 from sandbox_provisioner.bundle import GUEST
 from sandbox_provisioner.errors import GuestError
+from sandbox_provisioner.guest.asks import MAX_OPEN, MAX_REQUEST
 from sandbox_provisioner.guest.frames import MAX_PAYLOAD, WINDOW
 from sandbox_provisioner.guestprocess import GuestProcess
 from sandbox_provisioner.link import GuestLink
@@ -389,6 +394,134 @@ async def test_what_was_written_before_the_quiet_time_is_in_the_sandbox(link: Gu
         assert await tap.size(17) == b"in time and after"
         tap.stream.reset()
         await tap.end()
+
+
+# -- asks ------------------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """A guest with a socket for asks, and what it passed on of them."""
+
+    def __init__(self, link: GuestLink, init: LocalProcess, path: Path) -> None:
+        self.link, self.init, self.path = link, init, path
+        self.asked: list[tuple[int, dict[str, Any]]] = []
+        link.asks.attend(lambda number, request: self.asked.append((number, request)))
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(self.path)
+
+    async def ask(self, said: bytes) -> Any:
+        """Say this, and return the answer."""
+        loop, answer = asyncio.get_running_loop(), b""
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.setblocking(False)
+            async with asyncio.timeout(LIMIT):
+                await loop.sock_connect(peer, str(self.path))
+                with suppress(ConnectionError):  # it may be refused in the middle of its words
+                    await loop.sock_sendall(peer, said)
+                    peer.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionError):
+                    while piece := await loop.sock_recv(peer, 1000):
+                        answer += piece
+        return json.loads(answer)
+
+    async def until_asked(self, count: int) -> None:
+        async with asyncio.timeout(LIMIT):
+            while len(self.asked) < count:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def answering(tmp_path: Path) -> AsyncIterator[Answering]:
+    async with real_guest(tmp_path / "run" / "sandbox") as (link, init):
+        yield Answering(link, init, tmp_path / "run" / "sandbox")
+
+
+async def test_an_ask_goes_to_the_host_and_its_answer_comes_back(answering: Answering) -> None:
+    request, answer = {"op": "status", "word": "\u00e9"}, {"large": "x" * 16_000}
+    for number in (1, 2):
+        asking = asyncio.create_task(answering.ask(json.dumps(request).encode()))
+        await answering.until_asked(number)
+        answering.link.asks.answer(number, answer)
+        assert await asking == answer
+    assert answering.asked == [(1, request), (2, request)]
+
+
+async def test_an_answer_that_is_larger_than_a_socket_waits_for_its_reader(answering: Answering) -> None:
+    reader, writer = await answering.connect()
+    writer.write(b"{}")
+    writer.write_eof()
+    await answering.until_asked(1)
+    answering.link.asks.answer(1, {"large": "x" * 250_000})
+    assert await finished(await shell(answering.link, "echo alive")) == (0, b"alive\n", b"")
+    assert len(await asyncio.wait_for(reader.read(), LIMIT)) > 250_000
+    writer.close()
+
+
+NO_REQUESTS = {
+    "nothing": b"",
+    "half of one": b'{"op"',
+    "a list": b"[]",
+    "a number": b"1",
+    "no text": b"\xff\xfe\xfd",
+    "many levels": b"[" * MAX_REQUEST,
+    "too large": b'{"op": "' + b"x" * MAX_REQUEST + b'"}',
+    "too large by far": b"x" * 1_000_000,
+    "too large for the host": json.dumps({"op": "\u20ac" * 1000}, ensure_ascii=False).encode(),
+}
+
+
+@pytest.mark.parametrize("said", NO_REQUESTS.values(), ids=NO_REQUESTS.keys())
+async def test_what_is_no_request_is_refused_by_pid_1_itself(answering: Answering, said: bytes) -> None:
+    assert "asked of the sandbox" in (await answering.ask(said))["problem"]
+    assert answering.asked == []
+    assert not answering.link.error
+
+
+async def test_more_asks_than_may_be_open_are_refused_until_one_is_answered(answering: Answering) -> None:
+    open_ones = [asyncio.create_task(answering.ask(b"{}")) for _ in range(MAX_OPEN)]
+    await answering.until_asked(MAX_OPEN)
+    assert "too much at once" in (await answering.ask(b"{}"))["problem"]
+    answering.link.asks.answer(3, {"done": 3})
+    done, _ = await asyncio.wait(open_ones, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.result() for task in done] == [{"done": 3}]
+    one_more = asyncio.create_task(answering.ask(b"{}"))
+    await answering.until_asked(MAX_OPEN + 1)
+    for number, _ in answering.asked:
+        answering.link.asks.answer(number, {})
+    assert await one_more == {}
+    assert not answering.link.error
+
+
+async def test_one_that_does_not_wait_for_its_answer_leaves_nothing(answering: Answering) -> None:
+    async with real_guest() as (_, other):
+        unused = descriptors(other.pid)
+    for number in range(1, MAX_OPEN + 2):
+        _, writer = await answering.connect()
+        writer.write(b"{}")
+        writer.write_eof()
+        await answering.until_asked(number)
+        writer.close()
+        answering.link.asks.answer(number, {"large": "x" * 250_000})
+        async with asyncio.timeout(LIMIT):
+            while descriptors(answering.init.pid) > unused + 1:  # the socket that it listens on
+                await asyncio.sleep(0.01)
+    assert not answering.link.error
+
+
+async def test_while_quiet_nothing_is_asked_and_what_was_is_still_answered(answering: Answering) -> None:
+    before = asyncio.create_task(answering.ask(b'{"op": "before"}'))
+    await answering.until_asked(1)
+    await asyncio.wait_for(answering.link.quiesce(), LIMIT)
+    during = asyncio.create_task(answering.ask(b'{"op": "during"}'))
+    await asyncio.sleep(0.2)
+    assert len(answering.asked) == 1
+    answering.link.asks.answer(1, {"to": "before"})
+    await asyncio.wait_for(answering.link.resume(), LIMIT)
+    assert await before == {"to": "before"}
+    await answering.until_asked(2)
+    answering.link.asks.answer(2, {"to": "during"})
+    assert await during == {"to": "during"}
 
 
 # -- confinement -----------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def test_a_notebooks_kernel_moves_to_the_server_that_opens_it_and_back(
     back.close()
 
 
+@pytest.mark.slow
 def test_without_hand_off_the_second_server_says_who_has_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serve: Serve, sandboxed: Sandboxed
 ) -> None:

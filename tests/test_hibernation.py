@@ -74,6 +74,7 @@ def test_a_stopped_server_saves_its_kernels_and_the_next_one_brings_them_back(
         notebook.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_interrupted_without_a_terminal_saves_its_kernels_too(
     serve: Serve, sandboxed: Sandboxed, runtime: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_shut_down_kernel_is_gone_and_a_restarted_one_is_fresh(
     notebook.close()
 
 
+@pytest.mark.slow
 def test_a_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
     kernel = sandboxed()
     server = serve()
@@ -159,6 +161,7 @@ def test_a_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed)
     notebook.close()
 
 
+@pytest.mark.slow
 def test_a_new_notebook_under_a_renamed_ones_old_name_has_a_kernel_of_its_own(
     serve: Serve, sandboxed: Sandboxed
 ) -> None:
@@ -200,9 +203,8 @@ def test_a_kernel_that_cannot_be_woken_says_why_in_the_notebook_and_is_tried_aga
 
 def test_other_kernels_are_culled_as_ever(serve: Serve) -> None:
     server = serve(*CULLING)
-    notebook = Notebook(server, "python3")
-    notebook.close()
-    until(lambda: not notebook.listed())
+    assert server.open_notebook("python3")[0] == 201
+    until(lambda: server.ask("GET", "kernels") == (200, []))
 
 
 @pytest.mark.slow

@@ -11,8 +11,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -52,7 +56,9 @@ def wait_for_address(log: Path, server: subprocess.Popen[bytes]) -> str:
     raise AssertionError(f"JupyterLab did not start:\n{log.read_text()}")
 
 
-def test_a_person_picks_the_sandboxed_kernel_and_runs_a_cell(lab: str) -> None:
+@pytest.fixture
+def page(lab: str) -> Iterator[Page]:
+    """A new notebook with the sandboxed kernel, picked in the launcher."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -62,11 +68,29 @@ def test_a_person_picks_the_sandboxed_kernel_and_runs_a_cell(lab: str) -> None:
         page.click('.jp-LauncherCard[title="Python 3 (ipykernel) (sandbox)"] >> nth=0', timeout=PATIENCE)
         page.wait_for_selector("text=(sandbox) | Idle", timeout=PATIENCE)
         page.click(".jp-Notebook .cm-content", timeout=PATIENCE)
-        page.keyboard.type("import os; print(os.uname().nodename, os.environ.get('SERVER_SECRET'))")
-        page.keyboard.press("Shift+Enter")
-        output = page.wait_for_selector(".jp-OutputArea-output", timeout=PATIENCE)
-        assert output is not None
-        assert output.inner_text().strip() == "sandbox None"
+        yield page
         browser.close()
+
+
+def run(page: Page, number: int, code: str) -> str:
+    """What the cell says that was typed and run as that of this number, once it is done with."""
+    page.keyboard.type(code)
+    page.keyboard.press("Shift+Enter")
+    cell = page.locator(".jp-CodeCell").nth(number - 1)
+    cell.locator("text=/^\\[\\d+\\]:$/").first.wait_for(timeout=PATIENCE)
+    return "\n".join(output.strip() for output in cell.locator(".jp-OutputArea-output").all_inner_texts())
+
+
+def test_a_person_picks_the_sandboxed_kernel_and_runs_a_cell(lab: str, page: Page) -> None:
+    assert run(page, 1, "import os; print(os.uname().nodename, os.environ.get('SERVER_SECRET'))") == "sandbox None"
     with urllib.request.urlopen(f"{lab}api/kernels?token={TOKEN}") as answer:
         assert [kernel["name"] for kernel in json.load(answer)] == ["python3-sandbox"]
+
+
+def test_a_notebook_goes_back_to_its_savepoint_and_its_cells_end(page: Page) -> None:
+    run(page, 1, "x = 1")
+    assert "Saved as before" in run(page, 2, "%sandbox savepoint before")
+    assert run(page, 3, "x = 2; print(x)") == "2"
+    assert "Rewound to before" in run(page, 4, "%sandbox rewind before")
+    assert run(page, 5, "print(x)") == "1"
+    assert page.locator(".jp-Dialog").count() == 0

@@ -21,8 +21,10 @@ from typing import Any
 
 import pytest
 
+from sandbox_provisioner import openasks
 from sandbox_provisioner.bundle import GUEST
 from sandbox_provisioner.errors import GuestError, LinkClosedError, ProtocolError
+from sandbox_provisioner.guest.asks import MAX_OPEN, MAX_REQUEST
 from sandbox_provisioner.guest.frames import (
     AMOUNT,
     CONTROL,
@@ -54,14 +56,17 @@ Frame = tuple[int, int, bytes]
 # -- two guests ------------------------------------------------------------------------------------------------
 
 
+INIT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='init')['Init'](False, sys.argv[2]).run()"
+
+
 @asynccontextmanager
-async def real_guest() -> AsyncIterator[tuple[GuestLink, LocalProcess]]:
-    """The sandbox's init as a child on the host, and the link to it."""
+async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestLink, LocalProcess]]:
+    """The sandbox's init as a child on the host, and the link to it; its socket for asks, if it is to have one."""
     guest_in, to_guest = os.pipe()
     from_guest, guest_out = os.pipe()
     link = GuestLink()
     await link.attach(to_guest, from_guest)
-    argv = [sys.executable, "-I", "-S", "-B", str(GUEST)]
+    argv = [sys.executable, "-I", "-S", "-B", *(["-c", INIT, str(GUEST), str(asks)] if asks else [str(GUEST)])]
     init = LocalProcess.start(argv, stdin=guest_in, stdout=guest_out)
     os.close(guest_in)
     os.close(guest_out)
@@ -687,6 +692,20 @@ BREACHES: dict[str, bytes] = {
     "an end with a status of text": control({"op": "exited", "process": 1, "status": "fine"}),
     "an end with a status that is no number": control({"op": "exited", "process": 1, "status": float("nan")}),
     "an end with an infinite status": control({"op": "exited", "process": 1, "status": float("inf")}),
+    "an ask without a number": control({"op": "ask", "request": {}}),
+    "an ask without a request": control({"op": "ask", "number": 1}),
+    "an ask with a number of text": control({"op": "ask", "number": "1", "request": {}}),
+    "an ask with a number that is true": control({"op": "ask", "number": True, "request": {}}),
+    "an ask with a number that is a list": control({"op": "ask", "number": [1], "request": {}}),
+    "an ask with a negative number": control({"op": "ask", "number": -1, "request": {}}),
+    "an ask with a number beyond all bounds": control({"op": "ask", "number": 2**31, "request": {}}),
+    "an ask for a list": control({"op": "ask", "number": 1, "request": []}),
+    "an ask for nothing": control({"op": "ask", "number": 1, "request": None}),
+    "an ask that is too large": control({"op": "ask", "number": 1, "request": {"op": "x" * MAX_REQUEST}}),
+    "a flood of asks": b"".join(control({"op": "ask", "number": n, "request": {}}) for n in range(1, 1000)),
+    "an answer that nobody gave": control({"op": "answered", "number": 1}),
+    "an answer without a number": control({"op": "answered"}),
+    "an answer with a number that is a list": control({"op": "answered", "number": [1]}),
     "a process named by a list": control({"op": "exited", "process": [1], "status": 0}),
     "a process named by nothing": control({"op": "exited", "process": None, "status": 0}),
 }
@@ -771,6 +790,109 @@ async def test_frames_that_crossed_our_own_reset_are_no_breach() -> None:
         await asyncio.sleep(0)
         assert not guest.link.error
         assert tap.data == b""
+
+
+# -- what a guest asks for -------------------------------------------------------------------------------------
+
+
+async def asking(guest: ScriptedGuest, *numbers: int) -> list[tuple[int, dict[str, Any]]]:
+    """Ask under these numbers; what arrived of it."""
+    asked: list[tuple[int, dict[str, Any]]] = []
+    guest.link.asks.attend(lambda number, request: asked.append((number, request)))
+    await guest.send(*(control({"op": "ask", "number": number, "request": {"op": "status"}}) for number in numbers))
+    async with asyncio.timeout(LIMIT):
+        while len(asked) < len(numbers) and not guest.link.error:
+            await asyncio.sleep(0)
+    return asked
+
+
+async def test_an_ask_is_answered_under_its_number_and_once() -> None:
+    async with scripted_guest() as guest:
+        await guest.hello()
+        assert await asking(guest, 7) == [(7, {"op": "status"})]
+        for answer in ({"first": 1}, {"second": 2}):
+            guest.link.asks.answer(7, answer)
+        assert await guest.told("answer") == {"op": "answer", "number": 7, "answer": {"first": 1}}
+        await guest.say(op="answered", number=7)
+        guest.link.asks.answer(8, {"nobody": "asked"})
+        assert await asking(guest, 7)
+        assert guest.arrived() == []
+
+
+async def test_where_nobody_answers_asks_that_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openasks, "UNATTENDED", 0.01)
+    async with scripted_guest() as guest:
+        await guest.hello()
+        await guest.say(op="ask", number=1, request={"op": "status"})
+        assert (await guest.told("answer"))["answer"] == openasks.NOBODY
+
+
+async def test_an_ask_that_comes_before_somebody_answers_asks_waits() -> None:
+    async with scripted_guest() as guest:
+        await guest.hello()
+        await guest.say(op="ask", number=1, request={"op": "early"})
+        async with asyncio.timeout(LIMIT):
+            while not guest.link.asks._early:
+                await asyncio.sleep(0)
+        assert await asking(guest) == [(1, {"op": "early"})]
+        guest.link.asks._give_up()  # which comes later, and is for those that nobody has taken on
+        guest.link.asks.answer(1, {"slow": "but sure"})
+        assert (await guest.told("answer"))["answer"] == {"slow": "but sure"}
+
+
+async def test_an_ask_is_open_until_its_answer_has_arrived() -> None:
+    async with scripted_guest() as guest:
+        await guest.hello()
+        await asking(guest, *range(1, MAX_OPEN + 1))
+        guest.link.asks.answer(1, {})
+        await guest.told("answer")
+        await guest.say(op="answered", number=1)
+        assert await asking(guest, 1)
+        for number in range(1, MAX_OPEN + 1):
+            guest.link.asks.answer(number, {})
+        await guest.say(op="ask", number=MAX_OPEN + 1, request={})
+        assert type(await asyncio.wait_for(guest.lost, LIMIT)) is ProtocolError
+
+
+async def test_a_number_in_use_cannot_be_asked_under() -> None:
+    async with scripted_guest() as guest:
+        await guest.hello()
+        await asking(guest, 3, 3)
+        assert type(await asyncio.wait_for(guest.lost, LIMIT)) is ProtocolError
+
+
+async def test_nothing_can_be_asked_before_the_first_word() -> None:
+    async with scripted_guest() as guest:
+        await guest.say(op="ask", number=1, request={})
+        assert type(await asyncio.wait_for(guest.lost, LIMIT)) is ProtocolError
+
+
+async def test_an_answer_to_one_that_sleeps_waits_for_it_and_is_no_reason_to_wake_it() -> None:
+    async with scripted_guest() as guest:
+        link = guest.link
+        await guest.hello()
+        await asking(guest, 1)
+        await quiesce(guest)
+        link.asks.answer(1, {"it": "is so"})
+        assert not link.urged
+        link.detach()
+        guest.close()
+        await guest.attach()
+        resuming = asyncio.create_task(link.resume())
+        await guest.told("resume")
+        assert guest.arrived() == []
+        await guest.say(op="resumed")
+        await asyncio.wait_for(resuming, LIMIT)
+        assert (await guest.told("answer"))["answer"] == {"it": "is so"}
+
+
+async def test_an_answer_to_one_that_is_gone_is_dropped() -> None:
+    async with scripted_guest() as guest:
+        await guest.hello()
+        await asking(guest, 1)
+        guest.link.lose(LinkClosedError("it ended."))
+        guest.link.asks.answer(1, {})
+        assert guest.arrived() == []
 
 
 # -- what a guest can make us keep -----------------------------------------------------------------------------

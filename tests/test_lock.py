@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from sandbox_provisioner.errors import (
     StorageError,
     StorageUnavailableError,
 )
-from sandbox_provisioner.lock.base import Leases, Owner
+from sandbox_provisioner.lock.base import Lease, Leases, Owner
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
 from sandbox_provisioner.storage.memory import MemoryStore
+from sandbox_provisioner.storage.tree import TEMPORARY
 
 LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
 SOON = 30.0
@@ -55,8 +57,9 @@ class Ground:
         return [path for path in Path(self.place).rglob("*") if path.is_file()]
 
     def objects(self) -> list[str]:
-        """What there is of any lease."""
-        return [path.name for path in self.files() if path.name not in ("last-token", ".generation")]
+        """What there is of any lease, but for the drafts of players that were killed while they wrote."""
+        leases = [path for path in self.files() if path.parent.name != TEMPORARY]
+        return [path.name for path in leases if path.name not in ("last-token", ".generation")]
 
     def destroy(self) -> None:
         """Remove the lease of SANDBOX behind its owner's back."""
@@ -755,13 +758,21 @@ async def test_only_the_servers_clock_counts(gcs: GCS, offset: float) -> None:
     first = await ground.leases().acquire(SANDBOX, me())
     with pytest.raises(LeaseHeldError):
         await ground.leases().acquire(SANDBOX, me())
-    gcs.set_clock(offset + 2 * LEASE)
-    second = await ground.leases().acquire(SANDBOX, me())
+    second = await outrun(gcs, ground, offset)
     assert second.token > first.token
-    assert "has it now" in await soon(first.lost)
+    assert re.search("has it now|its entry was removed", await soon(first.lost))
     await first.release()
     await second.release()
     assert ground.objects() == []
+
+
+async def outrun(gcs: GCS, ground: Ground, offset: float) -> Lease:
+    """The lease of one who renews it, got because the server's clock jumps; it may be renewed just before that."""
+    for jump in range(1, 20):
+        gcs.set_clock(offset + jump * 2 * LEASE)
+        with suppress(LeaseHeldError):
+            return await ground.leases().acquire(SANDBOX, me())
+    raise AssertionError("the clock does not count")
 
 
 async def test_a_lease_lasts_as_long_as_its_owner_said(gcs: GCS) -> None:
@@ -807,7 +818,7 @@ def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
     return ground
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ground", ["local", "gcs"], indirect=True)
 def test_of_sixteen_processes_exactly_one_wins_each_fight(rough: Ground, rounds: int) -> None:
     tokens = []

@@ -73,7 +73,7 @@ async def ask(km: AsyncKernelManager, expression: str) -> str:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("count", [6, pytest.param(AT_ONCE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(AT_ONCE, marks=pytest.mark.slow)])
 async def test_many_kernels_start_answer_and_stop_together_and_leave_nothing(
     sandboxed: Sandboxed,
     kernelspecs: KernelSpecManager,

@@ -480,28 +480,6 @@ def test_every_setting_has_an_environment_variable_that_its_help_names(
     assert {name: getattr(provisioner, name) for name in given} == {name: value for name, (_, value) in given.items()}
 
 
-WANTED = {
-    "a console": ({}, {}, None),
-    "a notebook": ({"JPY_SESSION_NAME": "/w/a.ipynb"}, {}, ("", False)),
-    "a notebook that is not to be kept": ({"JPY_SESSION_NAME": "/w/a.ipynb"}, {"persistent": False}, None),
-    "an id in the settings": ({}, {"sandbox_id": "mine"}, ("mine", False)),
-    "a bucket's id in the settings": ({}, {"gcs_sandbox_id": "ours", "sandbox_id": "mine"}, ("ours", True)),
-    "an id in the request": ({"SANDBOX_ID": "asked"}, {"gcs_sandbox_id": "ours"}, ("asked", False)),
-    "a bucket's id in the request": ({"GCS_SANDBOX_ID": "asked"}, {"sandbox_id": "mine"}, ("asked", True)),
-}
-
-
-@pytest.mark.parametrize("case", WANTED)
-def test_a_start_is_for_the_sandbox_that_is_asked_for_or_the_notebooks(
-    case: str, sandboxed: Sandboxed, kernelspecs: KernelSpecManager
-) -> None:
-    env, settings, expected = WANTED[case]
-    km = KernelManager(kernel_name=sandboxed(**settings), kernel_spec_manager=kernelspecs)
-    provisioner = SandboxProvisioner(kernel_id="id", kernel_spec=km.kernel_spec, parent=km, **settings)
-    wanted = provisioner._wanted({**os.environ, **env})
-    assert (wanted and (wanted.sandbox_id, wanted.gcs)) == expected
-
-
 def test_a_kernel_with_the_hosts_network_still_answers_and_restarts(start_kernel: Start, sandboxed: Sandboxed) -> None:
     km, kc = start_kernel(sandboxed(network="host"))
     assert run(kc, "1 + 1") == "2"

@@ -23,7 +23,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from sandbox_provisioner.errors import ConfigurationError, CorruptObjectError, LeaseHeldError
+from sandbox_provisioner.errors import ConfigurationError, CorruptObjectError, IncompatibleError, LeaseHeldError
 from sandbox_provisioner.runtime import runtime_root
 
 pytestmark = pytest.mark.runsc
@@ -286,6 +286,7 @@ def test_an_interrupt_in_the_moment_of_falling_asleep_is_heeded(notebook: Notebo
     assert list(outputs) == ["KeyboardInterrupt"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_finds_the_main_thread_among_many_that_wake_with_it(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("import threading, time")
@@ -448,6 +449,7 @@ def wheel(folder: Path) -> None:
         file.writestr(f"{about}/RECORD", "")
 
 
+@pytest.mark.slow
 def test_packages_that_pip_installed_survive_and_only_this_kernel_has_them(
     open_notebook: Open, notebook_folder: Path
 ) -> None:
@@ -511,7 +513,7 @@ def test_without_a_notebook_and_an_id_nothing_is_kept(open_notebook: Open, data:
     asyncio.run(notebook.km.provisioner.hibernate())
     assert not notebook.asleep
     notebook.end(keep=True)
-    assert not (data / "sandbox").exists()
+    assert not (data / "sandbox" / "storage").exists()
 
 
 def test_a_sandbox_that_must_be_in_a_bucket_is_refused_where_there_is_none(
@@ -521,7 +523,7 @@ def test_a_sandbox_that_must_be_in_a_bucket_is_refused_where_there_is_none(
     with pytest.raises(ConfigurationError, match="SANDBOX_LOCK_BUCKET and SANDBOX_METADATA_BUCKET") as refusal:
         km.start_kernel()
     assert refusal.value.setting == "SANDBOX_LOCK_BUCKET"
-    assert not data.exists()
+    assert not (data / "sandbox" / "storage").exists()
     assert list(notebook_folder.iterdir()) == leftovers(runtime) == []
 
 
@@ -552,6 +554,19 @@ def test_a_damaged_state_is_not_restored_nor_replaced_and_the_reason_is_told(ope
     assert open_notebook().run("x") == "1"
 
 
+def test_a_kernel_is_not_woken_with_another_file_than_it_had_mapped(open_notebook: Open, notebook_folder: Path) -> None:
+    table = notebook_folder / "table"
+    table.write_bytes(b"old" * 10000)
+    notebook = open_notebook()
+    notebook.run("import mmap; file = open('table', 'rb'); table = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)")
+    notebook.hibernate()
+    table.write_bytes(b"new" * 10000)
+    with pytest.raises(IncompatibleError, match="table is not the same as it was"):
+        notebook.wake()
+    table.write_bytes(b"old" * 10000)
+    assert notebook.run("print(table[:3])") == "b'old'\n"
+
+
 def test_a_kernel_that_could_not_be_woken_is_woken_once_the_reason_is_gone(
     open_notebook: Open, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -561,7 +576,7 @@ def test_a_kernel_that_could_not_be_woken_is_woken_once_the_reason_is_gone(
     (image,) = images(data)
     damage(image)
     first = notebook.kc.execute("x += 1")
-    until(lambda: "could not be woken, and its state is kept" in caplog.text)
+    until(lambda: "was not woken" in caplog.text)
     assert notebook.km.is_alive()
     damage(image)
     second = notebook.kc.execute("print(x)")

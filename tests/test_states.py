@@ -11,6 +11,7 @@ LEGAL = {
     Action.START: {State.INITIALIZED: State.RUNNING},
     Action.EXECUTE: {State.RUNNING: State.RUNNING},
     Action.CHECKPOINT: {State.RUNNING: State.CHECKPOINTED},
+    Action.COPY: {State.RUNNING: State.RUNNING},
     Action.RESTORE: {State.INITIALIZED: State.RUNNING, State.CHECKPOINTED: State.RUNNING},
     Action.EXIT: {State.RUNNING: State.STOPPED},
     Action.FAIL: {State.INITIALIZED: State.FAILED, State.RUNNING: State.FAILED},

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from sandbox_provisioner.apology import _encode
 from sandbox_provisioner.zmtp import GREETING_SIZE, Position
 
+BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"
+"""Of an ordinary connection."""
 MESSAGES = st.lists(st.lists(st.binary(max_size=400), min_size=1, max_size=4), max_size=4)
 
 
@@ -15,7 +17,7 @@ MESSAGES = st.lists(st.lists(st.binary(max_size=400), min_size=1, max_size=4), m
 def test_a_message_can_begin_after_whole_messages_however_they_came(
     messages: list[list[bytes]], cuts: list[int]
 ) -> None:
-    data = bytes(GREETING_SIZE) + b"".join(map(_encode, messages))
+    data = BEGINNING + b"".join(map(_encode, messages))
     position = Position()
     for cut in [*cuts, len(data)]:
         position.follow(data[:cut])
@@ -26,7 +28,7 @@ def test_a_message_can_begin_after_whole_messages_however_they_came(
 @given(MESSAGES, st.lists(st.binary(max_size=400), min_size=1, max_size=4), st.data())
 def test_no_message_can_begin_within_one(messages: list[list[bytes]], last: list[bytes], data: st.DataObject) -> None:
     position = Position()
-    position.follow(bytes(GREETING_SIZE) + b"".join(map(_encode, messages)))
+    position.follow(BEGINNING + b"".join(map(_encode, messages)))
     encoded = _encode(last)
     position.follow(encoded[: data.draw(st.integers(1, len(encoded) - 1))])
     assert not position.between_messages
@@ -37,19 +39,19 @@ def test_any_bytes_can_be_followed(data: bytes) -> None:
     Position().follow(data)
 
 
-def test_nothing_can_begin_before_the_greeting() -> None:
+def test_nothing_can_begin_before_the_handshake_is_over() -> None:
     position = Position()
     assert not position.between_messages
-    position.follow(bytes(GREETING_SIZE - 1))
-    assert not position.between_messages
+    for piece in (BEGINNING[: GREETING_SIZE - 1], BEGINNING[GREETING_SIZE - 1 : GREETING_SIZE]):
+        position.follow(piece)
+        assert not position.between_messages
 
 
 @given(MESSAGES, st.integers(1, 300))
 def test_messages_are_counted_and_what_a_connection_begins_with_is_none(
     messages: list[list[bytes]], piece: int
 ) -> None:
-    ready = b"\x04\x06\x05READY"
-    data = bytes(GREETING_SIZE) + ready + b"".join(map(_encode, messages))
+    data = BEGINNING + b"".join(map(_encode, messages))
     position = Position()
     pieces = [data[place : place + piece] for place in range(0, len(data), piece)]
     assert sum(map(position.follow, pieces)) == len(messages)

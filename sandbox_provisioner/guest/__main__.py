@@ -3,6 +3,7 @@
 One thread, one epoll. The host is trusted and always reads, so writing to it may block; everything else may not.
 File descriptors 0 and 1 are the way to the host and are never closed: a restored sandbox gets new ones in their place.
 With the argument ``outlive`` the end of the host is not the end: the sandbox waits to be checkpointed and restored.
+With the argument ``template`` it learns that, and where its folder belongs, when a copy of it is activated.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from typing import Any
 
+from asks import PATH, RESTORED, Asks
 from confine import confine
 from frames import (
     AMOUNT,
@@ -36,9 +38,12 @@ from frames import (
     encode_credit,
 )
 from hooks import call
-from processes import Process, settle, start
+from powers import CARRIED, bind, renounce
+from processes import Process, prepare, settle, start
 
 HOST_IN, HOST_OUT = 0, 1
+MAPS = "/run/jupyter/maps"
+"""Where a template's kernel finds what PID 1 has mapped."""
 CONNECT_RETRY = 0.01
 TCP_CONNECT = 0.05
 ORPHAN_TURN = 0.1
@@ -69,10 +74,13 @@ class Endpoint:
 class Init:
     """The whole of PID 1."""
 
-    def __init__(self, outlive: bool) -> None:
+    def __init__(self, outlive: bool, asks: str, template: bool = False) -> None:
         self.outlive = outlive
+        self.template = template
+        self.asks_path = asks
         self.orphaned = False
         self.epoll = select.epoll()
+        self.asks = Asks(self.epoll, self.tell)
         self.decoder = Decoder()
         self.endpoints: dict[int, Endpoint] = {}
         self.connecting: dict[int, str] = {}
@@ -93,6 +101,8 @@ class Init:
             signal.signal(signum, signal.SIG_IGN)
         self.epoll.register(self.waking, select.EPOLLIN)
         self.epoll.register(HOST_IN, select.EPOLLIN)
+        if self.asks_path:
+            self.asks.listen(self.asks_path)
         self.greet()
         while True:
             try:
@@ -106,12 +116,14 @@ class Init:
         """Keep the processes, and nothing of what was between them and the host that is gone."""
         self.orphaned = True
         self.let_go()
+        self.asks.stop()
         self.epoll.unregister(HOST_IN)
         while not (data := os.read(HOST_IN, MAX_PAYLOAD)):
             if self.epoll.poll(ORPHAN_TURN):
                 self.reap()
         self.epoll.register(HOST_IN, select.EPOLLIN)
         self.orphaned = False
+        self.asks.go_on()
         self.decoder = Decoder()
         self.take(data)
 
@@ -126,7 +138,7 @@ class Init:
                     return
             elif fd == self.waking:
                 self.reap()
-            else:
+            elif not self.asks.serve(fd):
                 self.serve(fd, events)
         for stream in list(self.connecting):
             if not self.connect(stream):
@@ -204,7 +216,12 @@ class Init:
             self.tell(op="resumed")
         elif op == "adopt":
             self.let_go()
+            self.asks.settle(RESTORED)
             self.greet()
+        elif op == "activate":
+            self.activate(message)
+        elif op == "answer":
+            self.asks.answered(message["number"], message["answer"])
 
     def let_go(self) -> None:
         """End all streams; the processes go on, with their pipes."""
@@ -217,20 +234,33 @@ class Init:
     def spawn(self, message: dict[str, Any]) -> None:
         name = message["process"]
         try:
-            for path, changed in message["expect"].items():
-                if os.stat(path).st_ctime_ns != changed:
-                    raise OSError(errno.ESTALE, "changed", path)
-            for path, text in message["files"].items():
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                    file.write(text)
-            process = start(name, message["argv"], message["env"], message["cwd"], message["stdin"])
+            prepare(message["expect"], message["files"])
+            if self.template:  # which nobody without its powers may look up
+                with open("/proc/self/maps", errors="surrogateescape") as maps:
+                    prepare({}, {MAPS: maps.read()})
+            process = start(
+                name, message["argv"], message["env"], message["cwd"], message["stdin"], powerful=self.template
+            )
         except (OSError, ValueError) as error:
-            number = getattr(error, "errno", None) or errno.EINVAL
-            self.tell(op="failed", process=name, errno=number, filename=str(getattr(error, "filename", "")))
+            self.tell(op="failed", process=name, **_trouble(error))
             return
         self.processes[name] = process
         self.tell(op="started", process=name)
+
+    def activate(self, message: dict[str, Any]) -> None:
+        """Stop being a template: have the folder where it belongs, and no power any more."""
+        try:
+            prepare(message["expect"], message["files"])
+            if self.template:
+                if message["folder"]:
+                    bind(CARRIED, message["folder"])
+                renounce()
+                self.template = False
+            self.outlive = message["outlive"]
+        except (OSError, ValueError) as error:
+            self.tell(op="activated", **_trouble(error))
+            return
+        self.tell(op="activated", errno=0, filename="")
 
     def signal(self, name: int, signum: int) -> None:
         process = self.processes.get(name)
@@ -432,6 +462,14 @@ class Init:
         self.by_fd.pop(fd, None)
 
 
+def _trouble(error: OSError | ValueError) -> dict[str, Any]:
+    return {
+        "errno": getattr(error, "errno", None) or errno.EINVAL,
+        "filename": str(getattr(error, "filename", "")),
+    }
+
+
 if __name__ == "__main__":
     confine()
-    Init(outlive="outlive" in sys.argv).run()
+    asks = PATH if os.getpid() == 1 else ""
+    Init(outlive="outlive" in sys.argv, asks=asks, template="template" in sys.argv).run()

@@ -7,6 +7,8 @@ import os
 import signal
 import time
 
+from powers import renounce
+
 
 class Process:
     """A child that the host asked for, and the pipes to it."""
@@ -19,8 +21,22 @@ class Process:
         self.stderr = stderr
 
 
-def start(name: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool) -> Process:
-    """Start a child in a session of its own; OSError if it cannot be executed, or makes no sense."""
+def prepare(expect: dict[str, int], files: dict[str, str]) -> None:
+    """Write ``files``, unless one of the paths to ``expect`` was changed at another time: then OSError, ESTALE."""
+    for path, changed in expect.items():
+        if os.stat(path).st_ctime_ns != changed:
+            raise OSError(errno.ESTALE, "changed", path)
+    for path, text in files.items():
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+
+
+def start(name: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool, powerful: bool) -> Process:
+    """Start a child in a session of its own; OSError if it cannot be executed, or makes no sense.
+
+    What power PID 1 may have, its children have not.
+    """
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
     in_read, in_write = os.pipe() if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
@@ -32,6 +48,8 @@ def start(name: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool
             os.setsid()
             os.chdir(cwd)
             step = argv[0]
+            if powerful:
+                renounce()
             for source, target in ((in_read, 0), (out_write, 1), (err_write, 2)):
                 os.dup2(source, target)
             signal.set_wakeup_fd(-1)

@@ -1,4 +1,6 @@
-"""``python roomy.py MODULE ...`` is ``python -m MODULE ...`` with hooks, which hooks.py explains, and room for frames.
+"""``python roomy.py MODULE ...`` is ``python -m MODULE ...`` with hooks, a magic, and room for frames.
+
+With ``--frozen`` before MODULE it stops when it would begin to serve; see frozen.py.
 
 CPython keeps frames in chunks of 16 KiB. A function that is called over and over just where one chunk ends has a chunk
 mapped and unmapped for every call (python/cpython#142183), which takes microseconds on a host and a millisecond under
@@ -26,7 +28,12 @@ def main() -> None:
     """Run the module that is named first, in a namespace that has nothing of ours."""
     sys.path.insert(0, os.path.dirname(__file__))
     __import__("hooks").listen()
-    del sys.path[0], sys.modules["hooks"]
+    __import__("magics").install()
+    if sys.argv[1] == "--frozen":
+        del sys.argv[1]
+        __import__("frozen").stop_at_start()
+        del sys.modules["frozen"]
+    del sys.path[0], sys.modules["hooks"], sys.modules["magics"]
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
     run: Callable[[str], None] = runpy._run_module_as_main  # type: ignore[attr-defined]

@@ -1,0 +1,80 @@
+"""The exit status of ``jupyter sandbox``: what kind of failure it was, in a number for scripts."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from http import HTTPStatus
+
+from . import errors
+from .cli_forks import NotebookTakenError
+from .cli_reach import NoKernelError
+from .client import NoServerError, ProblemError, ServerUnreachableError
+from .errors import SandboxError
+
+
+class ExitStatus(IntEnum):
+    """What each number means."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    MISSING = 3
+    CONFLICT = 4
+    UNABLE = 5
+
+
+HELP = """\
+exit status:
+  0  it is done
+  1  it failed
+  2  the command was not understood, or could mean several sandboxes
+  3  there is no such sandbox, savepoint or snapshot
+  4  the sandbox is in use, or in a state in which that cannot be done, or the name is taken
+  5  this machine or server is not able to: it is not set up for it, not running, or does not let you in
+`exec` ends with the status of the command that it ran, if it ran it.
+"""
+
+MEANINGS: tuple[tuple[type[SandboxError], ExitStatus], ...] = (
+    (errors.AmbiguousSandboxError, ExitStatus.USAGE),
+    (errors.UnknownSandboxError, ExitStatus.MISSING),
+    (errors.SandboxNotFoundError, ExitStatus.MISSING),
+    (errors.SavepointNotFoundError, ExitStatus.MISSING),
+    (errors.SnapshotNotFoundError, ExitStatus.MISSING),
+    (errors.SnapshotError, ExitStatus.CONFLICT),
+    (errors.SandboxExistsError, ExitStatus.CONFLICT),
+    (errors.SavepointExistsError, ExitStatus.CONFLICT),
+    (errors.LeaseHeldError, ExitStatus.CONFLICT),
+    (errors.LeaseLostError, ExitStatus.CONFLICT),
+    (errors.FencedError, ExitStatus.CONFLICT),
+    (errors.StateError, ExitStatus.CONFLICT),
+    (NoKernelError, ExitStatus.CONFLICT),
+    (NotebookTakenError, ExitStatus.CONFLICT),
+    (errors.ConfigurationError, ExitStatus.UNABLE),
+    (errors.StorageNotHereError, ExitStatus.UNABLE),
+    (errors.DiskFullError, ExitStatus.UNABLE),
+    (NoServerError, ExitStatus.UNABLE),
+    (ServerUnreachableError, ExitStatus.UNABLE),
+)
+"""Of what goes wrong here; whatever is not among them has failed."""
+
+BY_KIND = {
+    "ambiguous": ExitStatus.USAGE,
+    "not-found": ExitStatus.MISSING,
+    "not-set-up": ExitStatus.UNABLE,
+    "elsewhere": ExitStatus.UNABLE,
+    "disk-full": ExitStatus.UNABLE,
+}
+BY_STATUS: dict[int, ExitStatus] = {
+    HTTPStatus.UNAUTHORIZED: ExitStatus.UNABLE,
+    HTTPStatus.FORBIDDEN: ExitStatus.UNABLE,
+    HTTPStatus.NOT_FOUND: ExitStatus.UNABLE,
+    HTTPStatus.CONFLICT: ExitStatus.CONFLICT,
+}
+"""Of what a server refuses, unless its kind says more."""
+
+
+def exit_status(error: Exception) -> ExitStatus:
+    """The number for an error, the same whether it happened here or on a server."""
+    if isinstance(error, ProblemError):
+        return BY_KIND.get(error.kind) or BY_STATUS.get(error.status, ExitStatus.FAILED)
+    return next((status for known, status in MEANINGS if isinstance(error, known)), ExitStatus.FAILED)

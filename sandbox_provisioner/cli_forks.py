@@ -1,0 +1,62 @@
+"""Forks that ``jupyter sandbox`` makes: through a server, which starts the new kernel, or else in storage alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+
+from .cli_reach import Found, Reach, Server, from_sight, placed
+from .errors import ConfigurationError, SandboxError
+from .persistence import Persistence
+from .records import SandboxRecord
+from .registry import Facts
+from .sights import look
+
+
+def fork(reached: Reach, found: Found, savepoint: str, notebook: str) -> Found:
+    """A second sandbox with the memory of the first; ``notebook`` is a path on this machine, or on a named server."""
+    server = reached.any_server(found)
+    if server:
+        path = below_root(server, notebook) if notebook else None
+        made = server.client.fork(found.sandbox.id, savepoint or None, path)
+        return Found(placed(made, None, server), server=server)
+    assert reached.storage and found.record
+    return _fork_stored(reached.storage, found.record, savepoint, os.path.abspath(notebook) if notebook else "")
+
+
+def below_root(server: Server, notebook: str) -> str:
+    """The path of a notebook as the server knows it."""
+    if not server.root_dir:
+        return notebook
+    path = os.path.relpath(os.path.realpath(notebook), os.path.realpath(server.root_dir))
+    if path.split(os.sep)[0] == os.pardir:
+        problem = f"{os.path.abspath(notebook)} is not in {server.root_dir}, the root folder of {server.client.url}."
+        raise ConfigurationError("notebook", problem, "Name a notebook there.")
+    return path
+
+
+def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, notebook: str) -> Found:
+    if notebook and not os.path.isdir(os.path.dirname(notebook)):
+        raise SandboxError(f"There is no folder for {notebook}.", "Make it first.")
+    taken = storage.registry.find_notebook(notebook, record.kernel_name) if notebook else ()
+    if taken:
+        raise NotebookTakenError(notebook, str(taken[0].id))
+    facts = Facts(kernel_name=record.kernel_name, settings=record.settings, notebook_path=notebook)
+    new = storage.registry.allocate(storage.stores, **facts)
+    try:
+        storage.fork(record, new, savepoint)
+        if notebook and os.path.exists(record.notebook_path) and not os.path.exists(notebook):
+            shutil.copyfile(record.notebook_path, notebook)
+    except BaseException:
+        with suppress(SandboxError):
+            storage.registry.delete(new.id, storage.destroy)
+        raise
+    return Found(from_sight(look(storage, [new])[0]), new)
+
+
+class NotebookTakenError(SandboxError):
+    """A notebook that was meant for a new sandbox has one."""
+
+    def __init__(self, notebook: str, identity: str) -> None:
+        super().__init__(f"{notebook} has a sandbox already: {identity}.", "Delete that, or name another notebook.")

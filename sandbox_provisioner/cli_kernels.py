@@ -1,0 +1,226 @@
+"""``jupyter sandbox hibernate|wake|restart|exec|rewind|savepoint|snapshot|fork``: what is done with a sandbox's kernel.
+
+These need the server that has the kernel; only what is kept can be listed, deleted and forked without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from . import cli_completion
+from .cli_exits import exit_status
+from .cli_forks import fork
+from .cli_options import Commands, add_id, add_ids, add_reach, name
+from .cli_output import as_json, print_json, print_named, say, size, warn
+from .cli_reach import Found, Reach, Server, reach
+from .cli_watch import watched
+from .client import Exit, NamedState, Sandbox, SandboxClient
+from .client.models import encode
+from .errors import SandboxError
+from .persistence import Persistence
+from .records import SandboxRecord
+
+EXEC_HELP = (
+    "run a command beside the kernel; write it after `--`. It gets no input, ends with this command, and gives it "
+    "its exit status"
+)
+
+Choose = Callable[[Reach, Found], Server]
+Change = Callable[[SandboxClient, str], Sandbox]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What savepoints and snapshots have in common, and where they differ."""
+
+    word: str
+    about: str
+    states: Callable[[Sandbox], Sequence[NamedState]]
+    make: Callable[[SandboxClient, str, str], NamedState]
+    delete: Callable[[SandboxClient, str, str], None]
+    drop: Callable[[Persistence, SandboxRecord, str], None]
+    completer: cli_completion.Offer
+
+
+NAMED = (
+    Named(
+        "savepoint",
+        "keep a kernel's memory as it is now",
+        lambda sandbox: sandbox.savepoints,
+        SandboxClient.savepoint,
+        SandboxClient.delete_savepoint,
+        Persistence.drop_savepoint,
+        cli_completion.savepoints,
+    ),
+    Named(
+        "snapshot",
+        "keep the files that were written in a sandbox outside the notebook's folder",
+        lambda sandbox: sandbox.snapshots,
+        SandboxClient.snapshot,
+        SandboxClient.delete_snapshot,
+        Persistence.drop_snapshot,
+        cli_completion.snapshots,
+    ),
+)
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the commands to a parser."""
+    about = "save a kernel and give its memory back; it stays listed, and the next cell wakes it"
+    add_ids(add_reach(commands, "hibernate", run_hibernate, about))
+    about = "bring a hibernated kernel back, or start one for a sandbox that is saved"
+    add_ids(add_reach(commands, "wake", run_wake, about))
+    add_ids(add_reach(commands, "restart", run_restart, "start a kernel afresh; its savepoints stay"))
+    exec_ = add_reach(commands, "exec", run_exec, EXEC_HELP, json=False)
+    exec_.add_argument(
+        "--cwd", metavar="FOLDER", help="the folder in the sandbox to run it in; the kernel's if not given"
+    )
+    add_id(exec_)
+    exec_.add_argument("command", nargs="*", metavar="COMMAND", help="the command and its arguments")
+    exec_.set_defaults(usage_error=exec_.error, interrupted="so is the command.")
+    for what in NAMED:
+        _add_named(commands, what)
+    about = "bring a kernel back as it was at a savepoint; the present is saved first, as a savepoint"
+    rewind = add_reach(commands, "rewind", run_rewind, about)
+    add_id(rewind)
+    cli_completion.offer(rewind.add_argument("name", metavar="NAME", type=name), cli_completion.savepoints)
+    about = "start a second kernel, with an id of its own, from a savepoint or from the present; the first one goes on"
+    fork_ = add_reach(commands, "fork", run_fork, about)
+    add_id(fork_)
+    from_ = fork_.add_argument(
+        "--savepoint", metavar="NAME", type=name, help="from this one; from the present if not given"
+    )
+    cli_completion.offer(from_, cli_completion.savepoints)
+    about = "the new kernel's notebook; a copy of the first one's is made if it is not there"
+    fork_.add_argument("--notebook", metavar="PATH", help=about)
+
+
+def _add_named(commands: Commands[argparse.ArgumentParser], what: Named) -> None:
+    word, about = what.word, f"{what.about}, under a name; without a name, list the {what.word}s there are"
+    parser = add_reach(commands, word, partial(_run_named, what), about)
+    add_id(parser)
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("name", nargs="?", metavar="NAME", type=name, help=f"what to call the new {word}")
+    delete = one.add_argument("--delete", metavar="NAME", type=name, help=f"delete this {word}")
+    cli_completion.offer(delete, what.completer)
+
+
+def run_hibernate(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox hibernate``."""
+    return _each(arguments, "Hibernate", Reach.server_of, SandboxClient.hibernate, done="saved")
+
+
+def run_wake(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox wake``."""
+    return _each(arguments, "Wake", Reach.starter_of, SandboxClient.wake)
+
+
+def run_restart(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox restart``."""
+    return _each(arguments, "Restart", Reach.server_of, SandboxClient.restart)
+
+
+def _each(arguments: argparse.Namespace, verb: str, choose: Choose, change: Change, done: str = "") -> int:
+    """Change each sandbox that is meant, but for one that is ``done``; one that cannot be does not stop the others."""
+    changed, status = [], 0
+    with reach(arguments) as reached:
+        for found in reached.find(arguments.ids):
+            checkpoint = found.sandbox.checkpoint
+            try:
+                server = found.server if found.sandbox.state == done else choose(reached, found)
+                total = checkpoint.size if verb == "Wake" and checkpoint else None
+                with watched(arguments, verb, found, server, total) as step:
+                    after = found.after(change(server.client, found.sandbox.id), server) if server else found
+                    step.result = f"{after.sandbox.state}, {size(after.sandbox.size)}"
+            except SandboxError as error:
+                warn(error)
+                status = max(status, exit_status(error))
+            else:
+                changed.append(after)
+    if arguments.json:
+        print_json({"sandboxes": [as_json(each) for each in changed]})
+    return status
+
+
+def run_exec(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox exec``: ends with the command's status; that of a signal is 128 and its number."""
+    if not arguments.command:
+        arguments.usage_error("there is no command; write it after `--`")
+    with reach(arguments) as reached:
+        (found,) = reached.find(arguments.ids)
+        client = reached.server_of(found).client
+        for piece in client.execute(found.sandbox.id, arguments.command, arguments.cwd):
+            if isinstance(piece, Exit):
+                return piece.status if piece.status >= 0 else 128 - piece.status
+            stream = sys.stderr if piece.stream == "stderr" else sys.stdout
+            stream.buffer.write(piece.data)
+            stream.flush()
+    raise AssertionError("a command's output ends with its status")
+
+
+def _run_named(what: Named, arguments: argparse.Namespace) -> int:
+    with reach(arguments) as reached:
+        (found,) = reached.find(arguments.ids)
+        if arguments.name:
+            return _keep(what, arguments, found, reached.server_of(found))
+        if arguments.delete:
+            return _drop(what, arguments, reached, found)
+        states = what.states(found.sandbox)
+        if arguments.json:
+            print_json({"items": [encode(state) for state in states]})
+        elif states:
+            print_named(states)
+        else:
+            say(f"There are no {what.word}s of it.")
+    return 0
+
+
+def _keep(what: Named, arguments: argparse.Namespace, found: Found, server: Server) -> int:
+    with watched(arguments, f"{what.word.capitalize()} {arguments.name} of", found, server) as step:
+        made = what.make(server.client, found.sandbox.id, arguments.name)
+        step.result = size(made.size)
+    if arguments.json:
+        print_json(encode(made))
+    return 0
+
+
+def _drop(what: Named, arguments: argparse.Namespace, reached: Reach, found: Found) -> int:
+    if found.server:
+        what.delete(found.server.client, found.sandbox.id, arguments.delete)
+    else:
+        assert reached.storage and found.record
+        what.drop(reached.storage, found.record, arguments.delete)
+    if arguments.json:
+        print_json({"deleted": arguments.delete})
+    else:
+        say(f"Deleted {what.word} {arguments.delete}.")
+    return 0
+
+
+def run_rewind(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox rewind``."""
+    with reach(arguments) as reached:
+        (found,) = reached.find(arguments.ids)
+        server = reached.server_of(found)
+        with watched(arguments, "Rewind", found, server) as step:
+            rewound = server.client.rewind(found.sandbox.id, arguments.name)
+            step.result = f"as it was at {arguments.name}; what was before is savepoint {rewound.kept}"
+        if arguments.json:
+            print_json({"sandbox": as_json(found.after(rewound.sandbox, server)), "kept": rewound.kept})
+    return 0
+
+
+def run_fork(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox fork``."""
+    with reach(arguments) as reached:
+        (found,) = reached.find(arguments.ids)
+        with watched(arguments, "Fork", found, reached.any_server(found)) as step:
+            made = fork(reached, found, arguments.savepoint or "", arguments.notebook or "")
+            step.result = f"{made.sandbox.state}, {made.title}"
+        if arguments.json:
+            print_json(as_json(made))
+    return 0

@@ -1,0 +1,74 @@
+"""The options that commands of ``jupyter sandbox`` share: where to look for sandboxes, and which ones are meant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from datetime import timedelta
+
+from . import cli_completion
+from .errors import ConfigurationError
+from .names import valid_id
+
+AGE = re.compile(r"([0-9]{1,6})([smhdw])")
+UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+TOKEN_VARIABLE = "JUPYTER_TOKEN"
+ID_HELP = "an id that `list` shows, or its beginning, or the path of a notebook"
+SERVERS = """\
+The servers of yours that run on this machine are asked about the sandboxes whose kernels they have, and storage
+about the rest; each sandbox is changed through the server that has it open, if one has.
+"""
+
+Commands = argparse._SubParsersAction
+"""What commands are added to."""
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_reach(
+    commands: Commands[argparse.ArgumentParser], name: str, run: Run, about: str, json: bool = True
+) -> argparse.ArgumentParser:
+    """Add a command that is about sandboxes, wherever they are."""
+    parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=SERVERS)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--server", metavar="URL", default="", help="ask this Jupyter Server, and nothing else")
+    where.add_argument("--no-server", action="store_true", help="ask no server, only storage")
+    parser.add_argument(
+        "--token",
+        default=os.environ.get(TOKEN_VARIABLE, ""),
+        help=f"what lets you into a server that does not tell it to you; better in {TOKEN_VARIABLE}",
+    )
+    parser.set_defaults(run=run, json=False)
+    if json:
+        parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def add_ids(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for one or more sandboxes."""
+    action = parser.add_argument("ids", nargs="+", metavar="ID", help=ID_HELP)
+    cli_completion.offer(action, cli_completion.ids)
+
+
+def add_id(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for one sandbox."""
+    action = parser.add_argument("ids", nargs=1, metavar="ID", help=ID_HELP)
+    cli_completion.offer(action, cli_completion.ids)
+
+
+def name(text: str) -> str:
+    """What a savepoint or a snapshot can be called."""
+    try:
+        return valid_id(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(
+            str(error).replace("sandbox's id", "name").replace("An id", "A name")
+        ) from None
+
+
+def span(text: str) -> timedelta:
+    """A length of time such as 30d."""
+    if not (match := AGE.fullmatch(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no length of time such as 30d, 12h or 2w")
+    return timedelta(**{UNITS[match[2]]: int(match[1])})

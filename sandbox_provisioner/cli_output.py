@@ -1,0 +1,146 @@
+"""What ``jupyter sandbox`` prints: words and tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any
+
+from .cli_reach import Found
+from .client.models import NamedState, encode
+from .errors import SandboxError
+from .progress import Progress, Step
+
+SPANS = ((365 * 86400, "year"), (30 * 86400, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
+SHORT_ID = 8
+
+
+def print_sandboxes(found: Sequence[Found]) -> None:
+    """Print one line for each sandbox."""
+    ids = [each.sandbox.id for each in found]
+    longest = max(map(len, ids))
+    length = next(n for n in range(SHORT_ID, longest + SHORT_ID) if len({identity[:n] for identity in ids}) == len(ids))
+    rows = []
+    for each in found:
+        sandbox = each.sandbox
+        used = ago(sandbox.last_used)
+        place = sandbox.notebook_path or ""
+        rows.append((sandbox.id[:length], sandbox.state, size(sandbox.size), used, sandbox.kernel_name, place))
+    print_table(("ID", "STATE", "SIZE", "USED", "KERNEL", "NOTEBOOK"), rows)
+
+
+def print_named(states: Sequence[NamedState]) -> None:
+    """Print one line for each savepoint or snapshot."""
+    print_table(("NAME", "SIZE", "CREATED"), [(each.name, size(each.size), moment(each.created)) for each in states])
+
+
+def print_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Print rows of cells, each column as wide as it must be."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        say("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def details(found: Found) -> dict[str, str]:
+    """Everything about a sandbox, line by line."""
+    sandbox, record = found.sandbox, found.record
+    lines = {"id": sandbox.id, "state": sandbox.state if sandbox.persistent else f"{sandbox.state}, and not kept"}
+    if found.server:
+        lines["server"] = found.server.client.url
+    if record:
+        lines["storage"] = f"{record.storage}, {record.where}"
+    lines |= {
+        "id in storage": sandbox.sandbox_id,
+        "kernel": sandbox.kernel_name + (f", {sandbox.kernel_id}" if sandbox.kernel_id else ""),
+        "notebook": sandbox.notebook_path or "",
+        "created": moment(sandbox.created),
+        "used": moment(sandbox.last_used),
+    }
+    if record:
+        lines["settings"] = json.dumps(record.settings)
+    for name, stored in (("checkpoint", sandbox.checkpoint), ("previous checkpoint", sandbox.previous)):
+        if stored:
+            lines[name] = f"{size(stored.size)}, {moment(stored.created)}"
+    lines |= {f"savepoint {each.name}": f"{size(each.size)}, {moment(each.created)}" for each in sandbox.savepoints}
+    lines |= {f"snapshot {each.name}": f"{size(each.size)}, {moment(each.created)}" for each in sandbox.snapshots}
+    return lines | ({"problem": sandbox.problem} if sandbox.problem else {})
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """The same for a program: the fields of the REST API, and what this machine's own record has besides."""
+    record = found.record
+    return {
+        **encode(found.sandbox),
+        "storage": record.storage if record else None,
+        "where": record.where if record else None,
+        "settings": dict(record.settings) if record else None,
+    }
+
+
+def moment(time: datetime) -> str:
+    """A time, and how long ago that was."""
+    return f"{time.isoformat(timespec='seconds')}, {ago(time)}"
+
+
+def ago(time: datetime) -> str:
+    """How long ago that was, roughly."""
+    seconds = (datetime.now(UTC) - time).total_seconds()
+    for length, name in SPANS:
+        if seconds >= length:
+            return f"{count(int(seconds // length), name)} ago"
+    return "just now" if seconds >= 0 else "in the future"
+
+
+def count(number: int, thing: str) -> str:
+    """A number of things."""
+    plural = f"{thing}es" if thing.endswith("x") else f"{thing}s"
+    return f"{number} {thing if number == 1 else plural}"
+
+
+def size(amount: int | None) -> str:
+    """A number of bytes in three digits or so."""
+    if amount is None:
+        return "?"
+    value, units = float(amount), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if value >= 9.95 or units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def print_json(value: Any) -> None:
+    """Print for a program."""
+    print(json.dumps(value, indent=1))
+
+
+def say(line: str) -> None:
+    """Print a line for a person, also on a terminal that cannot show all of it."""
+    print(plain(line).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
+
+
+def warn(problem: object) -> None:
+    """Tell what is wrong beside the result; no line but the first begins where ours do."""
+    print("jupyter sandbox:", "\n  ".join(map(plain, str(problem).splitlines())), file=sys.stderr)
+
+
+@contextmanager
+def reported(progress: Progress, title: str) -> Iterator[Step]:
+    """Do the body as a step of ``progress`` that leaves it to ``warn`` to say why it failed, and what to do."""
+    reason: Exception | None = None
+    with suppress(SandboxError), progress.step(title) as step:
+        try:
+            yield step
+        except (SandboxError, OSError) as error:
+            reason = error
+            raise SandboxError("failed") from error
+    if reason:
+        raise reason
+
+
+def plain(line: str) -> str:
+    """One line, with nothing in it that a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in line)

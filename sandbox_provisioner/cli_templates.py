@@ -1,0 +1,118 @@
+"""``jupyter sandbox template``: the prepared kernels that sandboxed kernels start as copies of."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import datetime
+
+from jupyter_core.application import JupyterApp
+from traitlets.config import Config
+
+from . import kernelspecs, prospects, templatebuild
+from .cli_options import Commands
+from .cli_output import ago, print_json, print_table, reported, say, size, warn
+from .errors import SandboxError
+from .progress import Progress
+from .templates import Template, TemplateShelf
+
+ABOUT = """\
+A template is a kernel that was started once, stopped just before it would serve, and saved. New sandboxed kernels start
+as copies of it, in a fraction of the time. A server makes one in the background when it finds none, or one that does
+not fit any more: this command makes them now, shows what there is, and removes what is not wanted.
+"""
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    about = "make, show or remove the templates that kernels start from"
+    parser = commands.add_parser("template", help=about, description=ABOUT)
+    parser.add_argument(
+        "action", choices=("build", "list", "delete"), help="what to do; build and delete are for all if none is named"
+    )
+    parser.add_argument("names", nargs="*", metavar="KERNEL", help="as `jupyter kernelspec list` names it")
+    parser.add_argument("--json", action="store_true", help="print the templates that there are then, as JSON")
+    parser.set_defaults(run=run, interrupted="what was under way has been undone.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox template``."""
+    shelf, status = TemplateShelf(), 0
+    if arguments.action == "build":
+        progress = Progress(sys.stderr if arguments.json else sys.stdout)
+        status = build(arguments.names or _sandboxed(), progress)
+    elif arguments.action == "delete":
+        status = _delete(arguments.names, shelf)
+    found = [each for each in shelf.list() if not arguments.names or each.kernel_name in arguments.names]
+    if arguments.json:
+        print_json([_as_json(each) for each in found])
+    elif arguments.action == "list":
+        _print(found)
+    return status
+
+
+def build(names: Iterable[str], progress: Progress) -> int:
+    """Make the template of each of these kernels; one that fails does not stop the others."""
+    config, failed = configuration(), []
+    for name in names:
+        try:
+            with reported(progress, f"Template of {name}") as step:
+                recipe = prospects.recipe_for(name, config)
+                made = asyncio.run(templatebuild.build(recipe, TemplateShelf(), wait=True, say=step.note))
+                step.result = _state(made) if made else ""
+        except SandboxError as error:
+            failed.append(error)
+    for failure in failed:
+        warn(failure)
+    return 1 if failed else 0
+
+
+def configuration() -> Config:
+    """The configuration that a Jupyter server reads."""
+    app = JupyterApp(config_file_name="jupyter_server_config")
+    app.load_config_file()
+    return app.config
+
+
+def _sandboxed() -> list[str]:
+    names = [name for name, kernel in kernelspecs.kernels().items() if kernel.sandboxed]
+    if not names:
+        raise SandboxError("There is no sandboxed kernel here.", "`jupyter sandbox setup` makes one.")
+    return names
+
+
+def _delete(names: list[str], shelf: TemplateShelf) -> int:
+    missing = [name for name in names if not shelf.drop(name)]
+    if not names:
+        for each in shelf.list():
+            shelf.drop(each.kernel_name)
+    for name in missing:
+        warn(f"{name} has no template.")
+    return 1 if missing else 0
+
+
+def _state(template: Template) -> str:
+    if template.unfit:
+        return f"none, {template.unfit}: it starts from nothing"
+    changed = template.changed
+    parts = [f"made anew at the next start, {changed} has changed" if changed else size(template.size)]
+    if template.preloaded:
+        parts.append(f"with {', '.join(template.preloaded)}")
+    parts += [f"without {name} ({reason})" for name, reason in template.left_out.items()]
+    return ", ".join(parts)
+
+
+def _print(found: list[Template]) -> None:
+    if not found:
+        say("There is no template.")
+        return
+    rows = [(each.kernel_name, ago(datetime.fromisoformat(each.created)), _state(each)) for each in found]
+    print_table(("KERNEL", "MADE", "STATE"), rows)
+
+
+def _as_json(template: Template) -> dict[str, object]:
+    fields = {name: value for name, value in asdict(template).items() if name not in ("marks", "image")}
+    return {**fields, "current": not template.changed}

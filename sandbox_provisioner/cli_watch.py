@@ -1,0 +1,93 @@
+"""A line of ``jupyter sandbox`` that moves while a sandbox is saved or brought back, here or on a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from .cli_output import SHORT_ID, plain, reported, size
+from .cli_reach import Found, Server
+from .client import AsyncSandboxClient
+from .errors import SandboxError
+from .journal import JOURNAL, Entry, What
+from .progress import Note, Progress, Step
+
+WIDTH = 20
+
+Moved = Callable[[int], None]
+"""Told how many bytes have been moved so far."""
+
+
+@contextmanager
+def watched(
+    arguments: argparse.Namespace, verb: str, found: Found, server: Server | None, total: int | None = None
+) -> Iterator[Step]:
+    """Do the body as a step that says how far ``server`` is with it, or this process.
+
+    ``total`` is the number of bytes that are moved, if it is known.
+    """
+    progress = Progress(sys.stderr if arguments.json else sys.stdout)
+    sandbox_id = found.sandbox.sandbox_id
+    name = os.path.basename(found.sandbox.notebook_path or "")
+    title = plain(f"{verb} {found.sandbox.id[:SHORT_ID]} {name}".rstrip())
+    with reported(progress, title) as step, ExitStack() as stack:
+        moved = _noter(step.note, total)
+        if server:
+            stack.enter_context(_server_watched(server, sandbox_id, moved))
+        else:
+            stack.callback(JOURNAL.subscribe(lambda entry: _hear(entry, sandbox_id, moved)))
+        yield step
+
+
+def bar(done: int, total: int | None) -> str:
+    """How much is done, as a person sees it at a glance."""
+    if not total:
+        return size(done)
+    part = min(done / total, 1.0)
+    filled = round(part * WIDTH)
+    return f"[{'#' * filled}{'.' * (WIDTH - filled)}] {part:.0%} of {size(total)}"
+
+
+def _noter(note: Note, total: int | None) -> Moved:
+    return lambda done: note(bar(done, total))
+
+
+def _hear(entry: Entry, sandbox_id: str, moved: Moved) -> None:
+    if entry.what == What.PROGRESS and entry.sandbox_id == sandbox_id:
+        moved(entry.size or 0)
+
+
+@contextmanager
+def _server_watched(server: Server, sandbox_id: str, moved: Moved) -> Iterator[None]:
+    """Follow a server's events in a thread; one that cannot be followed is no reason to do nothing."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(_follow(server.client.url, server.client.token, sandbox_id, moved))
+    thread = threading.Thread(target=_run, args=(loop, task), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):  # it has ended by itself
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+
+
+def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    try:
+        with suppress(asyncio.CancelledError, SandboxError):
+            loop.run_until_complete(task)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+async def _follow(url: str, token: str, sandbox_id: str, moved: Moved) -> None:
+    async with AsyncSandboxClient(url, token) as client:
+        async for event in client.events():
+            if event.what == What.PROGRESS and event.id == sandbox_id:
+                moved(event.size or 0)

@@ -1,0 +1,43 @@
+"""A client of a Jupyter Server's sandboxes: ``SandboxClient``, and ``AsyncSandboxClient`` for programs with a loop."""
+
+from ._async import AsyncSandboxClient
+from ._sync import SandboxClient
+from .discovery import RunningServer, running_servers
+from .errors import AnswerError, NoServerError, ProblemError, ServerUnreachableError
+from .models import (
+    Capabilities,
+    CreateSandbox,
+    Deleted,
+    Event,
+    Exit,
+    NamedState,
+    Output,
+    Reference,
+    Rewound,
+    Sandbox,
+    State,
+    Stored,
+)
+
+__all__ = [
+    "AnswerError",
+    "AsyncSandboxClient",
+    "Capabilities",
+    "CreateSandbox",
+    "Deleted",
+    "Event",
+    "Exit",
+    "NamedState",
+    "NoServerError",
+    "Output",
+    "ProblemError",
+    "Reference",
+    "Rewound",
+    "RunningServer",
+    "Sandbox",
+    "SandboxClient",
+    "ServerUnreachableError",
+    "State",
+    "Stored",
+    "running_servers",
+]

@@ -1,0 +1,253 @@
+"""SandboxClient: what a Jupyter Server can be asked about its sandboxes, over HTTP.
+
+This file is made from ``_async.py`` by ``tools/unasync.py``: change that one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from .discovery import address, running_servers
+from .errors import AnswerError, NoServerError, ProblemError, ServerUnreachableError, refusal
+from .models import (
+    Capabilities,
+    CreateSandbox,
+    Deleted,
+    Event,
+    Exit,
+    NamedState,
+    NamedStates,
+    Output,
+    Rewound,
+    Sandbox,
+    SandboxPage,
+    State,
+    decode,
+)
+
+TIMEOUT = 30.0
+"""Seconds, for connecting and for what is answered at once; what changes a sandbox takes as long as it takes."""
+SILENCE = 60.0
+"""Seconds after which a stream of events, which says something every 15, is taken for dead."""
+PAGE = 1000
+"""How many sandboxes are asked for at once: the most that a server gives."""
+
+T = TypeVar("T")
+
+
+class SandboxClient:
+    """A Jupyter Server's sandboxes. ``url`` may be what the server shows a person, with its token or without.
+
+    A sandbox is meant by its ``id`` or its ``sandbox_id``. What the server refuses is a ProblemError; a server that
+    cannot be reached is a ServerUnreachableError.
+    """
+
+    def __init__(self, url: str, token: str = "", timeout: float = TIMEOUT) -> None:
+        self.url, self.token = address(url, token)
+        headers = {b"Authorization": f"token {self.token}".encode()} if self.token else {}
+        far = urlsplit(self.url).hostname not in ("localhost", "127.0.0.1", "::1")
+        self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=far)
+        self._patient = httpx.Timeout(timeout, read=None)
+        self._watchful = httpx.Timeout(timeout, read=SILENCE)
+
+    @classmethod
+    def from_running_server(cls, timeout: float = TIMEOUT) -> Self:
+        """One for the newest of this user's servers here that has sandboxes; NoServerError if there is none."""
+        for server in running_servers():
+            client = cls(server.url, server.token, timeout)
+            try:
+                client.capabilities()
+            except (ProblemError, ServerUnreachableError, AnswerError):
+                client.close()
+            else:
+                return client
+        raise NoServerError()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def capabilities(self) -> Capabilities:
+        """What the server can do."""
+        return self._ask(Capabilities, "GET", "capabilities")
+
+    def list(
+        self, state: State | None = None, notebook: str | None = None, unused_for: float | None = None
+    ) -> Sequence[Sandbox]:
+        """All sandboxes, those that were used last first; or those in a state, of a notebook, or long unused.
+
+        ``notebook`` is relative to the server's root folder, ``unused_for`` in seconds.
+        """
+        wanted = {"state": state, "notebook": notebook, "unused_for": unused_for, "limit": PAGE}
+        found: list[Sandbox] = []
+        after: str | None = None
+        while True:
+            query = {name: value for name, value in {**wanted, "after": after}.items() if value is not None}
+            page = self._ask(SandboxPage, "GET", "", query=query)
+            found += page.items
+            after = page.next
+            if after is None:
+                return found
+
+    def show(self, id: str) -> Sandbox:
+        """All that is known of a sandbox."""
+        return self._ask(Sandbox, "GET", _path(id))
+
+    def create(self, **body: Unpack[CreateSandbox]) -> Sandbox:
+        """Start a kernel in a sandbox, or bring back the one that is kept under that id or of that notebook."""
+        return self._ask(Sandbox, "POST", "", body)
+
+    def hibernate(self, id: str) -> Sandbox:
+        """Save a sandbox's memory and give it back; the next cell wakes it."""
+        return self._ask(Sandbox, "POST", _path(id, "hibernate"))
+
+    def wake(self, id: str) -> Sandbox:
+        """Bring a hibernated kernel back, or start one for a sandbox that is only kept."""
+        return self._ask(Sandbox, "POST", _path(id, "wake"))
+
+    def restart(self, id: str) -> Sandbox:
+        """Start its kernel afresh; its savepoints stay."""
+        return self._ask(Sandbox, "POST", _path(id, "restart"))
+
+    def revert(self, id: str) -> Sandbox:
+        """Give up the last checkpoint of a sandbox that nobody has open for the one before."""
+        return self._ask(Sandbox, "POST", _path(id, "revert"))
+
+    def delete(self, id: str) -> Deleted:
+        """End a sandbox's kernel, and delete everything that is kept of it."""
+        return self._ask(Deleted, "DELETE", _path(id))
+
+    def execute(self, id: str, command: Sequence[str], cwd: str | None = None) -> Iterator[Output | Exit]:
+        """Run a command beside the kernel: what it writes as it comes, and at last how it ended.
+
+        A command is killed whose iterator is closed before its end.
+        """
+        body = {"command": [*command], **({} if cwd is None else {"cwd": cwd})}
+        with self._stream("POST", _path(id, "execute"), self._patient, body) as answer:
+            for line in answer.iter_lines():
+                piece = _object(line)
+                if "status" in piece:
+                    yield decode(Exit, piece)
+                    return
+                yield decode(Output, piece)
+        raise ServerUnreachableError(self.url, "the command's output ended before the command")
+
+    def fork(self, id: str, savepoint: str | None = None, notebook_path: str | None = None) -> Sandbox:
+        """Start a second kernel from a savepoint of the first one's, or from its present; the first one goes on."""
+        wanted = {"savepoint": savepoint, "notebook_path": notebook_path}
+        body = {name: value for name, value in wanted.items() if value is not None}
+        return self._ask(Sandbox, "POST", _path(id, "fork"), body)
+
+    def savepoints(self, id: str) -> Sequence[NamedState]:
+        """The savepoints of a sandbox, the oldest first."""
+        return (self._ask(NamedStates, "GET", _path(id, "savepoints"))).items
+
+    def savepoint(self, id: str, name: str) -> NamedState:
+        """Keep the memory of a kernel as it is now under a new name; it runs on."""
+        return self._ask(NamedState, "POST", _path(id, "savepoints"), {"name": name})
+
+    def delete_savepoint(self, id: str, name: str) -> None:
+        """Delete a savepoint."""
+        self._send("DELETE", _path(id, "savepoints", name))
+
+    def rewind(self, id: str, savepoint: str) -> Rewound:
+        """Bring the kernel back as it was at a savepoint; the present is saved first, as a savepoint of its own."""
+        return self._ask(Rewound, "POST", _path(id, "savepoints", savepoint, "rewind"))
+
+    def snapshots(self, id: str) -> Sequence[NamedState]:
+        """The snapshots of a sandbox, the oldest first."""
+        return (self._ask(NamedStates, "GET", _path(id, "snapshots"))).items
+
+    def snapshot(self, id: str, name: str) -> NamedState:
+        """Keep the files that were written in a sandbox, outside its mounts, under a new name; it runs on."""
+        return self._ask(NamedState, "POST", _path(id, "snapshots"), {"name": name})
+
+    def delete_snapshot(self, id: str, name: str) -> None:
+        """Delete a snapshot."""
+        self._send("DELETE", _path(id, "snapshots", name))
+
+    def events(self) -> Iterator[Event]:
+        """What happens to the server's sandboxes from now on, without end."""
+        with self._stream("GET", "events", self._watchful) as answer:
+            data = ""
+            for line in answer.iter_lines():
+                if line.startswith("data:"):
+                    data += line.removeprefix("data:")
+                elif not line and data:
+                    yield decode(Event, _object(data))
+                    data = ""
+
+    def _ask(
+        self,
+        kind: type[T],
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, Any] | None = None,
+    ) -> T:
+        answer = self._send(method, path, body, query)
+        return decode(kind, _json(answer))
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
+        timeout = self._http.timeout if method == "GET" else self._patient
+        try:
+            answer = self._http.request(method, self._address(path), json=body, params=query, timeout=timeout)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerUnreachableError(self.url, str(error)) from error
+        if not answer.is_success:
+            raise refusal(self.url, answer.status_code, _json(answer))
+        return answer
+
+    @contextmanager
+    def _stream(
+        self, method: str, path: str, timeout: httpx.Timeout, body: Mapping[str, Any] | None = None
+    ) -> Iterator[httpx.Response]:
+        try:
+            with self._http.stream(method, self._address(path), json=body, timeout=timeout) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise refusal(self.url, answer.status_code, _json(answer))
+                yield answer
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerUnreachableError(self.url, str(error)) from error
+
+    def _address(self, path: str) -> str:
+        return f"{self.url}api/sandboxes{'/' if path else ''}{path}"
+
+
+def _path(*parts: str) -> str:
+    return "/".join(quote(part, safe="") for part in parts)
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise AnswerError(f"no JSON object: {line[:80]!r}")
+    return value
+
+
+def _json(answer: httpx.Response) -> Any:
+    try:
+        return answer.json()
+    except ValueError:
+        return None

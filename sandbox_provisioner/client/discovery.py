@@ -1,0 +1,81 @@
+"""Which Jupyter Servers this user runs, from the files that they leave in Jupyter's runtime folder.
+
+``jupyter_server.serverapp`` can tell as well, but takes seconds to import and need not be installed where a client is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit, urlunsplit
+
+from jupyter_core.paths import jupyter_runtime_dir
+
+from ..errors import ConfigurationError
+
+PAGES = ("/lab", "/tree")
+"""What the address has at its end that a server shows a person."""
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server of this user's: where it is, and how to get in."""
+
+    url: str
+    token: str
+    root_dir: str
+
+
+def running_servers() -> list[RunningServer]:
+    """Those whose process lives, the newest first; one that listens on a unix socket is not among them."""
+    files = Path(jupyter_runtime_dir()).glob("jpserver-*.json")
+    found = [told for file in files if (told := _read(file)) is not None]
+    servers = [info for _, info in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    return [
+        RunningServer(str(info["url"]), str(info.get("token") or ""), str(info.get("root_dir") or ""))
+        for info in servers
+        if str(info.get("url")).startswith(("http://", "https://")) and _lives(info.get("pid"))
+    ]
+
+
+def address(url: str, token: str = "") -> tuple[str, str]:
+    """The base URL and the token from what a person has, such as ``http://localhost:8888/lab?token=abc``.
+
+    ConfigurationError if it is no address.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        problem = f"{url!r:.200} is no address of a Jupyter Server."
+        raise ConfigurationError(
+            "url", problem, "One is such as http://localhost:8888/; `jupyter server list` shows yours."
+        )
+    given = parse_qs(parts.query).get("token", [""])[0]
+    path = parts.path.rstrip("/")
+    for page in PAGES:
+        path = path.removesuffix(page)
+    return urlunsplit((parts.scheme, parts.netloc, f"{path}/", "", "")), token or given
+
+
+def _read(file: Path) -> tuple[float, dict[str, Any]] | None:
+    """When a server wrote its file, and what is in it; nothing if it has stopped since, or if that is no server's."""
+    try:
+        info, written = json.loads(file.read_text()), file.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return (written, info) if isinstance(info, dict) else None
+
+
+def _lives(pid: Any) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, TypeError, OverflowError):
+        return False
+    return True

@@ -1,0 +1,216 @@
+"""What a server answers, as frozen dataclasses: the schemas of openapi.yaml, under the same names.
+
+A field that a newer server has and this version does not know is left out. One that is missing, or is something else,
+is an AnswerError that names it.
+"""
+
+from __future__ import annotations
+
+import base64
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from datetime import datetime
+from functools import cache
+from typing import Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .errors import AnswerError
+
+State = Literal["running", "hibernated", "saved", "empty", "gone", "elsewhere", "unknown", "standby"]
+"""The states that this version knows; ``Sandbox.state`` may be one of a newer server's."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Something that is kept; ``size`` is in bytes."""
+
+    created: datetime
+    size: int
+
+
+@dataclass(frozen=True)
+class NamedState:
+    """A savepoint or a snapshot."""
+
+    name: str
+    created: datetime
+    size: int
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """All that is known of a sandbox. ``size`` is in bytes, ``problem`` says why not more is known."""
+
+    id: str
+    sandbox_id: str
+    state: str
+    persistent: bool
+    kernel_id: str | None
+    kernel_name: str
+    notebook_path: str | None
+    created: datetime
+    last_used: datetime
+    size: int | None
+    checkpoint: Stored | None
+    previous: Stored | None
+    savepoints: tuple[NamedState, ...]
+    snapshots: tuple[NamedState, ...]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class SandboxPage:
+    """A part of the list; ``next`` asks for the part after it."""
+
+    items: tuple[Sandbox, ...]
+    next: str | None
+    unreadable: int
+
+
+@dataclass(frozen=True)
+class NamedStates:
+    """The savepoints or the snapshots of a sandbox, the oldest first."""
+
+    items: tuple[NamedState, ...]
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """A sandbox after a rewind; ``kept`` is the savepoint that has what was before."""
+
+    sandbox: Sandbox
+    kept: str
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """What is no more, and how many bytes that freed."""
+
+    id: str
+    freed: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """A piece of what a command wrote, to ``stdout`` or ``stderr``."""
+
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a command ended; negative if a signal ended it."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a server can do."""
+
+    version: str
+    runsc: str | None
+    kernels: tuple[str, ...]
+    storage: str | None
+    persistent: bool
+    checkpoints: bool
+    snapshots: bool
+    gcs: bool
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the sandbox with the ``sandbox_id`` that is given as ``id``."""
+
+    id: str
+    what: str
+    time: datetime
+    seconds: float | None = None
+    size: int | None = None
+    doing: str = ""
+    reason: str = ""
+
+
+class Reference(TypedDict):
+    """A savepoint or a snapshot of some sandbox."""
+
+    id: str
+    name: str
+
+
+class CreateSandbox(TypedDict, total=False):
+    """What a new sandbox is to be; all of it may be left out."""
+
+    kernel_name: str
+    notebook_path: str
+    sandbox_id: str
+    gcs_sandbox_id: str
+    enable_handoff: bool
+    enable_checkpoint_at_idle: bool
+    idle_timeout: float
+    savepoint: Reference
+    snapshot: Reference
+
+
+def decode(kind: type[T], value: Any) -> T:
+    """``value``, which JSON made, as one of these dataclasses."""
+    try:
+        made: T = _decode(kind, value)
+    except (TypeError, ValueError, LookupError) as error:
+        raise AnswerError(f"no {kind.__name__}: {error}") from error
+    return made
+
+
+def encode(made: Any) -> dict[str, Any]:
+    """One of these dataclasses as JSON has it."""
+    return {name: _encode(value) for name, value in asdict(made).items()}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return {name: _encode(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        return _decode_fields(kind, value)
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
+        return None if value is None else _decode(kind, value)
+    if get_origin(kind) is tuple:
+        return tuple(_decode(get_args(kind)[0], item) for item in _is(value, list))
+    if kind is datetime:
+        return datetime.fromisoformat(_is(value, str))
+    if kind is bytes:
+        return base64.b64decode(_is(value, str), validate=True)
+    if kind is float:
+        return float(_is(value, (int, float)))
+    return _is(value, kind)
+
+
+def _decode_fields(kind: Any, value: Any) -> Any:
+    given, hints, made = _is(value, Mapping), _hints(kind), {}
+    for field in fields(kind):
+        if field.name in given:
+            try:
+                made[field.name] = _decode(hints[field.name], given[field.name])
+            except TypeError as error:
+                raise TypeError(f"{field.name} {error}") from None
+    return kind(**made)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _is(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"is {str(value)[:50]!r}")
+    return value

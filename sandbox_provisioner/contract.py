@@ -1,0 +1,137 @@
+"""The contract of the REST API, openapi.yaml, and requests that are checked against it: the two cannot differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import extend
+
+from .errors import SandboxError
+
+SPEC = Path(__file__).with_name("openapi.yaml")
+
+LARGEST = 64 << 10
+"""Bytes that the body of a request may have."""
+
+JUPYTERS = ("token", "no_track_activity", "_xsrf")
+"""Parameters that Jupyter Server itself understands. JupyterLab also adds the time, as a bare number."""
+
+NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")
+INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,30})")
+
+
+class BadRequestError(SandboxError):
+    """A request that makes no sense; ``field`` says what of it, if it is one part."""
+
+    def __init__(self, problem: str, remedy: str = "", field: str = "") -> None:
+        self.field = field
+        super().__init__(problem, remedy)
+
+
+@cache
+def spec() -> dict[str, Any]:
+    """The document."""
+    document: dict[str, Any] = yaml.safe_load(SPEC.read_text())
+    return document
+
+
+def check(schema: Mapping[str, Any], value: Any, what: str) -> None:
+    """BadRequestError unless ``value`` is as a schema of the document has it; ``what`` says what it is."""
+    error = next(_errors(schema, value), None)
+    if error is not None:
+        where = ".".join(map(str, error.absolute_path))
+        name = f"{what}, at {where}," if where else what
+        raise BadRequestError(f"{name} is not as it should be: {error.message[:300]}.", _remedy(error), where or what)
+
+
+def check_path(path: str, values: Mapping[str, str]) -> None:
+    """Check the variable parts of a URL whose template is ``path``."""
+    for parameter in _parameters(spec()["paths"][path]):
+        if parameter["in"] == "path":
+            check(parameter["schema"], values[parameter["name"]], parameter["name"])
+
+
+def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The parameters behind the question mark, as what they are, and the defaults of those that are not given."""
+    known = {parameter["name"]: parameter["schema"] for parameter in _parameters(spec()["paths"][path][method])}
+    found = {name: schema["default"] for name, schema in known.items() if "default" in schema}
+    for name, values in arguments.items():
+        if name in JUPYTERS or name.isdecimal():
+            continue
+        if name not in known:
+            there_are = f"There are: {', '.join(known)}." if known else "There are none here."
+            raise BadRequestError(f"There is no parameter {name!r:.100}.", there_are, name[:100])
+        if len(values) != 1:
+            raise BadRequestError(f"The parameter {name} is given {len(values)} times.", "Give it once.", name)
+        found[name] = _typed(known[name], values[0])
+        check(known[name], found[name], name)
+    return found
+
+
+def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
+    """The body of a request; BadRequestError if it is no JSON, or other than the document says."""
+    if len(body) > LARGEST:
+        raise BadRequestError(f"The request has {len(body)} bytes.", f"It can have {LARGEST}.")
+    try:
+        value = json.loads(body.decode(), parse_constant=_no_number)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError("The body of the request is no JSON.", "Send one object, as UTF-8.") from error
+    schema = spec()["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
+    try:
+        check(schema, value, "The body")
+    except RecursionError as error:
+        raise BadRequestError("The body of the request is nested too deeply.", "Send one plain object.") from error
+    return dict(value)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """As in JSON Schema, where the end is the end: Python's ``$`` also stands before a last newline."""
+    if isinstance(instance, str) and not re.search(pattern.replace("$", r"\Z"), instance):
+        yield ValidationError(f"{instance[:100]!r} does not match {pattern}")
+
+
+_Validator: Any = extend(Draft202012Validator, {"pattern": _pattern})  # type: ignore[no-untyped-call]
+
+
+def _errors(schema: Mapping[str, Any], value: Any) -> Iterator[ValidationError]:
+    errors: Iterator[ValidationError] = _Validator({**schema, "components": spec()["components"]}).iter_errors(value)
+    return errors
+
+
+def _remedy(error: ValidationError) -> str:
+    description = error.schema.get("description", "") if isinstance(error.schema, Mapping) else ""
+    return " ".join(str(description).split())
+
+
+def _parameters(of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [_resolved(parameter) for parameter in of.get("parameters", [])]
+
+
+def _resolved(node: dict[str, Any]) -> dict[str, Any]:
+    found: Any = node
+    while "$ref" in found:
+        names = found["$ref"].removeprefix("#/").split("/")
+        found = spec()
+        for name in names:
+            found = found[name]
+    return dict(found)
+
+
+def _typed(schema: dict[str, Any], text: str) -> Any:
+    """What a piece of text means where this schema is expected; itself if it is not that."""
+    kind = _resolved(schema).get("type")
+    if kind == "integer" and INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if kind == "number" and NUMBER.fullmatch(text) else text
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")

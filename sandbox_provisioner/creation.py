@@ -1,0 +1,291 @@
+"""Creation: kernels in sandboxes on request: new ones, kept ones and copies; one that fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from uuid import UUID
+
+from .contract import BadRequestError
+from .depiction import Subject
+from .errors import (
+    ConfigurationError,
+    SandboxError,
+    SandboxExistsError,
+    SandboxNotFoundError,
+    SavepointNotFoundError,
+    SnapshotNotFoundError,
+    StateError,
+    UnknownSandboxError,
+)
+from .inventory import Inventory
+from .persistence import Persistence
+from .records import SandboxRecord
+from .serverkernels import Live, Notebook, NotebookInUseError
+from .sights import look
+
+VARIABLES = {
+    "sandbox_id": "SANDBOX_ID",
+    "gcs_sandbox_id": "GCS_SANDBOX_ID",
+    "enable_handoff": "SANDBOX_ENABLE_HANDOFF",
+    "enable_checkpoint_at_idle": "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE",
+    "idle_timeout": "SANDBOX_IDLE_TIMEOUT",
+}
+"""What a start request is told by, for each part of ``CreateSandbox`` that the provisioner has to know."""
+
+IDENTITY = {"kernel_name", "notebook_path", "sandbox_id", "gcs_sandbox_id"}
+"""The parts that only say which sandbox is meant."""
+
+
+class Creation:
+    """Starts kernels for what ``inventory`` has and has not."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._kernels = inventory.kernels
+
+    async def create(self, body: Mapping[str, Any]) -> tuple[Subject, bool]:
+        """What ``CreateSandbox`` asks for, and whether it was started: it is not if it is open here already."""
+        _require_sense(body)
+        self._inventory.config.require(
+            gcs_sandbox_id=body.get("gcs_sandbox_id"),
+            enable_handoff=body.get("enable_handoff", False),
+            enable_checkpoint_at_idle=body.get("enable_checkpoint_at_idle", False),
+            sandbox_id=body.get("sandbox_id"),
+        )
+        notebook = self._kernels.notebook(body["notebook_path"]) if "notebook_path" in body else None
+        there = await self._already(body, notebook)
+        if there:
+            return there, False
+        source = await self._source(body)
+        before = source if "savepoint" in body else await self._before(body, notebook)
+        kernel_name = await self._kernel_name(body.get("kernel_name", ""), before)
+        env = {variable: _text(body[name]) for name, variable in VARIABLES.items() if name in body}
+        if "savepoint" in body:
+            assert source is not None
+            return await self._copy(source, body["savepoint"]["name"], notebook, env, _chosen(body)), True
+        async with self._nothing_left(body, notebook, kernel_name):
+            live = await self._kernels.start(kernel_name, notebook, env)
+            if source:
+                await self._load(live, source, body["snapshot"]["name"])
+        return Subject(live.record, live), True
+
+    async def fork(self, source: Subject, body: Mapping[str, Any]) -> Subject:
+        """A second kernel with the memory of a first, as ``Fork`` says."""
+        notebook = self._kernels.notebook(body["notebook_path"]) if "notebook_path" in body else None
+        if not source.record:
+            raise StateError(source.id, "fork", "ephemeral")
+        await self._require_free(notebook)
+        await self._kernel_name("", source)
+        before = self._kernels.relative(source.notebook_path)
+        copied = bool(notebook and before and await self._kernels.copy_notebook(before, notebook))
+        try:
+            return await self._copy(source, body.get("savepoint", ""), notebook, {})
+        except BaseException:
+            if copied and notebook:
+                await self._kernels.remove_notebook(notebook)
+            raise
+
+    async def open(self, subject: Subject) -> Subject:
+        """Start the kernel of a sandbox that is kept and that no kernel of this server has."""
+        sight = await self._inventory.sight(subject)
+        if sight and sight.problem:
+            raise sight.problem
+        path = self._kernels.relative(subject.notebook_path)
+        notebook = Notebook(path, subject.notebook_path) if path else None
+        await self._require_free(notebook)
+        await self._kernel_name("", subject)
+        env = {"SANDBOX_ID": subject.sandbox_id, "JPY_SESSION_NAME": subject.notebook_path}
+        live = await self._kernels.start(subject.kernel_name, notebook, env)
+        return Subject(live.record, live)
+
+    # -- what is asked for -------------------------------------------------------------------------------------------
+
+    async def _source(self, body: Mapping[str, Any]) -> Subject | None:
+        """The sandbox that has the savepoint or the snapshot to start from; what is not there is told first."""
+        kind = next((kind for kind in ("savepoint", "snapshot") if kind in body), None)
+        if kind is None:
+            return None
+        wanted, name = body[kind]["id"], body[kind]["name"]
+        source = await self._inventory.find(wanted)
+        sight = await self._inventory.sight(source)
+        savepoints = sight.summary.savepoints if sight and sight.summary else {}
+        if kind == "savepoint" and name not in savepoints:
+            raise SavepointNotFoundError(source.id, name, sorted(savepoints))
+        if kind == "snapshot" and (sight is None or name not in sight.snapshots):
+            raise SnapshotNotFoundError(f"Sandbox {source.id} has no snapshot {name}.")
+        return source
+
+    async def _before(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
+        """The sandbox that is kept of that id; or of that notebook, if no kernel is named, whichever was used last."""
+        chosen = _chosen(body)
+        path = notebook.absolute if notebook and "kernel_name" not in body else ""
+        if not chosen and not path:
+            return None
+        records = (await asyncio.to_thread((await self._inventory.kept()).registry.list)).records
+        found = [one for one in records if (one.sandbox_id == chosen if chosen else one.notebook_path == path)]
+        return Subject(max(found, key=lambda one: one.last_used), None) if found else None
+
+    async def _kernel_name(self, asked: str, before: Subject | None) -> str:
+        """The kernel to start: that of the memory to begin with, if there is some."""
+        names = await self._kernels.names()
+        there_are = f"There are: {', '.join(names)}." if names else "`jupyter sandbox setup` makes some."
+        known = before.kernel_name if before else ""
+        name = asked or known or next(iter(names), "")
+        if known and name != known:
+            raise BadRequestError(f"Sandbox {before and before.id} is of kernel {known}.", "Name that.", "kernel_name")
+        if before and not asked and name not in names:
+            raise StateError(before.id, "start the kernel of", f"of kernel {name!r:.200}, which this server has not")
+        if name not in names:
+            raise BadRequestError(f"There is no sandboxed kernel {name!r:.200}.", there_are, "kernel_name")
+        return name
+
+    async def _already(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
+        """The kernel of this server that has what is asked for; StateError if something else is asked for as well."""
+        chosen = _chosen(body)
+        kernel_id = await self._kernels.kernel_of(notebook) if notebook else None
+        for live in self._kernels.live():
+            of_notebook = kernel_id == live.kernel_id
+            of_id = bool(chosen and live.record and live.record.sandbox_id == chosen)
+            if of_notebook or of_id:
+                other = (notebook and not of_notebook) or (chosen and not of_id)
+                if other or not set(body) <= IDENTITY or body.get("kernel_name", live.kernel_name) != live.kernel_name:
+                    raise StateError(Subject(live.record, live).id, "create", "open on this server already")
+                return Subject(live.record, live)
+        await self._require_free(notebook)
+        return None
+
+    async def _require_free(self, notebook: Notebook | None) -> None:
+        if notebook and await self._kernels.kernel_of(notebook):
+            raise NotebookInUseError(notebook.path)
+
+    # -- doing it ----------------------------------------------------------------------------------------------------
+
+    async def _copy(
+        self, source: Subject, savepoint: str, notebook: Notebook | None, env: Mapping[str, str], chosen: str = ""
+    ) -> Subject:
+        """Found a sandbox with the memory of another, and start its kernel."""
+        kept = await self._inventory.kept()
+        path = notebook.absolute if notebook else ""
+        saved = await asyncio.to_thread(_saved, kept, path, source.kernel_name)
+        if notebook and saved:
+            raise NotebookInUseError(notebook.path, "a kernel that is saved")
+        record, founded = await asyncio.to_thread(_new_record, kept, chosen, source.kernel_name, path), False
+        try:
+            if source.live:
+                await source.live.provisioner.fork(record.sandbox_id, savepoint, path)
+            else:
+                assert source.record is not None
+                await asyncio.to_thread(kept.fork, source.record, record, savepoint)
+            founded = True
+            live = await self._kernels.start(source.kernel_name, notebook, {**env, "SANDBOX_ID": record.sandbox_id})
+        except BaseException:  # what was there before us is not ours to delete
+            with suppress(SandboxError):
+                await asyncio.to_thread(delete if founded else forget, kept, record.id)
+            raise
+        return Subject(live.record, live)
+
+    async def _load(self, live: Live, source: Subject, name: str) -> None:
+        try:
+            await live.provisioner.load_snapshot(name, source.sandbox_id)
+        except BaseException:
+            await self._kernels.end(live.kernel_id)
+            raise
+
+    @asynccontextmanager
+    async def _nothing_left(
+        self, body: Mapping[str, Any], notebook: Notebook | None, kernel_name: str
+    ) -> AsyncIterator[None]:
+        """If the block fails, delete the sandbox that it made: one that is new here, and of which nothing is saved."""
+        chosen = _chosen(body)
+        if not chosen and not notebook:
+            yield
+            return
+        try:
+            kept = await self._inventory.kept()
+        except ConfigurationError:  # then no sandbox can be made either
+            yield
+            return
+        path = notebook.absolute if notebook else ""
+        before = await asyncio.to_thread(_fitting, kept, chosen, path, kernel_name)
+        try:
+            yield
+        except BaseException:
+            for identity in await asyncio.to_thread(_fitting, kept, chosen, path, kernel_name) - before:
+                with suppress(SandboxError):
+                    await asyncio.to_thread(kept.registry.delete, identity, kept.discard)
+            raise
+
+
+def _require_sense(body: Mapping[str, Any]) -> None:
+    """Refuse what contradicts itself."""
+    for one, other in (("sandbox_id", "gcs_sandbox_id"), ("savepoint", "snapshot")):
+        if one in body and other in body:
+            raise BadRequestError(f"Both {one} and {other} are given.", "Give one of them.", other)
+    kept = {"notebook_path", "sandbox_id", "gcs_sandbox_id", "savepoint", "snapshot"}
+    needless = set(body) & {"enable_handoff", "enable_checkpoint_at_idle", "idle_timeout"}
+    if "snapshot" in body and not kept - {"snapshot"} & set(body):
+        raise BadRequestError(
+            "Files of a snapshot cannot be put into a sandbox of which nothing is kept.",
+            "Give a notebook_path or a sandbox_id.",
+            "snapshot",
+        )
+    if needless and not kept & set(body):
+        raise BadRequestError(
+            f"A sandbox of which nothing is kept has no {min(needless)}.",
+            "Give a notebook_path or a sandbox_id.",
+            min(needless),
+        )
+
+
+def _chosen(body: Mapping[str, Any]) -> str:
+    """The id that the user gave the sandbox."""
+    return str(body.get("sandbox_id") or body.get("gcs_sandbox_id") or "")
+
+
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _new_record(kept: Persistence, chosen: str, kernel_name: str, notebook_path: str) -> SandboxRecord:
+    """For a sandbox that is to be; SandboxExistsError if there is one with the id that was chosen. Blocks."""
+    if not chosen:
+        return kept.registry.allocate(kept.stores, kernel_name=kernel_name, notebook_path=notebook_path)
+    if _fitting(kept, chosen, "", ""):
+        raise SandboxExistsError(chosen, "this server's storage")
+    return kept.registry.record(chosen, kept.stores, kernel_name=kernel_name, notebook_path=notebook_path)
+
+
+def _fitting(kept: Persistence, chosen: str, path: str, kernel_name: str) -> set[UUID]:
+    """The records of an id, or of a notebook and a kernel. Blocks."""
+    if not chosen:
+        return {record.id for record in kept.registry.find_notebook(path, kernel_name)}
+    return {record.id for record in kept.registry.list().records if record.sandbox_id == chosen}
+
+
+def _saved(kept: Persistence, path: str, kernel_name: str) -> bool:
+    """Whether something is kept of a notebook. Blocks."""
+    return bool(path) and any(sight.size for sight in look(kept, kept.registry.find_notebook(path, kernel_name)))
+
+
+def recorded(kept: Persistence, identity: UUID) -> bool:
+    """Whether there is a record. Blocks."""
+    try:
+        return kept.registry.load(identity).id == identity
+    except UnknownSandboxError:
+        return False
+
+
+def forget(kept: Persistence, identity: UUID) -> None:
+    """Delete a record, and nothing else. Blocks."""
+    kept.registry.forget(identity)
+
+
+def delete(kept: Persistence, identity: UUID) -> int:
+    """Delete a sandbox, if it is still there, with all that is kept of it; returns the bytes that went. Blocks."""
+    try:
+        return kept.registry.delete(identity, kept.destroy)
+    except (UnknownSandboxError, SandboxNotFoundError):
+        return 0

@@ -1,0 +1,69 @@
+"""Inside: what a kernel's own notebook can have done with it by ``%sandbox``. Lives in the I/O thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jupyter_client.session import Session
+
+from .apology import Cell, conclude
+from .discretion import public
+from .errors import SandboxError
+from .handle import SandboxHandle
+from .kernel import SandboxedKernel
+from .metadata import Checkpoint
+
+EPHEMERAL = (
+    "Nothing of this kernel is kept: it was started for no notebook and without a sandbox_id, or persistent is not set."
+)
+
+
+class Inside:
+    """The kernel as its notebook sees it; ``session`` makes messages in the kernel's name."""
+
+    def __init__(self, kernel: SandboxedKernel, session: Callable[[], Session]) -> None:
+        self._kernel = kernel
+        self._session = session
+
+    async def status(self) -> Mapping[str, Any]:
+        """What the sandbox is; see asks.Askable."""
+        assert self._kernel.handle is not None
+        handle = self._kernel.handle
+        kept = handle.persistent
+        return {
+            "sandbox_id": handle.sandbox_id,
+            "state": str(handle.instance.state),
+            "notebook": handle.metadata.notebook_path if kept else "",
+            "idle_timeout": handle.idle_timeout or 0.0,
+            "ephemeral": "" if kept else EPHEMERAL,
+        }
+
+    async def savepoints(self) -> Mapping[str, Checkpoint]:
+        """By name."""
+        return self._kept().metadata.savepoints
+
+    async def savepoint(self, name: str) -> Checkpoint:
+        """Make one, in which the cell that asks is over."""
+        self._kept()
+        return await self._kernel.savepoint(name, asked_inside=True)
+
+    async def rewind(self, name: str, cell: Cell | None) -> str:
+        """Go back to one; the cell that asks is ended in the kernel's name, because its kernel is gone."""
+        if "curve_publickey" in self._kept().contents.get("connection", {}):
+            raise SandboxError(
+                "This kernel's connections are encrypted, and the cell that rewinds it could not be ended.",
+                "Rewind it from outside: `jupyter sandbox rewind`.",
+            )
+
+        def farewell(kept: str, problem: SandboxError | None) -> tuple[bytes, bytes]:
+            said = f"Rewound to {name}; what was is kept as savepoint {kept}."
+            return conclude(cell, self._session(), said, public(problem) if problem else "") if cell else (b"", b"")
+
+        return await self._kernel.rewind(name, farewell)
+
+    def _kept(self) -> SandboxHandle:
+        handle = self._kernel.handle
+        if handle is None or not handle.persistent:
+            raise SandboxError(EPHEMERAL)
+        return handle

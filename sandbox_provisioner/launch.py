@@ -1,0 +1,113 @@
+"""Launch: what a sandboxed kernel is started with, from the command and the environment that Jupyter would start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
+
+from .bundle import BundleSpec, Mount, parse_mount
+from .folders import homes, masks, shields
+from .interpreter import installing, parts, resolve, roomy, visible
+from .kernel import Start
+from .relay import CHANNELS
+from .runsc import Runsc
+from .runtime import runtime_root
+from .settings import SandboxSettings
+
+GUEST_RUNTIME = "/run/jupyter"
+CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
+"""What a kernel and its clients must agree on, besides where they meet."""
+PACKAGES = "What pip installs in this sandbox comes here, because the virtual environment is read-only.\n"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A sandbox, the kernel's process in it, and where its channels are inside."""
+
+    spec: BundleSpec
+    start: Start
+    targets: dict[str, str]
+    bare: BundleSpec
+    """The same sandbox without the kernel's folder."""
+    env: Mapping[str, str]
+    """The kernel's variables but for those that we add."""
+
+
+def plan(
+    cmd: list[str],
+    env: dict[str, str],
+    folder: Mount | None,
+    connection_file: str,
+    settings: SandboxSettings,
+    runsc: Runsc,
+) -> Launch:
+    """How to start ``cmd`` in a sandbox that shows ``folder``, if any, and what the ``settings`` add."""
+    connection = os.path.realpath(connection_file)
+    inside = f"{GUEST_RUNTIME}/{os.path.basename(connection)}"
+    argv = [part.replace(connection, inside) for part in cmd]
+    argv[0] = resolve(argv[0], env)
+    cwd = folder.destination if folder else env["HOME"]
+    info = json.loads(Path(connection).read_text()) | _guest_endpoints(settings.guest_transport)
+    packages, variables = installing(argv[0], env)
+    start = Start(
+        argv=roomy(argv),
+        env=env | variables,
+        cwd=cwd,
+        connection_file=inside,
+        folder=folder,
+        files={inside: json.dumps(info), **({f"{packages}/README": PACKAGES} if packages else {})},
+        remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
+    )
+    spec, bare = (_bundle(argv, env, shown, settings, runsc) for shown in (folder, None))
+    return Launch(spec, start, targets(info), bare, env)
+
+
+def own_folders() -> list[str]:
+    """Where connection files and the folders of running sandboxes are, which no kernel may have."""
+    return [jupyter_runtime_dir(), str(runtime_root())]
+
+
+def sink(given: Any, inherited: int) -> int | None:
+    """A copy of the descriptor that Popen would be told of: nothing said is our own, a pipe is read by nobody."""
+    number = inherited if given is None else given if isinstance(given, int) else given.fileno()
+    return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
+
+
+def _bundle(
+    argv: list[str], env: dict[str, str], folder: Mount | None, settings: SandboxSettings, runsc: Runsc
+) -> BundleSpec:
+    given = [*([folder] if folder else []), *map(parse_mount, settings.mounts)]
+    writable = [mount.source for mount in given if mount.writable]
+    seen = [*visible([sys.executable], env, writable), *visible(argv, env, writable)]
+    trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
+    trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
+    mounts = [*seen, *given, *shields(given, trusted)]
+    return BundleSpec(
+        python=os.path.realpath(sys.executable),
+        home=env["HOME"],
+        user=env["USER"],
+        mounts=(*mounts, *masks(mounts, {*homes(), *own_folders()}, env["HOME"])),
+        network=settings.network,
+        environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
+    )
+
+
+def _guest_endpoints(transport: str) -> dict[str, Any]:
+    """The kernel's own endpoints, as its connection file inside the sandbox has them."""
+    first, ip = (1, f"{GUEST_RUNTIME}/kernel") if transport == "ipc" else (5001, "127.0.0.1")
+    ports = {f"{channel}_port": first + number for number, channel in enumerate(CHANNELS)}
+    return {"transport": transport, "ip": ip, **ports}
+
+
+def targets(info: Mapping[str, Any]) -> dict[str, str]:
+    """Where a kernel's channels are, by its connection file inside the sandbox."""
+    mark = "unix:{ip}-{port}" if info["transport"] == "ipc" else "tcp:{ip}:{port}"
+    return {channel: mark.format(ip=info["ip"], port=info[f"{channel}_port"]) for channel in CHANNELS}

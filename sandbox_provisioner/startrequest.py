@@ -1,0 +1,37 @@
+"""What the environment of a start request says of the sandbox that it is for; it goes before the settings."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Mapping
+
+from . import config
+from .claims import Wanted
+from .settings import SandboxSettings
+
+
+def heed(env: Mapping[str, str], settings: SandboxSettings) -> None:
+    """Set what the request sets."""
+    asked = _asked(env)
+    settings.enable_handoff = config.flag("SANDBOX_ENABLE_HANDOFF", asked, settings.enable_handoff)
+    settings.enable_checkpoint_at_idle = config.flag(
+        "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE", asked, settings.enable_checkpoint_at_idle
+    )
+    settings.idle_timeout = config.seconds("SANDBOX_IDLE_TIMEOUT", settings.idle_timeout, asked)
+
+
+def wanted(env: Mapping[str, str], settings: SandboxSettings, kernel_name: str) -> Wanted | None:
+    """Which persistent sandbox the start is for; None if for none."""
+    asked = _asked(env)
+    gcs = asked.get("GCS_SANDBOX_ID") or ("" if asked.get("SANDBOX_ID") else settings.gcs_sandbox_id)
+    explicit = gcs or asked.get("SANDBOX_ID") or settings.sandbox_id
+    notebook = env.get("JPY_SESSION_NAME", "")
+    if not explicit and not (settings.persistent and notebook.endswith(".ipynb")):
+        return None
+    return Wanted(kernel_name, notebook, explicit, bool(gcs), getpass.getuser())
+
+
+def _asked(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the server itself has not, or not so."""
+    return {name: value for name, value in env.items() if value != os.environ.get(name, "")}

@@ -1,0 +1,244 @@
+"""Making a template: start the kernel in a sandbox of its own, stop it before it serves, checkpoint it, publish that.
+
+A server does it in a process of its own, ``python -m sandbox_provisioner.templatebuild``, which reads the recipe from
+its standard input, waits until the start that found no template is over, gives way to everybody, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .activation import tell
+from .bundle import BundleSpec, Mount, windows
+from .checkpoints import now
+from .errors import GuestError, LinkClosedError, SandboxError
+from .folders import within
+from .guest.powers import CARRIED
+from .gvisor import GVisorSandbox
+from .interpreter import frozen
+from .kernel import TEMPLATE_PROCESS
+from .launch import targets
+from .recipes import CONNECTION_FILE, Recipe
+from .templates import Template, TemplateShelf, mark
+from .words import printable
+
+STARTING = 120.0
+"""Seconds that a kernel has to come to where it can be frozen."""
+SERVING = 10.0
+"""Seconds after its sockets are there in which it must have come to where it serves."""
+PRELOADING = 600.0
+SETTLED = 1.0
+"""Seconds for which the files that a template depends on must have been left alone when it was begun."""
+LATER = 5.0
+"""Seconds for which a server's own start goes before."""
+LOOK_EVERY = 0.2
+WORDS_KEPT = 2000
+
+Say = Callable[[str], None]
+
+
+def in_background(recipe: Recipe) -> None:
+    """Have it made by a process of its own. Blocks for milliseconds."""
+    command = [sys.executable, "-P", "-m", "sandbox_provisioner.templatebuild", str(os.getpid())]
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(  # nothing is imported from a folder that a notebook may write to
+        command, cwd="/", stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+    assert process.stdin
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(json.dumps(recipe.to_json()).encode())
+    _background.append(process)
+    _background[:] = [one for one in _background if one.poll() is None]
+
+
+_background: list[subprocess.Popen[bytes]] = []
+"""Builders that may not have been waited for yet."""
+
+
+def main() -> None:
+    """What that process does."""
+    server, recipe = int(sys.argv[1]), Recipe.from_json(json.load(sys.stdin))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    os.nice(19)
+    asyncio.run(_build_for(server, recipe))
+
+
+async def _build_for(server: int, recipe: Recipe) -> None:
+    """Build for as long as the process ``server`` lives: what ends soon may clean up behind itself."""
+    work = asyncio.create_task(_build_later(recipe))
+    while not work.done() and os.getppid() == server:
+        await asyncio.wait({work}, timeout=LOOK_EVERY)
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+async def _build_later(recipe: Recipe) -> None:
+    await asyncio.sleep(LATER)
+    shelf = TemplateShelf()
+    try:
+        await build(recipe, shelf, wait=False)
+    except SandboxError as error:  # `jupyter sandbox template list` tells it; it is tried again, but not at each start
+        failure = f"it could not be made: {error}"
+        shelf.publish(Template(recipe.kernel_name, recipe.key, now(), unfit=failure, failed=True))
+
+
+async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lambda step: None) -> Template | None:
+    """Make the template and publish it; None if somebody else is at it, and we do not ``wait``.
+
+    It may be one without an image, which says why this kernelspec can have none. SandboxError if making it failed.
+    """
+    async with shelf.building(recipe.kernel_name, wait) as draft:
+        if draft is None:
+            return None
+        left_out: dict[str, str] = {}
+        while True:
+            say("start")
+            modules = [name for name in recipe.preload if name not in left_out]
+            found = await _freeze(recipe, modules, draft, say)
+            if not found["left_out"] or found["unfit"]:
+                break
+            left_out |= found["left_out"]
+        template = Template(
+            kernel_name=recipe.kernel_name,
+            key=recipe.key,
+            created=now(),
+            preloaded=modules,
+            left_out=left_out,
+            unfit=found["unfit"],
+            marks=found["marks"],
+        )
+        return shelf.publish(template, None if found["unfit"] else draft)
+
+
+async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
+    """One attempt: what the kernel reports, with the marks of its files, and if it is fit the image in ``draft``."""
+    begun = time.time()
+    empty = draft.with_name(f"{draft.name}-folder")
+    empty.mkdir(mode=0o700, exist_ok=True)
+    spec = replace(recipe.spec, carried=Mount(str(empty), CARRIED, True))
+    sandbox = GVisorSandbox(f"template-{recipe.kernel_name}", spec, recipe.runsc, recipe.platform)
+    try:
+        await sandbox.start()
+        found = await _report(sandbox, recipe, modules)
+        found["marks"] = {}
+        if not found["left_out"] and not found["unfit"]:
+            read = list(_host_files(found["files"], spec))
+            writable = [path for path, mount in read if mount.writable]
+            if writable:
+                return {**found, "unfit": f"it reads {writable[0]}, which kernels can write to"}
+            found["marks"] = _marks((path for path, _ in read), begun)
+            say("checkpoint")
+            await sandbox.checkpoint(draft)
+    finally:
+        await sandbox.delete()
+    return found
+
+
+async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) -> dict[str, Any]:
+    """Start the kernel and have it import ``modules``; what it says of itself."""
+    files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
+    process = await sandbox.execute(frozen(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
+    if process.number != TEMPLATE_PROCESS:
+        raise SandboxError("The kernel is not the first process of its template.")
+    end = asyncio.create_task(process.read())
+    try:
+        unfit = await _unfit(sandbox, recipe, end)
+        if unfit:
+            return {"unfit": unfit, "left_out": {}, "files": []}
+        left_out = {}
+        for name in modules:
+            if reason := await _preload(sandbox, name):
+                left_out[name] = reason
+            if end.done():
+                return {"unfit": "", "left_out": left_out, "files": []}
+        found = await tell(sandbox.link, op="preload", modules=[])
+    finally:
+        end.cancel()
+        await asyncio.gather(end, return_exceptions=True)
+    if not isinstance(found.get("files"), list):
+        raise GuestError("What the frozen kernel says of itself makes no sense.")
+    return {"unfit": "", "left_out": left_out, "files": found["files"]}
+
+
+async def _preload(sandbox: GVisorSandbox, name: str) -> str:
+    """Have the kernel import a module; why that, or freezing it then, is not possible."""
+    try:
+        async with asyncio.timeout(PRELOADING):
+            said = await tell(sandbox.link, op="preload", modules=[name])
+    except TimeoutError:
+        raise SandboxError(f"{name} could not be imported within {PRELOADING:g} seconds.") from None
+    except LinkClosedError:
+        await asyncio.sleep(LOOK_EVERY)
+        return "it ends the kernel"
+    left_out = said.get("left_out")
+    return str(left_out.get(name, "")) if isinstance(left_out, dict) else ""
+
+
+async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tuple[bytes, bytes]]) -> str:
+    """Why the kernel cannot be frozen: it says so, it ends, or it serves already."""
+    answer = asyncio.create_task(tell(sandbox.link, op="report"))
+    serving = asyncio.create_task(_serves(sandbox, recipe))
+    try:
+        watched: set[asyncio.Future[Any]] = {answer, end, serving}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return str(answer.result().get("unfit", ""))
+        if end.done():
+            words = b"\n".join(end.result())[-WORDS_KEPT:]
+            return f"it ended before it could be frozen: {printable(words)}"
+        return "it does not start as ipykernel's do"
+    finally:
+        for task in (answer, serving):
+            task.cancel()
+        await asyncio.gather(answer, serving, return_exceptions=True)
+
+
+async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
+    """Returns when the kernel must have begun to serve: some time after its sockets answer, or a long one anyway."""
+    up = asyncio.Event()
+    stream = sandbox.link.open(targets(recipe.connection)["shell"])
+    stream.on_data = lambda data: up.set()
+    try:
+        async with asyncio.timeout(STARTING):
+            await up.wait()
+            await asyncio.sleep(SERVING)
+    except TimeoutError:
+        pass
+    finally:
+        stream.reset()
+
+
+def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, Mount]]:
+    """Where the host has the files that a sandbox of ``spec`` knows by these paths, as far as they are the host's."""
+    views = sorted(windows(spec), key=lambda mount: len(mount.destination), reverse=True)
+    for path in map(str, paths):
+        view = next((mount for mount in views if within(path, mount.destination)), None)
+        if view and view.source and view.destination != CARRIED:
+            yield view.source + path[len(view.destination) :], view
+
+
+def _marks(paths: Iterable[str], begun: float) -> dict[str, list[int]]:
+    """By what the files are known; SandboxError if one of them may have been changed while it was read."""
+    marks = {path: found for path in paths if (found := mark(path))}
+    for path, found in marks.items():
+        if found[-1] > (begun - SETTLED) * 1e9:
+            raise SandboxError(
+                f"{path} was changed while the template was made, or just before.",
+                "The next start has it made again; so does `jupyter sandbox template build`.",
+            )
+    return marks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,540 @@
+"""The REST API of a real server with real sandboxes: each operation, who may ask for it, and what a failure leaves."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPCookieProcessor, Request, build_opener, urlopen
+
+import pytest
+import websocket
+from apis import BROKEN, KEEPER, KERNEL, Api, nothing_is_left, serving
+
+from sandbox_provisioner import contract
+
+pytestmark = pytest.mark.runsc
+
+DENY = """
+from jupyter_server.auth import Authorizer
+
+class Nobody(Authorizer):
+    def is_authorized(self, handler, user, action, resource):
+        return resource != "sandboxes"
+
+c.ServerApp.authorizer_class = Nobody
+"""
+NOBODYS = "0f8a6e0e-8a54-4e0c-9d0a-3f2f2d1b7c11"
+PATIENCE = 30
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """One server for all tests; what they make, they delete."""
+    with serving(tmp_path_factory.mktemp("api")) as api:
+        yield api
+
+
+@pytest.fixture
+def create(api: Api) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Makes sandboxes; after the test none is left, nor a kernel, a session or a record."""
+
+    def make(**body: Any) -> dict[str, Any]:
+        sandbox: dict[str, Any] = api.good("POST", "", {"kernel_name": KERNEL, **body})
+        return sandbox
+
+    yield make
+    for sandbox in api.good("GET", "")["items"]:
+        api.good("DELETE", f"/{sandbox['id']}")
+    nothing_is_left(api)
+
+
+def notebooks(api: Api) -> Path:
+    return api.server.runtime.parent / "notebooks"
+
+
+def output(answer: HTTPResponse) -> tuple[bytes, bytes, int]:
+    """What a command wrote to stdout and to stderr, and its status."""
+    lines = [json.loads(line) for line in answer]
+    streams = {"stdout": b"", "stderr": b""}
+    for line in lines[:-1]:
+        contract.check({"$ref": "#/components/schemas/Output"}, line, "output")
+        streams[line["stream"]] += base64.b64decode(line["data"])
+    contract.check({"$ref": "#/components/schemas/Exit"}, lines[-1], "exit")
+    return streams["stdout"], streams["stderr"], lines[-1]["status"]
+
+
+def execute(api: Api, sandbox: dict[str, Any], *command: str, **more: Any) -> tuple[bytes, bytes, int]:
+    with api.open("POST", f"/{sandbox['id']}/execute", {"command": command, **more}) as answer:
+        assert answer.headers["Content-Type"] == "application/x-ndjson"
+        return output(answer)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# -- who may ---------------------------------------------------------------------------------------------------------
+
+
+def operations() -> list[tuple[str, str]]:
+    """Every method and path there is, with ids that nobody has."""
+    paths = contract.spec()["paths"]
+    found = [(method, path) for path in paths for method in ("get", "post", "delete") if method in paths[path]]
+    short = [(method.upper(), path.removeprefix("/api/sandboxes")) for method, path in found]
+    return [(method, path.replace("{id}", NOBODYS).replace("{name}", "a")) for method, path in short]
+
+
+@pytest.mark.parametrize(("method", "path"), [*operations(), ("GET", "/no/such/path")])
+def test_who_is_not_logged_in_learns_nothing(api: Api, method: str, path: str) -> None:
+    answer = api.ask(method, path, {} if method == "POST" else None, token="")
+    assert (answer.status, answer.body) == (403, FORBIDDEN)
+
+
+def test_who_is_not_logged_in_does_not_learn_whether_a_sandbox_exists(
+    api: Api, create: Callable[..., dict[str, Any]]
+) -> None:
+    mine, theirs = create()["id"], NOBODYS
+    for method, path in operations():
+        for body in ({}, b"nonsense"):
+            answers = [
+                api.ask(method, path.replace(NOBODYS, one), body if method == "POST" else None, token="wrong")
+                for one in (mine, theirs)
+            ]
+            assert [(answer.status, answer.body) for answer in answers] == [(403, FORBIDDEN)] * 2
+
+
+def test_who_has_no_authority_gets_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "jupyter_server_config.py").write_text(DENY)
+    with serving(tmp_path) as api:
+        for method, path in operations():
+            answer = api.ask(method, path, {} if method == "POST" else None)
+            assert (answer.status, answer.body) == (403, FORBIDDEN)
+        assert api.server.ask("GET", "kernels") == (200, [])
+
+
+def test_who_is_logged_in_by_a_cookie_has_to_prove_that_the_page_is_the_servers(api: Api) -> None:
+    jar = CookieJar()
+    browser = build_opener(HTTPCookieProcessor(jar))
+    for page in ("login", "api/status?token=t"):
+        browser.open(f"{api.server.url}{page}", timeout=PATIENCE).close()
+    (proof,) = [str(cookie.value) for cookie in jar if cookie.name == "_xsrf"]
+    for headers, status in (({}, 403), ({"X-XSRFToken": proof}, 400)):
+        request = Request(f"{api.server.url}api/sandboxes", b"no json", headers, method="POST")
+        with pytest.raises(HTTPError) as raised:
+            browser.open(request, timeout=PATIENCE)
+        assert raised.value.code == status
+        assert raised.value.headers["Content-Type"] == "application/problem+json"
+
+
+FORBIDDEN = {
+    "type": "about:blank",
+    "title": "Forbidden",
+    "status": 403,
+    "detail": "You are not logged in, or not allowed to do that.",
+}
+
+
+# -- requests that make no sense -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", f"/{NOBODYS}", 404),
+        ("DELETE", f"/{NOBODYS}", 404),
+        ("POST", f"/{NOBODYS}/wake", 404),
+        ("GET", "/.hidden", 400),
+        ("GET", "/a%2F..%2Fb", 400),
+        ("GET", "/a%0A", 400),
+        ("GET", "/%FF", 400),
+        ("GET", "/a/b/c", 404),
+        ("GET", "/", 404),
+        ("PUT", "", 405),
+        ("PATCH", f"/{NOBODYS}", 405),
+        ("GET", f"/{NOBODYS}/wake", 405),
+        ("GET", "?limit=0", 400),
+        ("GET", "?sate=saved", 400),
+        ("GET", "?no_track_activity=%FF", 400),
+        ("POST", "", 400),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(api: Api, method: str, path: str, status: int) -> None:
+    api.bad(status, method, path)
+
+
+def test_a_method_that_there_is_not_is_told_from_those_there_are(api: Api) -> None:
+    assert api.ask("PUT", "").headers["Allow"] == "GET, POST, OPTIONS"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"kernel_name": "python3"}, "kernel_name"),
+        ({"notebook_path": "/etc/a.ipynb"}, "notebook_path"),
+        ({"notebook_path": "../a.ipynb"}, "notebook_path"),
+        ({"notebook_path": "a/../../b.ipynb"}, "notebook_path"),
+        ({"notebook_path": "no/such/folder/a.ipynb"}, "notebook_path"),
+        ({"notebook_path": ".hidden/a.ipynb"}, "notebook_path"),
+        ({"sandbox_id": "a", "gcs_sandbox_id": "a"}, "gcs_sandbox_id"),
+        ({"enable_handoff": True}, "enable_handoff"),
+        ({"snapshot": {"id": "a", "name": "b"}}, "snapshot"),
+        ({"gcs_sandbox_id": "a"}, "SANDBOX_LOCK_BUCKET"),
+    ],
+)
+def test_a_sandbox_that_cannot_be_is_refused_by_what_is_wrong(api: Api, body: dict[str, Any], field: str) -> None:
+    assert api.bad(400, "POST", "", body)["variable"] == field
+    nothing_is_left(api)
+
+
+def test_a_refusal_names_the_kernels_there_are(api: Api) -> None:
+    assert f"There are: {BROKEN}, {KEEPER}, {KERNEL}" in api.bad(400, "POST", "", {"kernel_name": "no-such"})["remedy"]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"notebook_path": "a.ipynb"}, {"sandbox_id": "mine"}, {"notebook_path": "a.ipynb", "sandbox_id": "b"}]
+)
+def test_a_start_that_fails_leaves_nothing(api: Api, body: dict[str, Any]) -> None:
+    assert api.bad(422, "POST", "", {**body, "kernel_name": BROKEN})["type"] == "urn:sandbox:command"
+    nothing_is_left(api)
+
+
+def test_no_answer_has_a_path_of_the_server(api: Api) -> None:
+    problem = api.bad(422, "POST", "", {"kernel_name": BROKEN, "notebook_path": "a.ipynb"})
+    assert "/no/such" not in str(problem)
+    assert "/no/such/program" in api.server.log.read_text()
+
+
+# -- what can be done ------------------------------------------------------------------------------------------------
+
+
+def test_a_server_says_what_it_can_do(api: Api) -> None:
+    found = api.good("GET", "/capabilities")
+    assert found["kernels"][:3] == [BROKEN, KEEPER, KERNEL]  # others may be installed
+    assert (found["storage"], found["persistent"], found["gcs"]) == ("local", True, False)
+
+
+def test_a_kernel_without_a_notebook_is_ephemeral(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create()
+    assert (sandbox["persistent"], sandbox["state"], sandbox["id"]) == (False, "running", sandbox["kernel_id"])
+    assert api.good("GET", "")["items"] == [sandbox | {"last_used": api.good("GET", "")["items"][0]["last_used"]}]
+    for action in ("hibernate", "revert"):
+        assert "ephemeral" in api.bad(409, "POST", f"/{sandbox['id']}/{action}")["detail"]
+    assert "ephemeral" in api.bad(409, "POST", f"/{sandbox['id']}/fork", {})["detail"]
+    for kind in ("savepoints", "snapshots"):
+        assert api.good("GET", f"/{sandbox['id']}/{kind}") == {"items": []}
+        assert "ephemeral" in api.bad(409, "POST", f"/{sandbox['id']}/{kind}", {"name": "a"})["detail"]
+    assert api.good("DELETE", f"/{sandbox['id']}") == {"id": sandbox["id"], "freed": 0}
+
+
+def test_a_notebook_has_its_sandbox_as_if_it_had_been_opened(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    (notebooks(api) / "folder").mkdir(exist_ok=True)
+    answer = api.ask("POST", "", {"kernel_name": KERNEL, "notebook_path": "folder/a.ipynb"})
+    sandbox = answer.body
+    assert answer.status == 201
+    assert answer.headers["Location"] == f"/api/sandboxes/{sandbox['id']}"
+    assert (sandbox["notebook_path"], sandbox["persistent"]) == ("folder/a.ipynb", True)
+    _, (session,) = api.server.ask("GET", "sessions")
+    assert (session["path"], session["kernel"]["id"]) == ("folder/a.ipynb", sandbox["kernel_id"])
+    assert api.run(sandbox, "import os; print(os.getcwd())").strip() == str(notebooks(api) / "folder")
+    again = api.ask("POST", "", {"kernel_name": KERNEL, "notebook_path": "folder/a.ipynb"})
+    assert (again.status, again.body["kernel_id"]) == (200, sandbox["kernel_id"])
+    api.bad(409, "POST", "", {"kernel_name": KERNEL, "notebook_path": "folder/a.ipynb", "idle_timeout": 1})
+    assert api.good("GET", "?notebook=folder/a.ipynb")["items"][0]["id"] == sandbox["id"]
+    assert api.good("GET", "?notebook=a.ipynb")["items"] == []
+
+
+def test_a_kernel_hibernates_and_wakes(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create(sandbox_id="sleeper")
+    here = f"/{sandbox['id']}"
+    api.run(sandbox, "x = 41")
+    asleep = api.good("POST", f"{here}/hibernate")
+    assert (asleep["state"], asleep["kernel_id"]) == ("hibernated", sandbox["kernel_id"])
+    assert asleep["checkpoint"]["size"] == asleep["size"] > 0
+    assert [one["id"] for one in api.good("GET", "?state=hibernated")["items"]] == [sandbox["id"]]
+    assert api.good("GET", "?state=running")["items"] == []
+    assert api.good("POST", f"{here}/wake")["state"] == "running"
+    assert api.run(sandbox, "print(x + 1)") == "42\n"
+    assert api.good("POST", "/sleeper/restart")["state"] == "running"
+    assert api.run(sandbox, "print('x' in globals())") == "False\n"
+
+
+def test_one_that_is_only_kept_is_shown_and_woken(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create(notebook_path="kept.ipynb", kernel_name=KEEPER)
+    here = f"/{sandbox['id']}"
+    api.run(sandbox, "x = 41")
+    api.server.ask("DELETE", f"kernels/{sandbox['kernel_id']}")
+    assert api.good("GET", here)["state"] == "saved"
+    assert api.good("POST", f"{here}/hibernate")["kernel_id"] is None
+    for action, body in (("restart", None), ("execute", {"command": ["true"]}), ("savepoints", {"name": "a"})):
+        assert "not open on this server" in api.bad(409, "POST", f"{here}/{action}", body)["detail"]
+    assert "without a checkpoint before" in api.bad(409, "POST", f"{here}/revert")["detail"]
+    woken = api.good("POST", f"{here}/wake")
+    assert woken["state"] == "running"
+    assert api.run(woken, "print(x + 1)") == "42\n"
+    _, (session,) = api.server.ask("GET", "sessions")
+    assert session["path"] == "kept.ipynb"
+
+
+def test_one_that_is_only_kept_is_reverted_forked_and_deleted(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create(sandbox_id="old", kernel_name=KEEPER)
+    here = f"/{sandbox['id']}"
+    api.run(sandbox, "x = 1")
+    api.good("POST", f"{here}/savepoints", {"name": "one"})
+    api.good("POST", f"{here}/hibernate")
+    api.server.ask("DELETE", f"kernels/{sandbox['kernel_id']}")
+    fork = api.good("POST", f"{here}/fork", {"savepoint": "one"})
+    assert api.run(fork, "print(x)") == "1\n"
+    api.good("DELETE", f"/{fork['id']}")
+    api.good("DELETE", f"{here}/savepoints/one")
+    api.bad(404, "DELETE", f"{here}/savepoints/one")
+    shown = api.good("GET", here)
+    assert shown["savepoints"] == []
+    assert api.good("DELETE", here) == {"id": sandbox["id"], "freed": shown["size"]}
+    api.bad(404, "GET", here)
+
+
+def test_a_savepoint_is_made_rewound_to_and_deleted(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create(notebook_path="a.ipynb")
+    here = f"/{sandbox['id']}"
+    api.run(sandbox, "x = 1")
+    made = api.good("POST", f"{here}/savepoints", {"name": "one"})
+    assert api.good("GET", f"{here}/savepoints") == {"items": [made]}
+    api.bad(409, "POST", f"{here}/savepoints", {"name": "one"})
+    api.run(sandbox, "x = 2")
+    rewound = api.good("POST", f"{here}/savepoints/one/rewind")
+    assert api.run(sandbox, "print(x)") == "1\n"
+    assert {one["name"] for one in rewound["sandbox"]["savepoints"]} == {"one", rewound["kept"]}
+    api.bad(404, "POST", f"{here}/savepoints/two/rewind")
+    api.good("DELETE", f"{here}/savepoints/one")
+    api.bad(404, "DELETE", f"{here}/savepoints/one")
+
+
+def test_to_a_browser_that_waits_for_a_cell_a_rewound_kernel_was_restarted(
+    api: Api, create: Callable[..., dict[str, Any]]
+) -> None:
+    sandbox = create(notebook_path="a.ipynb")
+    api.run(sandbox, "x = 1")
+    api.good("POST", f"/{sandbox['id']}/savepoints", {"name": "one"})
+    address = f"{api.server.url}api/kernels/{sandbox['kernel_id']}/channels?token=t".replace("http", "ws", 1)
+    browser = websocket.create_connection(address, timeout=PATIENCE)
+    kc = api.server.ready_client(sandbox["kernel_id"])
+    try:
+        request = kc.execute("x = 2\nwhile True: pass")
+        wait_for(browser, lambda told: told["parent_header"].get("msg_id") == request)
+        while api.server.ask("GET", f"kernels/{sandbox['kernel_id']}")[1]["execution_state"] != "busy":
+            time.sleep(0.05)
+        api.good("POST", f"/{sandbox['id']}/savepoints/one/rewind")
+        wait_for(browser, lambda told: told["content"].get("execution_state") == "restarting")
+    finally:
+        kc.stop_channels()
+        browser.close()
+    assert api.run(sandbox, "print(x)") == "1\n"
+
+
+def wait_for(browser: Any, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    while not wanted(json.loads(browser.recv())):
+        pass
+
+
+def test_a_fork_has_the_memory_of_the_first_and_a_copy_of_its_notebook(
+    api: Api, create: Callable[..., dict[str, Any]]
+) -> None:
+    written = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    (notebooks(api) / "first.ipynb").write_text(json.dumps(written))
+    sandbox = create(notebook_path="first.ipynb")
+    here = f"/{sandbox['id']}"
+    api.run(sandbox, "x = 1")
+    fork = api.good("POST", f"{here}/fork", {"notebook_path": "second.ipynb"})
+    assert json.loads((notebooks(api) / "second.ipynb").read_text()) == written
+    api.run(fork, "x += 1")
+    assert (api.run(sandbox, "print(x)"), api.run(fork, "print(x)")) == ("1\n", "2\n")
+    assert "has a kernel" in api.bad(409, "POST", f"{here}/fork", {"notebook_path": "second.ipynb"})["detail"]
+    api.bad(404, "POST", f"{here}/fork", {"savepoint": "none", "notebook_path": "third.ipynb"})
+    assert not (notebooks(api) / "third.ipynb").exists()
+    assert len(api.good("GET", "")["items"]) == 2
+
+
+def test_a_sandbox_begins_with_a_savepoint_or_a_snapshot(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    first = create(notebook_path="a.ipynb")
+    here = f"/{first['id']}"
+    api.run(first, "x = 1; import pathlib; n = pathlib.Path.home().joinpath('f').write_text('written')")
+    api.good("POST", f"{here}/savepoints", {"name": "memory"})
+    made = api.good("POST", f"{here}/snapshots", {"name": "files"})
+    assert [one["name"] for one in api.good("GET", f"{here}/snapshots")["items"]] == [made["name"]]
+    second = create(sandbox_id="second", savepoint={"id": first["id"], "name": "memory"})
+    assert api.run(second, "print(x)") == "1\n"
+    third = create(sandbox_id="third", snapshot={"id": first["id"], "name": "files"})
+    assert (
+        execute(api, third, "cat", "f", cwd=api.run(third, "import os; print(os.environ['HOME'])").strip())[0]
+        == b"written"
+    )
+    for kind in ("savepoint", "snapshot"):
+        body = {"sandbox_id": "fourth", kind: {"id": first["id"], "name": "none"}}
+        api.bad(404, "POST", "", body)
+        api.bad(404, "POST", "", body | {kind: {"id": NOBODYS, "name": "none"}})
+    api.bad(409, "POST", "", {"sandbox_id": "second", "savepoint": {"id": first["id"], "name": "memory"}})
+    api.good("DELETE", f"{here}/snapshots/files")
+    api.bad(404, "DELETE", f"{here}/snapshots/files")
+
+
+def test_a_command_is_run_beside_the_kernel(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create(notebook_path="a.ipynb")
+    said = execute(api, sandbox, "sh", "-c", "pwd; echo problem >&2; exit 3")
+    assert said == (f"{notebooks(api)}\n".encode(), b"problem\n", 3)
+    assert execute(api, sandbox, "sh", "-c", "kill -9 $$")[2] == -9
+    api.good("POST", f"/{sandbox['id']}/hibernate")
+    assert execute(api, sandbox, "head", "-c", "3000000", "/dev/zero") == (bytes(3_000_000), b"", 0)
+    for body in ({"command": ["no-such-program"]}, {"command": ["true"], "cwd": "/no/such/folder"}):
+        api.bad(422, "POST", f"/{sandbox['id']}/execute", body)
+
+
+def test_a_command_whose_requester_goes_away_is_killed(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create()
+    answer = api.open("POST", f"/{sandbox['id']}/execute", {"command": ["sh", "-c", "echo on; sleep 12345"]})
+    assert b"stream" in answer.readline()
+    answer.close()
+    until(lambda: sleepers(api, sandbox) == 0)
+
+
+def test_a_command_whose_requester_leaves_while_the_sandbox_wakes_is_killed(
+    api: Api, create: Callable[..., dict[str, Any]]
+) -> None:
+    sandbox = create(notebook_path="a.ipynb")
+    api.good("POST", f"/{sandbox['id']}/hibernate")
+    connection = HTTPConnection(urlsplit(api.server.url).netloc)
+    command = json.dumps({"command": ["sleep", "12345"]})
+    connection.request("POST", f"/api/sandboxes/{sandbox['id']}/execute", command, {"Authorization": "token t"})
+    connection.close()
+    until(lambda: str(api.good("GET", f"/{sandbox['id']}")["state"]) == "running")
+    until(lambda: sleepers(api, sandbox) == 0)
+
+
+def sleepers(api: Api, sandbox: dict[str, Any]) -> int:
+    """How many ``sleep 12345`` run in a sandbox."""
+    seen = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 1234[5]' || true"
+    return int(execute(api, sandbox, "sh", "-c", seen)[0])
+
+
+def test_a_sandbox_in_which_a_command_runs_is_not_idle(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox = create(sandbox_id="idler", enable_checkpoint_at_idle=True, idle_timeout=1)
+    assert execute(api, sandbox, "sh", "-c", "sleep 5; echo on") == (b"on\n", b"", 0)
+    until(lambda: str(api.good("GET", "/idler")["state"]) == "hibernated")
+
+
+def test_events_tell_what_happens(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    with api.open("GET", "/events") as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert answer.readline().startswith(b":")
+        sandbox = create(sandbox_id="told")
+        api.run(sandbox, "pass")
+        api.good("POST", f"/{sandbox['id']}/hibernate")
+        api.good("POST", f"/{sandbox['id']}/wake")
+        api.good("DELETE", f"/{sandbox['id']}")
+        events = list(told(answer))
+    for name, event in events:
+        contract.check({"$ref": "#/components/schemas/Event"}, event, "event")
+        assert (name, event["id"]) == (event["what"], "told")
+    assert [name for name, _ in events if name != "progress"] == [
+        "created",
+        "started",
+        "hibernated",
+        "woken",
+        "ended",
+        "deleted",
+    ]
+
+
+def told(answer: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events until one is of a deletion, each with its name."""
+    name = ""
+    while name != "deleted":
+        line = answer.readline()
+        if line.startswith(b"event: "):
+            name = line.removeprefix(b"event: ").decode().strip()
+            yield name, json.loads(answer.readline().removeprefix(b"data: "))
+
+
+def test_one_who_listens_does_not_keep_a_server_from_stopping(tmp_path: Path) -> None:
+    with serving(tmp_path) as api:
+        answer = api.open("GET", "/events")
+        answer.readline()
+        api.server.stop()
+        with suppress(OSError, HTTPException):
+            answer.read()
+
+
+def test_a_list_comes_in_pages(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    made = [create()["id"] for _ in range(3)]
+    first = api.good("GET", "?limit=2")
+    second = api.good("GET", f"?limit=2&after={first['next']}")
+    assert second["next"] is None
+    assert sorted(one["id"] for page in (first, second) for one in page["items"]) == sorted(made)
+    assert api.good("GET", "?unused_for=1000")["items"] == []
+
+
+def test_requests_that_come_all_at_once_wait_for_each_other(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    create(sandbox_id="box")
+    named = {"name": "a"}
+    asked: list[tuple[str, str, Any]] = [
+        *(("POST", f"/box/{action}", None) for action in ("hibernate", "wake", "restart", "hibernate")),
+        *(("POST", f"/box/{kind}", named) for kind in ("savepoints", "snapshots", "savepoints")),
+        ("POST", "/box/savepoints/a/rewind", None),
+        ("POST", "/box/fork", {}),
+        ("POST", "", {"kernel_name": KERNEL, "sandbox_id": "box"}),
+        ("DELETE", "/box", None),
+        ("POST", "", {"kernel_name": KERNEL, "sandbox_id": "box"}),
+    ]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = list(threads.map(lambda request: api.ask(*request), asked))
+    assert {answer.status for answer in answers} <= {200, 201, 404, 409, 422}  # what is under way fails with a delete
+
+
+def test_two_who_delete_a_sandbox_end_its_kernel_once(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+    sandbox, before = create(sandbox_id="box"), running(api)
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda _: api.ask("DELETE", f"/{sandbox['id']}"), range(2)))
+    assert {answer.status for answer in answers} <= {200, 404}
+    assert running(api) == before - 1
+
+
+def running(api: Api) -> float:
+    """How many kernels there are by the server's own count."""
+    request = Request(f"{api.server.url}metrics", headers={"Authorization": "token t"})
+    with urlopen(request, timeout=PATIENCE) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("kernel_currently_running_total{"))
+
+
+def test_a_server_that_does_not_wait_for_kernels_is_waited_for(tmp_path: Path) -> None:
+    with serving(tmp_path, "--SandboxKernelManager.use_pending_kernels=True") as api:
+        for body in ({}, {"notebook_path": "a.ipynb"}):
+            sandbox = api.good("POST", "", {"kernel_name": KERNEL, **body})
+            assert api.run(sandbox, "print(1)") == "1\n"
+            api.good("DELETE", f"/{sandbox['id']}")
+            api.bad(422, "POST", "", {"kernel_name": BROKEN, **body})
+            nothing_is_left(api)
+
+
+def test_another_kernel_manager_and_another_address_do_as_well(tmp_path: Path) -> None:
+    other = "jupyter_server.services.kernels.kernelmanager.AsyncMappingKernelManager"
+    with serving(tmp_path, f"--ServerApp.kernel_manager_class={other}", "--ServerApp.base_url=/some/where") as api:
+        answer = api.ask("POST", "", {"kernel_name": KERNEL, "notebook_path": "a.ipynb"})
+        assert answer.headers["Location"] == f"/some/where/api/sandboxes/{answer.body['id']}"
+        assert api.good("POST", f"/{answer.body['id']}/hibernate")["state"] == "hibernated"
+        api.good("DELETE", f"/{answer.body['id']}")
+        nothing_is_left(api)

@@ -1,0 +1,292 @@
+"""``%sandbox`` in a notebook: what a person reads, in a real kernel, and what becomes of asks when a sandbox sleeps.
+
+Where it matters what is answered, a clerk on the host does that; the way there and back is the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LONG, Notebook, Open
+from test_asks import Clerk, checkpoint
+
+from sandbox_provisioner.asks import attend
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.guest import asks, magics
+from sandbox_provisioner.guest.magics import Problem, duration, run, size, told
+from sandbox_provisioner.guestprocess import GuestProcess
+from sandbox_provisioner.gvisor import GVisorSandbox
+from sandbox_provisioner.metadata import Checkpoint
+from sandbox_provisioner.runsc import Runsc
+
+runsc_ = pytest.mark.runsc
+
+# -- what a person reads -----------------------------------------------------------------------------------------
+
+
+def test_both_ends_of_the_socket_agree() -> None:
+    assert (magics.PATH, magics.MAX_REQUEST) == (asks.PATH, asks.MAX_REQUEST)
+
+
+@pytest.mark.parametrize("line", ["", "  ", "help"])
+def test_without_a_word_it_says_what_it_can_do(line: str) -> None:
+    assert all(f"%sandbox {word}" in run(line, dict) for word in magics.WORDS)
+
+
+@pytest.mark.parametrize("line", ["nonsense", "savepoint", "savepoint a b", "rewind", "status now", "-h", "x" * 5000])
+def test_what_it_cannot_do_is_said_with_what_it_can(line: str) -> None:
+    with pytest.raises(Problem, match="is not among these:\n%sandbox status") as problem:
+        run(line, dict)
+    assert len(str(problem.value)) < 1000
+
+
+def test_where_nobody_listens_that_is_said() -> None:
+    with pytest.raises(Problem, match="The sandbox does not answer"):
+        run("status", dict)
+
+
+def test_a_kernel_that_is_brought_back_in_the_middle_of_asking_says_what_it_is() -> None:
+    restored = {"outcome": "restored"}
+    assert told("savepoint", "a", restored) == "This is savepoint a again.\n"
+    assert told("rewind", "a", restored) == "This is the kernel as it was before it was to be rewound to a.\n"
+
+
+@pytest.mark.parametrize(
+    ("amount", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (123_456_789, "123 MB"),
+        (999_600, "1.0 MB"),
+        (5 * 10**15, "5000 TB"),
+    ],
+)
+def test_sizes_are_read_as_people_read_them(amount: int, words: str) -> None:
+    assert size(amount) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (1, "1 seconds"),
+        (45, "45 seconds"),
+        (60, "1 minute"),
+        (90, "90 seconds"),
+        (1800, "30 minutes"),
+        (3600, "1 hour"),
+    ],
+)
+def test_durations_are_read_as_people_read_them(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+# -- in a kernel -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clerk() -> Clerk:
+    return Clerk()
+
+
+@pytest.fixture
+def notebook(open_notebook: Open, clerk: Clerk) -> Notebook:
+    opened = open_notebook()
+    attend(opened.km.provisioner.sandbox.link, clerk)
+    return opened
+
+
+def usage_error(notebook: Notebook, line: str) -> str:
+    """What stands in red below a cell, which has to be one line without a traceback."""
+    request = notebook.kc.execute(line)
+    said = "".join(notebook.outputs(request))
+    assert notebook.reply(request)["status"] == "error"
+    assert said.startswith("UsageError: ")
+    assert "Traceback" not in said
+    return said
+
+
+@runsc_
+def test_a_cell_saves_its_kernel_asks_after_it_and_is_refused_in_one_line(notebook: Notebook, clerk: Clerk) -> None:
+    assert "%sandbox rewind NAME" in notebook.run("%sandbox")
+    assert notebook.run("name = 'before'\n%sandbox savepoint {name}") == (
+        "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
+    )
+    assert notebook.run("%sandbox status").startswith("Sandbox:    nb-1\n")
+    assert "  before  2026-11-16 15:50 UTC  123 MB\n" in notebook.run("%sandbox savepoints")
+    clerk.error = SandboxError("There is one already.", "Choose another name.")
+    assert usage_error(notebook, "%sandbox savepoint before") == (
+        "UsageError: There is one already. Choose another name.\n"
+    )
+    assert "cannot be a savepoint's name" in usage_error(notebook, "%sandbox savepoint a/b")
+    assert "is not among these" in usage_error(notebook, "%sandbox savepoint")
+
+
+@runsc_
+def test_a_rewind_says_which_cell_asks_for_it(notebook: Notebook, clerk: Clerk) -> None:
+    request = notebook.kc.execute("%sandbox rewind before")
+    number = notebook.reply(request)["execution_count"]
+    ((name, cell),) = clerk.rewound
+    assert cell is not None
+    assert (name, cell.header["msg_id"], cell.number) == ("before", request, number)
+    assert cell.header["session"] == notebook.kc.session.session
+
+
+class Waiting(Clerk):
+    """A clerk who is in no hurry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def savepoint(self, name: str) -> Checkpoint:
+        self.begun.set()
+        await self.go.wait()
+        return checkpoint()
+
+
+@runsc_
+def test_a_cell_can_stop_waiting(open_notebook: Open) -> None:
+    notebook, clerk = open_notebook(), Waiting()
+    attend(notebook.km.provisioner.sandbox.link, clerk)
+    request = notebook.kc.execute("print('waits', flush=True)\n%sandbox savepoint before")
+    assert "waits" in next(notebook.outputs(request))
+    while not clerk.begun.is_set():
+        pass
+    notebook.km.interrupt_kernel()
+    assert notebook.reply(request)["ename"] == "KeyboardInterrupt"
+    assert notebook.run("1 + 1") == "2"
+
+
+@runsc_
+def test_the_notebook_finds_nothing_of_ours_but_the_magic(open_notebook: Open) -> None:
+    seen = open_notebook().run(
+        "import sys, IPython.core.interactiveshell as shells\n"
+        "ours = [name for name in ('magics', 'hooks', 'asks') if name in sys.modules]\n"
+        "ours, [finder for finder in sys.meta_path if 'magics' in str(finder)], "
+        "shells.InteractiveShell.init_magics.__qualname__, 'exec_module' in vars(shells.__spec__.loader)"
+    )
+    assert seen == "([], [], 'InteractiveShell.init_magics', False)"
+
+
+@runsc_
+def test_help_on_the_magic_is_found_where_ipython_has_it(notebook: Notebook) -> None:
+    assert "%sandbox savepoint NAME" in notebook.run("print(get_ipython().find_line_magic('sandbox').__doc__)")
+
+
+@runsc_
+def test_a_cell_saves_its_kernel_and_another_goes_back_to_that(open_notebook: Open, notebook_folder: Path) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 'then'")
+    assert "Saved as before" in notebook.run(
+        "%sandbox savepoint before\n%sandbox status\nprint(x, file=open('x', 'a'))"
+    )
+    notebook.run("x = 'now'")
+    request = notebook.kc.execute("%sandbox rewind before")
+    assert notebook.reply(request)["status"] == "ok"
+    (said,) = notebook.outputs(request)
+    assert said.startswith("Rewound to before; what was is kept as savepoint before-rewind-")
+    notebook.kc.wait_for_ready(timeout=LONG)
+    assert notebook.run("print(x)") == "then\n"
+    assert (notebook_folder / "x").read_text() == "then\n" * 2  # the cell that saved it went on, once more
+    assert "'nowhere'" in usage_error(notebook, "%sandbox rewind nowhere")
+
+
+@runsc_
+def test_a_kernel_that_is_not_kept_says_so(open_notebook: Open) -> None:
+    notebook = open_notebook(name="")
+    assert "Nothing of this kernel is kept" in notebook.run("%sandbox status")
+    assert "Nothing of this kernel is kept" in usage_error(notebook, "%sandbox savepoint before")
+
+
+# -- asks in a sandbox that sleeps ---------------------------------------------------------------------------------
+
+ASK = "import sys; sys.path.insert(0, '/.sandbox'); import magics; print(magics.run(sys.argv[1], dict))"
+Make = Callable[..., GVisorSandbox]
+
+
+@pytest.fixture
+async def make(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Make]:
+    made: list[GVisorSandbox] = []
+
+    def make(**changes: Any) -> GVisorSandbox:
+        made.append(GVisorSandbox(f"asking-{len(made)}", BundleSpec(**{**vars(spec), **changes}), runsc))
+        return made[-1]
+
+    yield make
+    for sandbox in made:
+        await asyncio.wait_for(sandbox.delete(), LONG)
+
+
+async def asking(sandbox: GVisorSandbox, line: str) -> GuestProcess:
+    return await sandbox.execute([sandbox.spec.python, "-I", "-B", "-c", ASK, line])
+
+
+async def said(process: GuestProcess) -> str:
+    out, err = await asyncio.wait_for(process.read(), LONG)
+    return (out + err).decode().strip()
+
+
+async def started(make: Make, **changes: Any) -> tuple[GVisorSandbox, Waiting]:
+    sandbox, clerk = make(**changes), Waiting()
+    await asyncio.wait_for(sandbox.start(), LONG)
+    attend(sandbox.link, clerk)
+    return sandbox, clerk
+
+
+@runsc_
+@pytest.mark.parametrize("early", [True, False], ids=["answered while it sleeps", "answered when it is back"])
+async def test_an_ask_is_answered_though_its_sandbox_slept_meanwhile(make: Make, tmp_path: Path, early: bool) -> None:
+    sandbox, clerk = await started(make)
+    process = await asking(sandbox, "savepoint before")
+    await asyncio.wait_for(clerk.begun.wait(), LONG)
+    await sandbox.checkpoint(tmp_path / "image")
+    if early:
+        clerk.go.set()
+        await asyncio.sleep(0)
+    await sandbox.restore(tmp_path / "image")
+    clerk.go.set()
+    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel runs on."
+
+
+@runsc_
+async def test_a_copy_that_another_takes_over_knows_that_it_is_the_savepoint(make: Make, tmp_path: Path) -> None:
+    sandbox, clerk = await started(make)
+    process = await asking(sandbox, "savepoint before")
+    await asyncio.wait_for(clerk.begun.wait(), LONG)
+    await sandbox.copy(tmp_path / "image")
+    clerk.go.set()
+    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel runs on."
+    heir = make()
+    await heir.restore(tmp_path / "image")
+    adopted = heir.link.process(process.number)
+    assert adopted is not None
+    assert await said(adopted) == "This is savepoint before again."
+    attend(heir.link, Clerk())
+    assert "nb-1" in await said(await asking(heir, "status"))
+
+
+@runsc_
+async def test_an_ask_of_a_server_that_is_killed_hears_of_it(make: Make, tmp_path: Path) -> None:
+    sandbox, clerk = await started(make, outlives=True)
+    command = f"{sandbox.spec.python} -I -B -c {shlex.quote(ASK)} 'savepoint before' 2> /tmp/said; touch /tmp/done"
+    await sandbox.execute(["sh", "-c", command])
+    await asyncio.wait_for(clerk.begun.wait(), LONG)
+    folder = sandbox._folder
+    assert folder is not None
+    sandbox.link.detach()
+    orphan = GVisorSandbox.orphan("asking", sandbox.spec, sandbox.runsc, "systrap", folder, sandbox.container_id)
+    await orphan.checkpoint(tmp_path / "image")
+    heir = make(outlives=True)
+    await heir.restore(tmp_path / "image")
+    attend(heir.link, Clerk())
+    waiting = await heir.execute(["sh", "-c", "until test -e /tmp/done; do sleep 0.1; done; cat /tmp/said"])
+    assert "The server ended before it answered." in await said(waiting)
+    assert "nb-1" in await said(await asking(heir, "status"))

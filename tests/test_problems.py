@@ -1,0 +1,102 @@
+"""Problems: every exception has a status and a body, and no body has a path of the server's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from tornado.web import HTTPError
+
+from sandbox_provisioner import errors
+from sandbox_provisioner.contract import BadRequestError, check
+from sandbox_provisioner.discretion import public
+from sandbox_provisioner.errors import ConfigurationError, SandboxError
+from sandbox_provisioner.problems import STATUSES, describe
+
+SECRET = "/home/me/my files/storage"
+PROBLEM = {"$ref": "#/components/schemas/Problem"}
+ARGUMENTS: dict[str, Any] = {
+    "problem": f"{SECRET} is not there, nor is '{SECRET}/a', nor (/root/x.json), nor file:///etc/y.",
+    "remedy": 'Look into "/var/lib/my jupyter/z" or /srv/w.',
+    "argv": ["runsc"],
+    "returncode": 1,
+    "words": "open /run/a/b.sock: no such file",
+    "errno": None,
+    "expected": 3,
+    "owner": "Jupyter server 1 on host",
+    "reasons": ["/usr/lib/libc.so.6 has changed"],
+    "known": ["one", "two"],
+    "matching": ["one", "two"],
+    "previous": True,
+    "setting": "SANDBOX_ID",
+    "kind": "local",
+    "sandbox_id": "box",
+    "name": "sandboxes/box/metadata.json",
+    "wanted": "box",
+    "action": "wake",
+    "state": "running",
+    "reason": "it expired",
+    "version": "1",
+}
+
+
+def subclasses(root: type[SandboxError]) -> list[type[SandboxError]]:
+    ours = [below for below in root.__subclasses__() if below.__module__ == errors.__name__]
+    return [root, *(found for below in ours for found in subclasses(below))]
+
+
+def example(kind: type[SandboxError]) -> SandboxError:
+    """One with a path wherever there can be one."""
+    names = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
+    return kind(**{name: ARGUMENTS.get(name, SECRET) for name in names})
+
+
+@pytest.mark.parametrize("kind", subclasses(SandboxError), ids=lambda kind: kind.__name__)
+def test_every_exception_has_a_problem_without_a_path(kind: type[SandboxError]) -> None:
+    error = example(kind)
+    for text in (str(describe(error)), public(error)):
+        for part in ("/home", "files/storage", "/root", "/etc", "/var", "jupyter/z", "/srv", "/run", "/usr"):
+            assert part not in text
+
+
+@pytest.mark.parametrize("kind", subclasses(SandboxError), ids=lambda kind: kind.__name__)
+def test_every_problem_is_as_described(kind: type[SandboxError]) -> None:
+    problem = describe(example(kind))
+    check(PROBLEM, problem, "problem")
+    assert problem["type"].startswith("urn:sandbox:")
+    assert problem["detail"]
+
+
+def test_no_row_of_the_table_is_hidden_by_one_before() -> None:
+    kinds = [kind for kind, _, _ in STATUSES]
+    for number, kind in enumerate(kinds):
+        assert not any(issubclass(kind, before) for before in kinds[:number])
+
+
+def test_a_problem_names_the_variable_that_is_missing() -> None:
+    problem = describe(ConfigurationError("SANDBOX_LOCK_BUCKET", "It is not set.", "Set it."))
+    assert problem == {
+        "type": "urn:sandbox:not-set-up",
+        "title": "Not set up",
+        "status": 400,
+        "detail": "It is not set.",
+        "remedy": "Set it.",
+        "variable": "SANDBOX_LOCK_BUCKET",
+    }
+
+
+def test_what_is_no_path_stays() -> None:
+    text = "Set a/b.ipynb, 1/2, and/or `jupyter sandbox list`; see https://gvisor.dev/docs."
+    assert public(BadRequestError(text)) == text
+
+
+def test_a_refusal_says_nothing_of_its_reason() -> None:
+    told = describe(HTTPError(403, "User is not authorized to read on resource: sandboxes."))
+    assert told == describe(HTTPError(403)) == describe(None, 403)
+
+
+def test_what_should_not_have_happened_is_not_told() -> None:
+    problem = describe(ValueError(f"{SECRET} and a password"))
+    assert problem["status"] == 500
+    assert "password" not in str(problem)

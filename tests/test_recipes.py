@@ -1,0 +1,161 @@
+"""What a template depends on, as data: when two starts are of one template, and when a folder is in the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_provisioner.bundle import BundleSpec, Mount, all_mounts, config, windows
+from sandbox_provisioner.errors import MetadataError
+from sandbox_provisioner.guest.powers import CARRIED
+from sandbox_provisioner.kernel import Start
+from sandbox_provisioner.recipes import CONNECTION_FILE, Recipe, carrying, frozen_part, recipe, suits
+from sandbox_provisioner.runsc import Runsc
+
+INSIDE = "/run/jupyter/kernel-1.json"
+ARGV = ["/usr/bin/python3", "/.sandbox/roomy.py", "ipykernel_launcher", "-f", INSIDE]
+ENV = {"HOME": "/home/ada", "LANG": "C.UTF-8", "SECRET": "x", "PATH": "/bin", "PYTHONPATH": "/lib"}
+INFO = {"transport": "ipc", "ip": "/run/jupyter/kernel", "shell_port": 1, "key": "a key", "signature_scheme": "hmac"}
+
+
+@pytest.fixture
+def binary(tmp_path: Path) -> Runsc:
+    path = tmp_path / "runsc"
+    path.write_bytes(b"one build")
+    return Runsc(path, "20260101")
+
+
+@pytest.fixture
+def bare() -> BundleSpec:
+    return BundleSpec(python="/usr/bin/python3", home="/home/ada", user="ada", environment={"PATH": "/bin"})
+
+
+def start(**changes: Any) -> Start:
+    given: dict[str, Any] = {"argv": ARGV, "env": ENV, "cwd": "/w", "connection_file": INSIDE}
+    return Start(**(given | {"files": {INSIDE: json.dumps(INFO)}} | changes))
+
+
+def made(bare: BundleSpec, binary: Runsc, begun: Start | None = None, **changes: Any) -> Recipe:
+    given: dict[str, Any] = {"kernel_name": "k", "platform": "systrap", "preload": (), "kernelspec_env": {}}
+    found = recipe(start=begun or start(), bare=bare, runsc=binary, **(given | changes))
+    assert found is not None
+    return found
+
+
+def test_only_what_interpreters_read_when_they_start_is_frozen() -> None:
+    assert frozen_part(ENV | {"OMP_NUM_THREADS": "2", "AWS_KEY": "x", "JPY_SESSION_NAME": "n"}) == {
+        "HOME": "/home/ada",
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": "/lib",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def test_nothing_of_one_start_is_in_the_recipe(bare: BundleSpec, binary: Runsc) -> None:
+    found = made(bare, binary)
+    text = json.dumps(found.to_json())
+    assert "a key" not in text and "SECRET" not in text and "kernel-1" not in text and CONNECTION_FILE in text
+    assert found.connection["key"] == ""
+
+
+def test_two_starts_that_differ_in_what_is_given_to_copies_are_of_one_template(bare: BundleSpec, binary: Runsc) -> None:
+    other = start(
+        env=ENV | {"SECRET": "y", "PATH": "/usr/bin"},
+        cwd="/elsewhere",
+        files={INSIDE: json.dumps(INFO | {"key": "another"})},
+    )
+    assert made(bare, binary).key == made(bare, binary, other).key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel_name": "other"},
+        {"platform": "ptrace"},
+        {"preload": ("numpy",)},
+        {"kernelspec_env": {"A": "b"}},
+        {"begun": start(argv=[*ARGV, "--quiet"])},
+        {"begun": start(env=ENV | {"LANG": "C"})},
+        {"begun": start(files={INSIDE: json.dumps(INFO | {"transport": "tcp"})})},
+    ],
+    ids=str,
+)
+def test_whatever_was_frozen_makes_another_template(bare: BundleSpec, binary: Runsc, changes: dict[str, Any]) -> None:
+    assert made(bare, binary).key != made(bare, binary, **changes).key
+
+
+def test_another_runsc_of_the_same_version_and_another_mount_make_another_template(
+    bare: BundleSpec, binary: Runsc
+) -> None:
+    before = made(bare, binary).key
+    assert made(replace(bare, mounts=(Mount("/opt", "/opt"),)), binary).key != before
+    binary.path.write_bytes(b"another build")
+    assert made(bare, binary).key != before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"argv": ["/usr/bin/R", "-f", INSIDE]},
+        {"argv": [*ARGV, "--profile=mine"]},
+        {"files": {INSIDE: json.dumps(INFO | {"curve_secretkey": "x"})}},
+    ],
+    ids=["not Python's", "a profile", "encrypted"],
+)
+def test_what_cannot_be_frozen_has_no_recipe(bare: BundleSpec, binary: Runsc, changes: dict[str, Any]) -> None:
+    assert recipe("k", start(**changes), bare, "systrap", binary, (), {}) is None
+
+
+def test_who_sees_a_profile_of_the_hosts_has_no_recipe(bare: BundleSpec, binary: Runsc) -> None:
+    seen = replace(bare, mounts=(Mount("/srv/ada/.ipython", "/home/ada/.ipython", True),))
+    assert recipe("k", start(), seen, "systrap", binary, (), {}) is None
+
+
+def test_a_recipe_survives_the_way_to_another_process(bare: BundleSpec, binary: Runsc) -> None:
+    found = made(bare, binary, preload=("numpy",))
+    again = Recipe.from_json(json.loads(json.dumps(found.to_json())))
+    assert (again, again.key) == (found, found.key)
+
+
+@pytest.mark.parametrize("value", [{}, {"runsc": 1}, {"runsc": ["a", "b"], "argv": [], "preload": [], "spec": {}}])
+def test_what_is_no_recipe_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(MetadataError, match="no recipe"):
+        Recipe.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("more", "suitable"),
+    [
+        ((), True),
+        ((Mount("/opt", "/opt"),), True),
+        ((Mount("/w/.venv/lib", "/w/.venv/lib"),), False),
+        ((Mount("", "/w/hidden", True),), False),
+    ],
+)
+def test_a_folder_with_something_in_it_that_is_kept_from_the_kernel_is_not_for_copies(
+    bare: BundleSpec, more: tuple[Mount, ...], suitable: bool
+) -> None:
+    folder = Mount("/srv/w", "/w", True)
+    bare = replace(bare, mounts=more)
+    assert suits(bare, replace(bare, mounts=(*more, folder)), folder) is suitable
+
+
+def test_a_shield_that_only_the_folder_needs_is_not_for_copies(bare: BundleSpec) -> None:
+    folder = Mount("/srv/w", "/w", True)
+    assert not suits(bare, replace(bare, mounts=(folder, Mount("/srv/w/etc", "/w/etc"))), folder)
+
+
+def test_a_copys_folder_is_mounted_where_every_copys_is_and_seen_where_it_belongs(bare: BundleSpec) -> None:
+    folder = Mount("/srv/w", "/w", True)
+    spec = carrying(bare, folder)
+    assert Mount("/srv/w", CARRIED, True) in all_mounts(spec) and folder not in all_mounts(spec)
+    assert folder in windows(spec)
+    process = config(spec)["process"]
+    assert process["args"][-1] == "template"
+    assert set(process["capabilities"]["bounding"]) == {"CAP_SYS_ADMIN", "CAP_SETPCAP"}
+    assert config(replace(spec, outlives=True)) == config(spec)
+    assert config(bare)["process"]["capabilities"]["bounding"] == []

@@ -1,0 +1,195 @@
+"""Sights: what storage has of sandboxes that are recorded, however many there are and wherever they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gcs_server import GCS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_provisioner import metadata, names
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.config import GCSConfig, Place
+from sandbox_provisioner.errors import MetadataError
+from sandbox_provisioner.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Stored, Summary, Tenancy
+from sandbox_provisioner.persistence import Persistence
+from sandbox_provisioner.records import SandboxRecord
+from sandbox_provisioner.registry import PersistentSandboxRegistry
+from sandbox_provisioner.sights import look
+from sandbox_provisioner.snapshots import FILE, MANIFEST
+from sandbox_provisioner.storage.base import FileRecord
+from sandbox_provisioner.stores import open_stores
+
+PRINT = {"use": "mapped", "state": "", "size": 3, "digest": "cd" * 32}
+FILES = {"checkpoint.img": FileRecord(30, 32, (1,)), "pages.img": FileRecord(70, 32, (1, 2, 3))}
+SAVED = Checkpoint(
+    artifact=GCSArtifact("sandboxes/a/checkpoints/1/", "2026-11-16T01:00:00+00:00", FILES),
+    runsc_version="20260905",
+    runsc_sha256="ab" * 32,
+    platform="systrap",
+    architecture="x86_64",
+    cpu_features=("avx2",),
+    spec=BundleSpec("/usr/bin/python3", "/home/me", "me"),
+    files={"/usr/lib/x.so": PRINT, "/usr/lib/y.so": PRINT},
+    contents={"process": 1},
+    seconds=0.25,
+)
+OLDER = replace(SAVED, artifact=replace(SAVED.artifact, created="2026-11-15T01:00:00+00:00", files={}))
+BARE = GCSSandboxMetadata("a", "2026-11-16", "2026-11-16", tenancy=Tenancy(1, "a server", False))
+FULL = replace(BARE, checkpoint=SAVED, previous=OLDER, savepoints={"before-training": SAVED})
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(max_size=20),
+    lambda inner: st.dictionaries(st.text(max_size=10) | st.sampled_from(["files", "artifact"]), inner, max_size=4),
+    max_leaves=10,
+)
+
+Keep = Callable[[GCSSandboxMetadata], SandboxRecord]
+
+
+@pytest.fixture(params=["local", "gcs"])
+def sandboxes(request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path) -> Persistence:
+    """Somebody's sandboxes on a disk or in a bucket."""
+    config = GCSConfig(tmp_path / "storage")
+    if request.param == "gcs":
+        places = {name: Place(getattr(config, name).stem, gcs.bucket) for name in ("metadata", "locks", "checkpoints")}
+        config = replace(config, **places, snapshots=Place(config.snapshots.stem, gcs.bucket))
+    return Persistence(open_stores(config), PersistentSandboxRegistry(tmp_path / "registry"))
+
+
+@pytest.fixture
+def keep(sandboxes: Persistence) -> Keep:
+    """Keeps a sandbox with a document."""
+
+    def make(document: GCSSandboxMetadata) -> SandboxRecord:
+        record = sandboxes.registry.allocate(sandboxes.stores)
+        write(sandboxes, record, metadata.encode(replace(document, sandbox_id=record.sandbox_id)))
+        return record
+
+    return make
+
+
+def write(sandboxes: Persistence, record: SandboxRecord, data: bytes) -> None:
+    sandboxes.stores.metadata.write(names.metadata_name(record.sandbox_id), data)
+
+
+def test_of_no_records_nothing_is_seen(sandboxes: Persistence) -> None:
+    assert look(sandboxes, []) == []
+
+
+@pytest.mark.parametrize(
+    ("document", "state"),
+    [
+        (BARE, "empty"),
+        (replace(BARE, tenancy=None), "empty"),
+        (FULL, "saved"),
+        (replace(FULL, tenancy=Tenancy(1, "a server", True)), "running"),
+    ],
+)
+def test_the_state_is_what_the_document_says(
+    sandboxes: Persistence, keep: Keep, document: GCSSandboxMetadata, state: str
+) -> None:
+    (sight,) = look(sandboxes, [keep(document)])
+    assert (sight.state, sight.problem) == (state, None)
+
+
+def test_all_that_is_stored_has_a_name_a_time_and_a_size(sandboxes: Persistence, keep: Keep) -> None:
+    record = keep(FULL)
+    assert sandboxes.stores.snapshots is not None
+    for file in (FILE, MANIFEST):
+        sandboxes.stores.snapshots.write(f"{names.snapshot_prefix(record.sandbox_id, 'clean')}{file}", b"12345")
+    sandboxes.stores.snapshots.write(f"{names.snapshot_prefix(record.sandbox_id, 'unfinished')}{FILE}", b"12345")
+    (sight,) = look(sandboxes, [record])
+    assert {name: item.size for name, item in sight.stored.items()} == {
+        "checkpoint": 100,
+        "previous checkpoint": 0,
+        "savepoint before-training": 100,
+        "snapshot clean": 10,
+    }
+    assert sight.stored["checkpoint"].created == "2026-11-16T01:00:00+00:00"
+    assert sight.size == 210
+
+
+def test_what_cannot_be_seen_has_a_problem_and_hides_nobody_else(sandboxes: Persistence, keep: Keep) -> None:
+    gone, damaged, first, last = (
+        sandboxes.registry.allocate(sandboxes.stores),
+        keep(BARE),
+        keep(BARE),
+        keep(FULL),
+    )
+    write(sandboxes, damaged, b'{"schema": 2')
+    elsewhere = replace(first, where="another place")
+    sights = look(sandboxes, [first, gone, damaged, elsewhere, last])
+    assert [sight.record for sight in sights] == [first, gone, damaged, elsewhere, last]
+    assert [sight.state for sight in sights] == ["empty", "gone", "unknown", "elsewhere", "saved"]
+    assert [sight.size for sight in sights] == [0, None, None, None, 200]
+    assert isinstance(sights[2].problem, MetadataError)
+
+
+def test_many_are_seen_in_the_order_in_which_they_were_asked_for(sandboxes: Persistence, keep: Keep) -> None:
+    records = [keep(FULL if number % 2 else BARE) for number in range(20)]
+    assert [sight.state for sight in look(sandboxes, records)] == ["empty", "saved"] * 10
+
+
+# -- summaries -----------------------------------------------------------------------------------------------------
+
+SUMMARY = Summary(
+    running=False,
+    checkpoint=Stored("2026-11-16T01:00:00+00:00", 100),
+    previous=Stored("2026-11-15T01:00:00+00:00", 0),
+    savepoints={"before-training": Stored("2026-11-16T01:00:00+00:00", 100)},
+)
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 1}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}])
+def test_a_summary_is_the_same_however_the_document_is_laid_out(layout: dict[str, Any]) -> None:
+    data = json.dumps(json.loads(metadata.encode(FULL)), **layout).encode()
+    assert metadata.summarise(data, "there", "a") == SUMMARY
+
+
+def test_a_document_from_before_there_were_savepoints_has_a_summary() -> None:
+    document = json.loads(metadata.encode(FULL)) | {"schema": 1}
+    del document["savepoints"]
+    assert metadata.summarise(json.dumps(document).encode(), "there", "a") == replace(SUMMARY, savepoints={})
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.dictionaries(st.text() | st.just("files"), JSON, max_size=4))
+def test_nothing_that_a_document_holds_changes_its_summary(files: dict[str, Any], others: dict[str, Any]) -> None:
+    saved = replace(SAVED, files=files, contents=others)
+    document = replace(FULL, checkpoint=saved, savepoints={"before-training": saved}, settings=others)
+    assert metadata.summarise(metadata.encode(document), "there", "a") == SUMMARY
+
+
+@given(st.binary(max_size=200) | st.sampled_from([b'\n  "files": {\n', b'{\n  "files": {\n', b'\n  "files": {\n\n  }']))
+def test_no_bytes_raise_anything_but_our_error(data: bytes) -> None:
+    with pytest.raises(MetadataError, match=r"^there cannot be understood"):
+        metadata.summarise(data, "there", "a")
+
+
+def test_anothers_document_is_refused() -> None:
+    with pytest.raises(MetadataError, match="of sandbox 'a'"):
+        metadata.summarise(metadata.encode(BARE), "there", "b")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda document: document.pop("previous"),
+        lambda document: document["tenancy"].update(running=1),
+        lambda document: document["checkpoint"].pop("artifact"),
+        lambda document: document["checkpoint"]["artifact"].update(created=5),
+        lambda document: document["checkpoint"]["artifact"]["files"].update(x={"size": "1"}),
+        lambda document: document.update(savepoints={"x": []}),
+    ],
+)
+def test_what_is_wrong_with_what_a_list_shows_is_said(spoil: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads(metadata.encode(FULL))
+    spoil(document)
+    with pytest.raises(MetadataError, match=r"^there cannot be understood: "):
+        metadata.summarise(json.dumps(document, indent=1).encode(), "there", "a")
