@@ -1,0 +1,20 @@
+"""The life of a sandbox as a table, from states.TRANSITIONS."""
+
+from __future__ import annotations
+
+from generate_settings import table
+
+from sandbox_provisioner.states import TRANSITIONS, Action, State
+
+HAPPEN = (Action.EXIT, Action.FAIL)
+"""What nobody does to a sandbox."""
+
+
+def markdown() -> str:
+    """A row for each action, a column for each state."""
+    rows = []
+    for action in Action:
+        led = (TRANSITIONS.get((action, state)) for state in State)
+        name = f"*it {action}s*" if action in HAPPEN else str(action)
+        rows.append((name, *(str(state) if state else "" for state in led)))
+    return "\n".join([*table(("", *(f"when {state}" for state in State)), rows), ""])

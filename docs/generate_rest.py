@@ -1,0 +1,158 @@
+"""The reference of the REST API, from openapi.yaml and from the table of problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from generate_settings import table
+
+import sandbox_provisioner
+from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.problems import STATUSES
+
+SPEC = Path(sandbox_provisioner.__file__).with_name("openapi.yaml")
+METHODS = ("get", "post", "put", "patch", "delete")
+Json = Mapping[str, Any]
+
+
+def markdown() -> str:
+    """The operations by their tags, then the schemas, then the problems."""
+    spec = yaml.safe_load(SPEC.read_text())
+    lines = [spec["info"]["description"], ""]
+    for parameter in spec["components"]["parameters"].values():
+        lines += [f"- `{{{parameter['name']}}}` in a path: {parameter['description']}"]
+    lines += [""]
+    for tag in spec["tags"]:
+        lines += [f"## {tag['name'].capitalize()}", "", tag["description"], ""]
+        for path, method, operation in _operations(spec):
+            if tag["name"] in operation["tags"]:
+                lines += _operation(spec, path, method, operation)
+    lines += ["## Schemas", ""]
+    for name, schema in spec["components"]["schemas"].items():
+        lines += _schema(name, schema)
+    return "\n".join([*lines, "## Problems", "", *_problems(spec)])
+
+
+def _operations(spec: Json) -> Iterator[tuple[str, str, Json]]:
+    for path, item in spec["paths"].items():
+        for method in METHODS:
+            if method in item:
+                parameters = [*item.get("parameters", []), *item[method].get("parameters", [])]
+                yield path, method, {**item[method], "parameters": parameters}
+
+
+def _operation(spec: Json, path: str, method: str, operation: Json) -> list[str]:
+    lines = [f"### {method.upper()} {path}", "", operation["summary"], ""]
+    if "description" in operation:
+        lines += [operation["description"], ""]
+    parameters = [_resolve(spec, parameter) for parameter in operation["parameters"]]
+    rows = [
+        (f"`{found['name']}`", _kind(found["schema"]), found.get("description", ""))
+        for found in parameters
+        if found["in"] == "query"
+    ]
+    if rows:
+        lines += [*table(("parameter of the query", "", ""), rows), ""]
+    if "requestBody" in operation:
+        lines += [f"Body: {_content(operation['requestBody'])}.", ""]
+    for status, answer in operation["responses"].items():
+        if status < "400":
+            body = _content(answer)
+            lines += [f"Answers {status}{f' with {body}' if body else ''}: {answer['description']}", ""]
+    refused = ", ".join(status for status in operation["responses"] if status >= "400")
+    return [*lines, f"Refused with {refused}; see [problems](#problems).", ""]
+
+
+def _schema(name: str, schema: Json) -> list[str]:
+    lines = [f"(schema-{name.lower()})=", f"### {name}", ""]
+    if "description" in schema:
+        lines += [schema["description"], ""]
+    if "properties" not in schema:
+        return [*lines, f"{_kind(schema)[:1].upper()}{_kind(schema)[1:]}.", ""]
+    rows = []
+    for field, value in schema["properties"].items():
+        must = "" if field in schema.get("required", ()) else "optional"
+        rows.append((f"`{field}`", _kind(value), must, value.get("description", "")))
+    return [*lines, *table(("field", "", "", ""), rows), ""]
+
+
+def _kind(schema: Json) -> str:
+    """What a value is, in words."""
+    if "$ref" in schema:
+        return _link(schema["$ref"])
+    if "oneOf" in schema:
+        return " or ".join(_kind(option) for option in schema["oneOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    words = " or ".join(schema.get("format", kind) if kind == "string" else kind for kind in kinds)
+    if "items" in schema:
+        words += f" of {_kind(schema['items'])}"
+    return ", ".join([words, *_bounds(schema)])
+
+
+def _bounds(schema: Json) -> Iterator[str]:
+    names = {
+        "pattern": "like",
+        "contentEncoding": "in",
+        "minimum": "at least",
+        "exclusiveMinimum": "more than",
+        "maximum": "at most",
+        "minLength": "characters at least",
+        "maxLength": "characters at most",
+        "minItems": "items at least",
+        "maxItems": "items at most",
+        "default": "if not given",
+    }
+    for name, words in names.items():
+        if name in schema:
+            value = f"{schema[name]:g}" if isinstance(schema[name], float) else schema[name]
+            number = name.endswith(("Length", "Items")) or name == "default"
+            yield f"{value} {words}" if number else f"{words} `{value}`"
+
+
+def _content(holder: Json) -> str:
+    """The media type and schema of a body, if there is one."""
+    kinds = holder.get("content", {})
+    return ", ".join(
+        f"{_kind(body['schema'])} as JSON" if media == "application/json" else f"`{media}`"
+        for media, body in kinds.items()
+    )
+
+
+def _link(reference: str) -> str:
+    name = reference.rpartition("/")[2]
+    return f"[{name}](#schema-{name.lower()})"
+
+
+def _resolve(spec: Json, value: Json) -> Json:
+    if "$ref" not in value:
+        return value
+    found: Any = spec
+    for part in value["$ref"].removeprefix("#/").split("/"):
+        found = found[part]
+    return {**_resolve(spec, found), **{key: other for key, other in value.items() if key != "$ref"}}
+
+
+def _problems(spec: Json) -> Iterable[str]:
+    """What each status means; then what an exception of the package is to a client: the first that fits counts."""
+    answers = {
+        status: _resolve(spec, answer)["description"]
+        for _, _, operation in _operations(spec)
+        for status, answer in operation["responses"].items()
+        if status >= "400"
+    }
+    kinds = []
+    for error, status, kind in STATUSES:
+        meaning = (error.__doc__ or "").strip().partition("\n")[0].partition(";")[0].rstrip(".").replace("``", "`")
+        meaning = "Anything else" if error is SandboxError else meaning
+        kinds.append((f"{status.value}", f"`{kind}`", f"`{error.__name__}`", meaning))
+    return [
+        *table(("status", ""), sorted(answers.items())),
+        "",
+        *table(("status", "type ends in", "the log names it", ""), kinds),
+        "",
+    ]

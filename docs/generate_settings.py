@@ -1,0 +1,98 @@
+"""The settings and their variables as tables, from the traits and from GCSConfig."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from traitlets import Enum, HasTraits
+
+from sandbox_provisioner.config import GCSConfig, Place
+from sandbox_provisioner.kernelmanager import SandboxKernelManager
+from sandbox_provisioner.settings import SandboxSettings
+
+ENVIRONMENT = re.compile(r"\s*Environment(?P<list>, comma-separated)?: (?P<name>[A-Z_]+)\.?$")
+KEPT = {
+    "metadata": "what each sandbox is, who has it, and which of its checkpoints counts",
+    "locks": "the leases",
+    "checkpoints": "checkpoints and savepoints",
+    "snapshots": "snapshots",
+}
+
+
+def settings() -> str:
+    """The settings of SandboxProvisioner, then those of SandboxKernelManager."""
+    with _nothing_set():
+        kernel = _rows("SandboxProvisioner", SandboxSettings())
+        server = _rows("SandboxKernelManager", SandboxKernelManager())
+    head = ("setting and variable", "default", "meaning")
+    return "\n".join(
+        [
+            "## A kernel: `c.SandboxProvisioner`",
+            "",
+            *table(head, kernel),
+            "",
+            "## The server: `c.SandboxKernelManager`",
+            "",
+            *table(head, server),
+            "",
+        ]
+    )
+
+
+def storage() -> str:
+    """The variables of GCSConfig."""
+    rows = []
+    for field in fields(GCSConfig):
+        place = getattr(GCSConfig, field.name, None)
+        if isinstance(place, Place):
+            rows.append((f"`{place.bucket_variable}`", f"`{place.mount_variable}`", KEPT[field.name]))
+    return "\n".join([*table(("a bucket", "a mounted folder", "what is kept there"), rows), ""])
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """A table in Markdown, line by line."""
+    columns = tuple(head)
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    lines += [" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows]
+    return [f"| {line} |" for line in lines]
+
+
+def _rows(name: str, owner: HasTraits) -> Iterator[tuple[str, str, str]]:
+    """One for each trait that this class, not one that it derives from, has; in the order of the code."""
+    own = type(owner).class_own_traits(config=True)
+    for trait_name, trait in sorted(own.items(), key=lambda item: [*vars(type(owner))].index(item[0])):
+        variable = ENVIRONMENT.search(trait.help)
+        assert variable, f"the help of {name}.{trait_name} does not end with its environment variable"
+        meaning = _code(trait.help[: variable.start()].rstrip("."))
+        if isinstance(trait, Enum):
+            meaning += "; one of " + ", ".join(f"`{value}`" for value in trait.values or ())
+        if variable["list"]:
+            meaning += "; comma-separated in the variable"
+        yield f"`{trait_name}`<br>`{variable['name']}`", _shown(getattr(owner, trait_name)), meaning
+
+
+def _code(text: str) -> str:
+    """A help text in Markdown: what stands in single quotes is code."""
+    return re.sub(r"(?<![\w`])'([^']+)'", r"`\1`", text)
+
+
+def _shown(value: Any) -> str:
+    if value in ("", []):
+        return ""
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+@contextmanager
+def _nothing_set() -> Iterator[None]:
+    """As if no setting were in the environment: whoever builds the documentation may have some."""
+    names = [name for name in os.environ if name.startswith(("SANDBOX_", "GCS_SANDBOX"))]
+    saved = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
