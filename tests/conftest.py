@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,12 @@ settings.load_profile("any machine")
 LONG = 60
 os.environ["SANDBOX_TEMPLATE"] = "none"
 """Kernels start from nothing, unless a test or --templates says otherwise: a template is made behind one's back."""
+
+
+def pytest_configure() -> None:
+    """A shell has what it starts in the background ignore these; children of this process must not inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
