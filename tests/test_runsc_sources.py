@@ -19,6 +19,7 @@ from machines import NEW, OLD, empty_machine, script, stand_in
 from sandbox_provisioner import runsc_sources
 from sandbox_provisioner.errors import RunscNotFoundError, SandboxError
 from sandbox_provisioner.progress import Note, Progress
+from sandbox_provisioner.runsc import find
 from sandbox_provisioner.runsc_sources import DebianSource, GoSource, ReleaseSource, Source, install
 
 GO_MOD = (runsc_sources.MODULE / "go.mod").read_text()
@@ -195,7 +196,8 @@ def test_what_was_there_stays_when_the_new_one_will_not_do(folder: Path) -> None
 
 def test_a_relative_folder_will_do(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    go = '[ "$1" = env ] && exec echo go1.99\nwhile [ "$1" != -o ]; do shift; done\ncp "$(dirname "$0")/built" "$2"'
+    asked = '[ "$1" = env ] && exec echo go1.99\n[ "$1" = build ] || exit 0\n'
+    go = asked + 'while [ "$1" != -o ]; do shift; done\ncp "$(dirname "$0")/built" "$2"'
     script(tmp_path / "go" / "go", go)
     (tmp_path / "go" / "built").write_bytes(binary())
     monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
@@ -271,11 +273,22 @@ def test_a_build_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, folder: Pa
     assert nothing_lies_about(folder)
 
 
+COMPILED_BEFOREHAND = (b'Platform="systrap" HostNetwork=false', b"UDSCreateEnabled=false ProfileEnabled=false")
+"""Parts of the names by which runsc finds its seccomp programs; those that it does not find, it compiles each time."""
+
+
+def test_a_runsc_of_the_pinned_source_has_its_filters_compiled() -> None:
+    found = find()
+    text = found.path.read_bytes()
+    assert found.version != runsc_sources.pinned_version(GO_MOD) or all(name in text for name in COMPILED_BEFOREHAND)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_pinned_source_is_built_with_the_go_from_pypi(folder: Path) -> None:
     found = install([GoSource(usual_folder="/nowhere")], folder, quiet())
     assert found.version == runsc_sources.pinned_version(GO_MOD)
+    assert all(filters in found.path.read_bytes() for filters in COMPILED_BEFOREHAND)
     assert nothing_lies_about(folder)
 
 
