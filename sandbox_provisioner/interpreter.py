@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import escape, glob
 from pathlib import Path
+from typing import NamedTuple
 
 from .bundle import GUEST_INSIDE, Mount
 from .errors import CommandNotFoundError
@@ -67,51 +68,75 @@ def installing(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str
     return folders[0], {"PIP_PREFIX": own, "PYTHONPATH": path}
 
 
-def visible(argv: Sequence[str], env: Mapping[str, str], writable: Iterable[str] = ()) -> list[Mount]:
-    """The mounts that let ``argv``, whose first item is an absolute path, run as it would on the host.
+class Find(NamedTuple):
+    """A path that a command needs, by its name and with links followed; what says so lies in ``origins``."""
 
-    What lies in ``writable`` folders the guest may have written: path files there are not believed.
+    path: str
+    real: str
+    origins: tuple[str, ...]
+
+
+def visible(argv: Sequence[str], env: Mapping[str, str]) -> list[Mount]:
+    """The mounts that let ``argv``, whose first item is an absolute path, run as it would on the host."""
+    return believed(look(argv, env))
+
+
+def believed(finds: Iterable[Find], writable: Iterable[str] = ()) -> list[Mount]:
+    """The mounts of what was found, for a guest that may have written to ``writable`` folders.
+
+    Nothing is believed that was said there, nor a link from there to somewhere else.
     """
-    writable = [os.path.realpath(folder) for folder in writable]
-    first, *others = programs(argv[0])
-    doubted = any(within(os.path.realpath(os.path.dirname(first)), folder) for folder in writable)
-    prefixes = program_folders(first)
-    prefixes += [folder for program in others for folder in program_folders(program) if _installed(folder, doubted)]
-    libraries = dict.fromkeys(folder for prefix in dict.fromkeys(prefixes) for folder in site_folders(prefix))
-    paths = [
-        *prefixes,
-        *user_site_folders(),
-        *(entry for folder in user_site_folders() for entry in path_file_entries(folder)),
-        *(entry for folder in libraries for entry in _believed(folder, writable)),
-        *env.get("PYTHONPATH", "").split(os.pathsep),
-        *argv[1:],
+    folders = [os.path.realpath(folder) for folder in writable]
+    return list(dict.fromkeys(Mount(find.path, find.path) for find in finds if not _doubted(find, folders)))
+
+
+def _doubted(find: Find, folders: Sequence[str]) -> bool:
+    return any(
+        (within(find.path, folder) and not within(find.real, folder))
+        or any(within(origin, folder) for origin in find.origins)
+        for folder in folders
+    )
+
+
+def look(argv: Sequence[str], env: Mapping[str, str]) -> list[Find]:
+    """All that ``argv``, whose first item is an absolute path, needs to see in order to run as it would on the host."""
+    paths = [(path, ()) for path in (*user_site_folders(), *env.get("PYTHONPATH", "").split(os.pathsep), *argv[1:])]
+    paths += [(entry, ()) for folder in user_site_folders() for entry in path_file_entries(folder)]
+    return [
+        Find(normal, os.path.realpath(normal), origins)
+        for path, origins in dict.fromkeys([*_installations(argv[0]), *paths])
+        if os.path.isabs(path) and os.path.exists(path) and not private(normal := os.path.normpath(path))
     ]
-    normal = dict.fromkeys(os.path.normpath(path) for path in paths if os.path.isabs(path) and os.path.exists(path))
-    return [Mount(path, path) for path in normal if not private(path) and not _leads_out(path, writable)]
 
 
-def _leads_out(path: str, folders: Iterable[str]) -> bool:
-    """Whether ``path`` lies in one of ``folders`` by its name, but by a link somewhere else."""
-    real = os.path.realpath(path)
-    return any(within(path, folder) and not within(real, folder) for folder in folders)
+def _installations(program: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The folders of a program and of all that it leads to, and what path files there name, each with its origins."""
+    first, *others = programs(program)
+    prefixes: dict[str, tuple[str, ...]] = dict.fromkeys(program_folders(first), ())
+    for folder in (folder for other in others for folder in program_folders(other)):
+        if _installed(folder):
+            prefixes[folder] = ()
+        elif not any(within(folder, home) for home in homes()):
+            prefixes.setdefault(folder, (os.path.realpath(os.path.dirname(first)),))
+    yield from prefixes.items()
+    for prefix, origins in prefixes.items():
+        for folder in site_folders(prefix):
+            origin = os.path.realpath(folder)
+            yield from ((entry, (*origins, origin)) for entry in _trusted_entries(folder))
 
 
-def _believed(folder: str, writable: Iterable[str]) -> Iterator[str]:
+def _trusted_entries(folder: str) -> Iterator[str]:
     """The path entries in ``folder``; those of an environment not the server's own only if they lie beside it."""
-    if any(within(os.path.realpath(folder), place) for place in writable):
-        return
     own = any(within(folder, prefix) for prefix in (sys.prefix, sys.base_prefix))
-    beside = Path(folder).parents[3]
+    beside = str(Path(folder).parents[3])
     for entry in path_file_entries(folder):
-        if own or within(os.path.realpath(entry), str(beside)):
+        if own or within(os.path.realpath(entry), beside):
             yield entry
 
 
-def _installed(prefix: str, doubted: bool) -> bool:
-    """Whether software is installed there; a doubted link or first line must lead to a Python, or into the system."""
-    if glob(os.path.join(escape(prefix), "lib*/python3*/os.py")) or within(prefix, "/usr"):
-        return True
-    return not doubted and not any(within(prefix, home) for home in homes())
+def _installed(prefix: str) -> bool:
+    """Whether it is certain that software is installed there: a Python's, or the system's."""
+    return bool(glob(os.path.join(escape(prefix), "lib*/python3*/os.py"))) or within(prefix, "/usr")
 
 
 def parts(prefix: str) -> list[str]:

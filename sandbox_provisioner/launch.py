@@ -15,7 +15,7 @@ from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtim
 
 from .bundle import BundleSpec, Mount, parse_mount
 from .folders import homes, masks, shields
-from .interpreter import installing, parts, resolve, roomy, visible
+from .interpreter import Find, believed, installing, look, parts, resolve, roomy
 from .kernel import Start
 from .relay import CHANNELS
 from .runsc import Runsc
@@ -66,7 +66,8 @@ def plan(
         files={inside: json.dumps(info), **({f"{packages}/README": PACKAGES} if packages else {})},
         remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
     )
-    spec, bare = (_bundle(argv, env, shown, settings, runsc) for shown in (folder, None))
+    finds = look(argv, env) + (look([sys.executable], env) if argv[0] != sys.executable else [])
+    spec, bare = (_bundle(finds, env, shown, settings, runsc) for shown in (folder, None))
     return Launch(spec, start, targets(info), bare, env)
 
 
@@ -82,11 +83,10 @@ def sink(given: Any, inherited: int) -> int | None:
 
 
 def _bundle(
-    argv: list[str], env: dict[str, str], folder: Mount | None, settings: SandboxSettings, runsc: Runsc
+    finds: list[Find], env: dict[str, str], folder: Mount | None, settings: SandboxSettings, runsc: Runsc
 ) -> BundleSpec:
     given = [*([folder] if folder else []), *map(parse_mount, settings.mounts)]
-    writable = [mount.source for mount in given if mount.writable]
-    seen = [*visible([sys.executable], env, writable), *visible(argv, env, writable)]
+    seen = believed(finds, [mount.source for mount in given if mount.writable])
     trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
     trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
     mounts = [*seen, *given, *shields(given, trusted)]

@@ -27,6 +27,7 @@ from .kernel import Start
 from .metadata import spec_from_json
 from .relay import CHANNELS
 from .runsc import Runsc
+from .templates import mark
 
 FORMAT = 1
 FROZEN = {
@@ -67,7 +68,7 @@ class Recipe:
             "argv": [os.path.dirname(program), os.path.realpath(program), *self.argv[1:]],
             "format": FORMAT,
             "version": __version__,
-            "runsc": [self.runsc.version, self.runsc.sha256],
+            "runsc": [self.runsc.version, mark(str(self.runsc.path))],
             "guest": _guest_code(),
             "mounts": all_mounts(self.spec),
             "cpu": cpu_features(),

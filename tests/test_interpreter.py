@@ -13,7 +13,9 @@ import pytest
 from sandbox_provisioner.errors import CommandNotFoundError
 from sandbox_provisioner.folders import homes, private
 from sandbox_provisioner.interpreter import (
+    believed,
     installing,
+    look,
     parts,
     path_file_entries,
     program_folders,
@@ -21,7 +23,6 @@ from sandbox_provisioner.interpreter import (
     resolve,
     site_folders,
     user_site_folders,
-    visible,
 )
 
 
@@ -52,7 +53,7 @@ def packages(prefix: Path) -> Path:
 
 
 def shown(argv: list[str | Path], env: dict[str, str] | None = None, writable: list[Path] | None = None) -> set[str]:
-    mounts = visible(list(map(str, argv)), env or {}, list(map(str, writable or [])))
+    mounts = believed(look(list(map(str, argv)), env or {}), list(map(str, writable or [])))
     assert not any(mount.writable or mount.source != mount.destination for mount in mounts)
     return {mount.source for mount in mounts}
 
