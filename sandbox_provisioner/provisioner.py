@@ -414,7 +414,7 @@ class SandboxProvisioner(SandboxSettings):
             try:
                 await self._start_in(prospect.spec, launch, runsc, kwargs, copy=copy)
                 return True
-            except TEMPLATE_ERRORS as error:
+            except SandboxError as error:
                 self.log.warning("Kernel %s could not have the sandbox that stood by: %s", self.kernel_id, error)
                 await copy.delete()
             except BaseException:

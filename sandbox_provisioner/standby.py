@@ -16,7 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
+from .activation import tell
 from .errors import SandboxError
+from .folders import identity
+from .guest.powers import CARRIED
 from .gvisor import GVisorSandbox
 from .iothread import IO
 from .prospects import Prospect
@@ -31,12 +34,17 @@ SCARCE = 0.1
 """The part of the memory below which nothing stands by."""
 
 
+Place = tuple[int, int]
+"""By what a folder is known for as long as a sandbox has it: its device and inode."""
+
+
 @dataclass(frozen=True)
 class Copy:
-    """One that stands by."""
+    """One that stands by, in the folder at this place."""
 
     prospect: Prospect
     sandbox: GVisorSandbox
+    place: Place
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -48,7 +56,8 @@ class Copy:
         """Whether it is what ``prospect`` would make."""
         template, own = prospect.template, self.prospect.template
         same = template is not None and own is not None and template.image == own.image
-        return same and prospect.spec.carried == self.prospect.spec.carried and self.sandbox.state == State.RUNNING
+        same = same and prospect.spec.carried == self.prospect.spec.carried and self.sandbox.state == State.RUNNING
+        return same and _place(prospect) == self.place
 
 
 class Standby:
@@ -129,20 +138,36 @@ class Standby:
         await self._end([copy for copy in self._copies if copy.kernel_name == name])
 
     async def _add(self, prospect: Prospect) -> None:
+        """Restore a copy, and have done all that does not depend on whose it will be."""
         sandbox = GVisorSandbox(str(uuid4()), prospect.spec, prospect.recipe.runsc, prospect.recipe.platform)
+        folder, place = prospect.spec.carried, _place(prospect)
+        if folder is None or place is None:
+            raise SandboxError("The folder is gone.")
         try:
             with prospect.image() as image:
                 await sandbox.start(image)
+            expected = identity(folder._replace(destination=CARRIED))
+            await sandbox.link.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
+            await tell(sandbox.link, op="report")
         except BaseException:
             await asyncio.shield(sandbox.delete())
             raise
-        self._copies.append(Copy(prospect, sandbox))
+        self._copies.append(Copy(prospect, sandbox, place))
 
     async def _end(self, copies: list[Copy]) -> None:
         for copy in copies:
             if copy in self._copies:
                 self._copies.remove(copy)
                 await asyncio.shield(copy.sandbox.delete())
+
+
+def _place(prospect: Prospect) -> Place | None:
+    """By what the folder that ``prospect`` is for is known now; None if it is gone."""
+    try:
+        found = os.stat(prospect.spec.carried.source) if prospect.spec.carried else None
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if found else None
 
 
 def scarce(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> bool:

@@ -93,6 +93,22 @@ def test_one_that_died_is_not_taken_and_its_template_stays(
     assert shelf.get(name) is not None
 
 
+def test_one_whose_folder_was_made_anew_is_not_taken(
+    start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
+) -> None:
+    name, folder = sandboxed(standby=1), notebook_folder / "again"
+    folder.mkdir()
+    start_kernel(name, cwd=str(folder))
+    until(lambda: len(STANDBY.copies) == 1)
+    waiting = STANDBY.copies[0].sandbox
+    folder.rmdir()
+    folder.mkdir()
+    km, kc = start_kernel(name, cwd=str(folder))
+    assert is_copy(km) and km.provisioner.sandbox is not waiting
+    run(kc, "open('made', 'w').write('inside')")
+    assert (folder / "made").read_text() == "inside"
+
+
 def test_nothing_stands_by_when_memory_is_scarce(
     start_kernel: Start, sandboxed: Sandboxed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ by lines of JSON on a socket, one for each connection. Runs in the kernel's own 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -176,6 +177,8 @@ def _answer(app: Any, message: dict[str, Any], become: Callable[[dict[str, Any]]
 
 def _preload(modules: list[str]) -> dict[str, Any]:
     left_out = {name: reason for name in modules if (reason := _import(name))}
+    gc.collect()
+    gc.freeze()  # what is here now stays for good: no copy has to look through it again
     return {"left_out": left_out, "files": sorted(_files())}
 
 
