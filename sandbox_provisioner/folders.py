@@ -97,6 +97,20 @@ def identity(folder: Mount | None) -> dict[str, int]:
         os.close(place)
 
 
+def require_itself(folder: Mount) -> None:
+    """Refuse a kernel's folder that was one, with links followed, and that a link leads away from now.
+
+    ConfigurationError. A guest that can write to a folder above may have put the link there while the kernel slept.
+    """
+    real = os.path.realpath(folder.source)
+    if real != folder.source:
+        raise ConfigurationError(
+            "working_folder",
+            f"The kernel's folder {folder.source} is another one now: a link leads to {real}.",
+            "Put the folder back in its place; the kernel's state is kept.",
+        )
+
+
 def replaced(folder: Mount) -> ConfigurationError:
     """The error for a folder that is not what it was a moment ago."""
     problem = f"The folder {folder.destination} was replaced by something else while the kernel started."

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import capture, checkpoints, estates, ledger, snapshots
-from .bundle import BundleSpec
+from .bundle import BundleSpec, Mount
 from .checkpoints import now
 from .errors import (
     CorruptObjectError,
@@ -27,6 +27,7 @@ from .errors import (
     TooManySavepointsError,
 )
 from .estates import RESEED, leased
+from .folders import require_itself
 from .gvisor import GVisorSandbox
 from .journal import JOURNAL, Entry, What
 from .ledger import Ledger
@@ -246,6 +247,8 @@ class SandboxHandle:
             raise SandboxError(f"Sandbox {self.sandbox_id} has no checkpoint to restore.")
         after(self.sandbox_id, Action.RESTORE, self.instance.state)  # somebody was quicker, which is no failure
         slept_here = self.instance.state == State.CHECKPOINTED
+        if works_in := self._working_folder():
+            require_itself(works_in)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self.sandbox_id))
         with JOURNAL.doing(self.entry(What.WOKEN)) as work, staging(stores.staging) as folder:
             work.size = source.size
@@ -379,6 +382,12 @@ class SandboxHandle:
         self._source = made[0]
         await self._delete(garbage)
         return made[0]
+
+    def _working_folder(self) -> Mount | None:
+        """The folder that its kernel works in, if it is one of the host's."""
+        spec, cwd = self.instance.spec, self.contents.get("cwd")
+        shown = (mount for mount in spec.mounts if mount.source and mount.writable and mount.destination == cwd)
+        return spec.carried or next(shown, None)
 
     def _require_room(self) -> None:
         if len(self.metadata.savepoints) >= MAX_SAVEPOINTS:

@@ -567,6 +567,24 @@ def test_a_kernel_is_not_woken_with_another_file_than_it_had_mapped(open_noteboo
     assert notebook.run("print(table[:3])") == "b'old'\n"
 
 
+def test_a_kernel_is_not_woken_with_a_folder_that_a_link_leads_to(
+    open_notebook: Open, notebook_folder: Path, tmp_path: Path
+) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+    precious, moved = tmp_path / "precious", tmp_path / "moved"
+    precious.mkdir()
+    notebook_folder.rename(moved)
+    notebook_folder.symlink_to(precious)
+    with pytest.raises(ConfigurationError, match="is another one now: a link leads to"):
+        notebook.wake()
+    assert notebook.asleep
+    notebook_folder.unlink()
+    moved.rename(notebook_folder)
+    assert notebook.run("x") == "1"
+
+
 def test_a_kernel_that_could_not_be_woken_is_woken_once_the_reason_is_gone(
     open_notebook: Open, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
