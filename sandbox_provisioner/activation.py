@@ -31,11 +31,16 @@ async def activate(
     expect: Mapping[str, int],
     outlive: bool,
 ) -> None:
-    """Make a copy of a template what ``orders`` say; GuestError, with ESTALE for a ``folder`` not as ``expect``ed."""
+    """Make a copy of a template what ``orders`` say; GuestError, with ESTALE for a ``folder`` not as ``expect``ed.
+
+    It comes to outlive its server only then: one that does not know whose it is would be of no use to anybody.
+    """
     try:
         async with asyncio.timeout(ACTIVATING):
-            await link.activate(folder=folder, files=dict(files), expect=dict(expect), outlive=outlive)
+            await link.activate(folder=folder, files=dict(files), expect=dict(expect), outlive=False)
             said = await tell(link, op="activate", **orders)
+            if outlive:
+                await link.activate(folder="", files={}, expect={}, outlive=True)
     except TimeoutError:
         raise GuestError(f"A copy of a template was not ready within {ACTIVATING:g} seconds.") from None
     if said.get("trouble"):

@@ -35,8 +35,8 @@ LAST_OUTPUT = 1.0
 LAST_WORDS = 2000
 IDENTIFY_TRIES = 10
 INTERNAL = "An internal error; the server's log has more."
-TEMPLATE_PROCESS = 1
-"""The number of the one process that a template has."""
+FIRST_PROCESS = 1
+"""The number of a sandbox's first process, which is the kernel's."""
 LOST = 1
 """The status of a kernel that could not be brought back."""
 
@@ -116,9 +116,11 @@ class SandboxedKernel:
         """
         async with self._taking_over(handle, ending):
             await (self.manager.start(handle.sandbox_id, template) if self.manager else handle.start(template))
+            contents = {"targets": dict(targets), **start.remember}
+            handle.describe({"process": FIRST_PROCESS, **contents})  # from now on it may outlive this server
             begin = self._activate if handle.instance.spec.carried else self._start
             self._process = await self._identified(handle.instance, start, begin)
-            handle.describe({"process": self._process.number, "targets": dict(targets), **start.remember})
+            handle.describe({"process": self._process.number, **contents})
         self._join(handle, targets, ending)
 
     async def resume(self, handle: SandboxHandle, ending: Ending) -> None:
@@ -300,9 +302,9 @@ class SandboxedKernel:
     @staticmethod
     async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
         """The kernel of a copy of a template, as the one that was asked for."""
-        process, folder = sandbox.link.process(TEMPLATE_PROCESS), start.folder
+        process, folder = sandbox.link.process(FIRST_PROCESS), start.folder
         if process is None or folder is None:
-            raise SandboxError("The template has no kernel in it.")
+            raise GuestError("The copy of a template has no kernel in it any more.")
         orders = {
             **start.remember["connection"],
             "connection_file": start.connection_file,

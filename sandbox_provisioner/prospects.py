@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -57,9 +57,10 @@ class Prospect:
         return self.template is None or bool(self.template.changed)
 
     def drop(self) -> None:
-        """Forget the template."""
+        """Forget the template, if that can be done; else it is passed over again."""
         if self.template:
-            self.shelf.drop(self.recipe.kernel_name, self.template.image)
+            with suppress(OSError):
+                self.shelf.drop(self.recipe.kernel_name, self.template.image)
 
     def build(self) -> None:
         """Have a template made in the background. Blocks for milliseconds."""
@@ -82,7 +83,7 @@ def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Prospect | 
         return None if template.age < patience else Prospect(recipe, spec, None, shelf)
     if changed := template.changed:
         log.info("The template of %s is made anew: %s has changed", recipe.kernel_name, changed)
-        shelf.drop(recipe.kernel_name, template.image)
+        Prospect(recipe, spec, template, shelf).drop()
         return Prospect(recipe, spec, None, shelf)
     return Prospect(recipe, spec, template, shelf)
 
@@ -103,7 +104,7 @@ def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe
         settings.platform,
         runsc,
         tuple(settings.preload),
-        given,
+        kernelspec.env,
     )
 
 

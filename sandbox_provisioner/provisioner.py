@@ -12,6 +12,7 @@ import ipaddress
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -391,8 +392,7 @@ class SandboxProvisioner(SandboxSettings):
         runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd"))
         launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
         prospect = await IO.run(asyncio.to_thread(prospects.find, launch, runsc, self))
-        if self._releasing:
-            raise StateError(self.kernel_id, "start", "being shut down")
+        self._require_wanted()
         await IO.run(self._begin(launch, runsc, prospect, kwargs))
         self._launched = self._launched_before = True
         self.cwd = launch.start.cwd
@@ -406,7 +406,13 @@ class SandboxProvisioner(SandboxSettings):
             prospect.drop()
         await self._start_in(launch.spec, launch, runsc, kwargs)
         if prospect and self.template == "build":
-            await asyncio.to_thread(prospect.build)
+            with suppress(OSError):  # it is tried again with the next start
+                await asyncio.to_thread(prospect.build)
+
+    def _require_wanted(self) -> None:
+        """A start that failed because the kernel was ended meanwhile is not tried in another way."""
+        if self._releasing:
+            raise StateError(self.kernel_id, "start", "being shut down")
 
     async def _start_copy(self, prospect: Prospect, launch: Launch, runsc: Runsc, kwargs: dict[str, Any]) -> bool:
         """In the I/O thread: one that stands by, or a new one; False if the template is no good."""
@@ -415,8 +421,9 @@ class SandboxProvisioner(SandboxSettings):
                 await self._start_in(prospect.spec, launch, runsc, kwargs, copy=copy)
                 return True
             except SandboxError as error:
-                self.log.warning("Kernel %s could not have the sandbox that stood by: %s", self.kernel_id, error)
                 await copy.delete()
+                self._require_wanted()
+                self.log.warning("Kernel %s could not have the sandbox that stood by: %s", self.kernel_id, error)
             except BaseException:
                 await asyncio.shield(copy.delete())
                 raise
@@ -425,6 +432,7 @@ class SandboxProvisioner(SandboxSettings):
                 await self._start_in(prospect.spec, launch, runsc, kwargs, image)
             return True
         except TEMPLATE_ERRORS as error:
+            self._require_wanted()
             self.log.warning("Kernel %s starts without its template, which failed: %s", self.kernel_id, error)
             return False
 

@@ -7,6 +7,7 @@ kernelspec was started last; one that is started elsewhere comes of the template
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from .activation import tell
-from .errors import SandboxError
-from .folders import identity
+from .activation import ACTIVATING, tell
+from .bundle import Mount
+from .errors import GuestError, SandboxError
+from .folders import identity, replaced
 from .guest.powers import CARRIED
 from .gvisor import GVisorSandbox
 from .iothread import IO
+from .kernel import IDENTIFY_TRIES
 from .prospects import Prospect
 from .states import State
 
@@ -34,13 +37,13 @@ SCARCE = 0.1
 """The part of the memory below which nothing stands by."""
 
 
-Place = tuple[int, int]
-"""By what a folder is known for as long as a sandbox has it: its device and inode."""
+Place = tuple[tuple[int, int], ...]
+"""By what the folders that a sandbox sees are known for as long as it has them: their devices and inodes."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One that stands by, in the folder at this place."""
+    """One that stands by, with the folders of this place."""
 
     prospect: Prospect
     sandbox: GVisorSandbox
@@ -146,13 +149,30 @@ class Standby:
         try:
             with prospect.image() as image:
                 await sandbox.start(image)
-            expected = identity(folder._replace(destination=CARRIED))
-            await sandbox.link.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
-            await tell(sandbox.link, op="report")
+            async with asyncio.timeout(ACTIVATING):
+                await self._rehearse(sandbox, folder)
+        except TimeoutError:
+            await asyncio.shield(sandbox.delete())
+            raise SandboxError(f"It was not ready within {ACTIVATING:g} seconds.") from None
         except BaseException:
             await asyncio.shield(sandbox.delete())
             raise
         self._copies.append(Copy(prospect, sandbox, place))
+
+    @staticmethod
+    async def _rehearse(sandbox: GVisorSandbox, folder: Mount) -> None:
+        """Have its folder in its place, and hear that its kernel listens."""
+        for _ in range(IDENTIFY_TRIES):
+            expected = identity(folder._replace(destination=CARRIED))
+            try:
+                await sandbox.link.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
+                break
+            except GuestError as error:
+                if error.errno != errno.ESTALE:  # somebody writes into the folder
+                    raise
+        else:
+            raise replaced(folder)
+        await tell(sandbox.link, op="report")
 
     async def _end(self, copies: list[Copy]) -> None:
         for copy in copies:
@@ -162,12 +182,13 @@ class Standby:
 
 
 def _place(prospect: Prospect) -> Place | None:
-    """By what the folder that ``prospect`` is for is known now; None if it is gone."""
+    """By what the folders that ``prospect`` shows are known now; None if one is gone."""
+    shown = [prospect.spec.carried, *prospect.spec.mounts]
     try:
-        found = os.stat(prospect.spec.carried.source) if prospect.spec.carried else None
+        found = [os.stat(mount.source) for mount in shown if mount and mount.source]
     except OSError:
         return None
-    return (found.st_dev, found.st_ino) if found else None
+    return tuple((one.st_dev, one.st_ino) for one in found)
 
 
 def scarce(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> bool:

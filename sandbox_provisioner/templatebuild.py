@@ -27,7 +27,7 @@ from .folders import within
 from .guest.powers import CARRIED
 from .gvisor import GVisorSandbox
 from .interpreter import frozen
-from .kernel import TEMPLATE_PROCESS
+from .kernel import FIRST_PROCESS
 from .launch import targets
 from .recipes import CONNECTION_FILE, Recipe
 from .templates import Template, TemplateShelf, mark
@@ -90,7 +90,7 @@ async def _build_later(recipe: Recipe) -> None:
         await build(recipe, shelf, wait=False)
     except SandboxError as error:  # `jupyter sandbox template list` tells it; it is tried again, but not at each start
         failure = f"it could not be made: {error}"
-        shelf.publish(Template(recipe.kernel_name, recipe.key, now(), unfit=failure, failed=True))
+        shelf.fail(Template(recipe.kernel_name, recipe.key, now(), unfit=failure, failed=True))
 
 
 async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lambda step: None) -> Template | None:
@@ -101,24 +101,27 @@ async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lam
     async with shelf.building(recipe.kernel_name, wait) as draft:
         if draft is None:
             return None
+        key, found = recipe.key, shelf.get(recipe.kernel_name)
+        if not wait and found and found.image and found.key == key and not found.changed:
+            return found
         left_out: dict[str, str] = {}
         while True:
             say("start")
             modules = [name for name in recipe.preload if name not in left_out]
-            found = await _freeze(recipe, modules, draft, say)
-            if not found["left_out"] or found["unfit"]:
+            report = await _freeze(recipe, modules, draft, say)
+            if not report["left_out"] or report["unfit"]:
                 break
-            left_out |= found["left_out"]
+            left_out |= report["left_out"]
         template = Template(
             kernel_name=recipe.kernel_name,
-            key=recipe.key,
+            key=key,
             created=now(),
             preloaded=modules,
             left_out=left_out,
-            unfit=found["unfit"],
-            marks=found["marks"],
+            unfit=report["unfit"],
+            marks=report["marks"],
         )
-        return shelf.publish(template, None if found["unfit"] else draft)
+        return shelf.publish(template, None if report["unfit"] else draft)
 
 
 async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
@@ -149,7 +152,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
     """Start the kernel and have it import ``modules``; what it says of itself."""
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
     process = await sandbox.execute(frozen(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
-    if process.number != TEMPLATE_PROCESS:
+    if process.number != FIRST_PROCESS:
         raise SandboxError("The kernel is not the first process of its template.")
     end = asyncio.create_task(process.read())
     try:
@@ -160,7 +163,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
         for name in modules:
             if reason := await _preload(sandbox, name):
                 left_out[name] = reason
-            if end.done():
+            if end.done() and left_out:
                 return {"unfit": "", "left_out": left_out, "files": []}
         found = await tell(sandbox.link, op="preload", modules=[])
     finally:

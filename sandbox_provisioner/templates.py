@@ -97,13 +97,13 @@ class TemplateShelf:
 
     @contextmanager
     def using(self, template: Template) -> Iterator[Path]:
-        """Its image, which stays for as long as the block lasts. FileNotFoundError if it is gone."""
+        """Its image, which stays for as long as the block lasts. FileNotFoundError if it is gone, or cannot be had."""
         image = self.folder / template.kernel_name / template.image
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(image, fcntl.LOCK_SH | fcntl.LOCK_NB))
-            except BlockingIOError:  # somebody is deleting it
-                raise FileNotFoundError(f"{image} is being deleted") from None
+            except OSError as error:  # somebody may be deleting it
+                raise FileNotFoundError(f"{image} cannot be had: {error.strerror}") from error
             if not (image / "checkpoint.img").exists():
                 raise FileNotFoundError(f"{image} is gone")
             yield image
@@ -143,6 +143,14 @@ class TemplateShelf:
         partial.write_text(json.dumps(asdict(template)))
         partial.rename(place / DOCUMENT)
         return template
+
+    def fail(self, failure: Template) -> None:
+        """Say that none could be made, unless there is one, or somebody is at it."""
+        place = self.folder / failure.kernel_name
+        with suppress(OSError), locked(place / LOCK, ALONE):
+            found = self.get(failure.kernel_name)
+            if found is None or not found.image:
+                self.publish(failure)
 
     def drop(self, kernel_name: str, image: str = "") -> bool:
         """Forget a kernelspec's template, or only if it has this image; whether there was one."""

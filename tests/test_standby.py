@@ -109,6 +109,23 @@ def test_one_whose_folder_was_made_anew_is_not_taken(
     assert (folder / "made").read_text() == "inside"
 
 
+def test_one_that_sees_another_folder_than_is_mounted_now_is_not_taken(
+    start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path
+) -> None:
+    first, second, current = tmp_path / "first", tmp_path / "second", tmp_path / "current"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "name").write_text(folder.name)
+    current.symlink_to(first)
+    name = sandboxed(standby=1, mounts=[f"{current}:/data"])
+    start_kernel(name)
+    until(lambda: len(STANDBY.copies) == 1)
+    current.unlink()
+    current.symlink_to(second)
+    km, kc = start_kernel(name)
+    assert is_copy(km) and run(kc, "open('/data/name').read()") == "'second'"
+
+
 def test_nothing_stands_by_when_memory_is_scarce(
     start_kernel: Start, sandboxed: Sandboxed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
