@@ -99,7 +99,6 @@ def _bounds(schema: Json) -> Iterator[str]:
         "pattern": "like",
         "contentEncoding": "in",
         "minimum": "at least",
-        "exclusiveMinimum": "more than",
         "maximum": "at most",
         "minLength": "characters at least",
         "maxLength": "characters at most",

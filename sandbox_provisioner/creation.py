@@ -25,6 +25,7 @@ from .persistence import Persistence
 from .records import SandboxRecord
 from .serverkernels import Live, Notebook, NotebookInUseError
 from .sights import look
+from .startrequest import ASKED
 
 VARIABLES = {
     "sandbox_id": "SANDBOX_ID",
@@ -63,6 +64,7 @@ class Creation:
         before = source if "savepoint" in body else await self._before(body, notebook)
         kernel_name = await self._kernel_name(body.get("kernel_name", ""), before)
         env = {variable: _text(body[name]) for name, variable in VARIABLES.items() if name in body}
+        env |= {ASKED: ",".join(env)} if env else {}
         if "savepoint" in body:
             assert source is not None
             return await self._copy(source, body["savepoint"]["name"], notebook, env, _chosen(body)), True

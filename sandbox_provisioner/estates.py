@@ -159,6 +159,16 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only
     return freed
 
 
+async def destroy_remains(stores: Stores, sandbox_id: str, owner: Owner) -> None:
+    """Delete the checkpoints of a sandbox that has no document, unless it has one by now. LeaseHeldError."""
+    store, checkpoints_at = stores.required_checkpoints(), checkpoints_prefix(sandbox_id)
+    async with leased(sandbox_id, stores, owner) as lease:
+        if not await asyncio.to_thread(_exists, stores.metadata, metadata_name(sandbox_id)):
+            for below in await asyncio.to_thread(artifacts, store, checkpoints_at):
+                await asyncio.to_thread(store.delete_all, below)
+    await lease.release()
+
+
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
     """Give up a sandbox's last checkpoint for the one before, which is returned. LeaseHeldError if it is in use.
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 
+from .errors import LinkClosedError
+from .guestprocess import GuestProcess
 from .iothread import IO
-from .process import Output, Process
+from .process import Output
 from .provisioner import SandboxProvisioner
 
 
 class Execution:
     """A command that runs; its output waits in the sandbox until it is taken. Until it is killed, nobody is idle."""
 
-    def __init__(self, provisioner: SandboxProvisioner, process: Process) -> None:
+    def __init__(self, provisioner: SandboxProvisioner, process: GuestProcess) -> None:
         self._process = process
         self._pieces = process.stream()
         self._open = provisioner.executions
@@ -46,4 +49,6 @@ class Execution:
         return await anext(self._pieces, None)
 
     async def _kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
+        with suppress(LinkClosedError):
+            self._process.send_signal(signal.SIGKILL)
+        self._process.abandon()

@@ -25,8 +25,8 @@ class GuestProcess(Process):
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send_signal(self, signum: int) -> None:
-        """Ask PID 1 to signal the process group."""
-        if not self._exit.done():
+        """Ask PID 1 to signal the process group, which may outlive the process."""
+        if self._open_outputs or not self._exit.done():
             self._link.tell(op="signal", process=self.number, signal=int(signum))
 
     async def write(self, data: bytes) -> None:
@@ -43,7 +43,10 @@ class GuestProcess(Process):
         if self._stdio:
             self._stdio.end()
 
-    def _begin(self, stdin: bool) -> None:
+    def begin(self, stdin: bool = True) -> None:
+        """Take its output from now on; nothing happens the second time."""
+        if self._streams:
+            return
         for name, target in (("stdout", "output"), ("stderr", "errors")):
             stream = self._link.open(f"process:{self.number}:{target}")
             stream.on_data = lambda data, name=name: self._feed(Output(name, data))  # type: ignore[misc]
@@ -55,6 +58,14 @@ class GuestProcess(Process):
         self._streams["stderr"].end()
         if not stdin or self._exit.done():
             self._stdio.end()
+
+    def abandon(self) -> None:
+        """Keep nothing of what it, or whoever has its output now, writes; nor may they write much more."""
+        self._pieces.clear()
+        self._size = self._open_outputs = 0
+        self._news.set()
+        for stream in self._streams.values():
+            stream.on_data, stream.on_end = lambda data: None, lambda: None
 
     def _taken(self, piece: Output) -> None:
         self._streams[piece.stream].consumed(len(piece.data))

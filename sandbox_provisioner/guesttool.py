@@ -43,6 +43,7 @@ class GuestTool:
                 async with asyncio.timeout(GRACE):
                     await process.stop(grace=0)
                     await process.read()
+            process.abandon()
 
     async def output(self) -> AsyncIterator[bytes]:
         """Its stdout, piece by piece, to the end; the end of its stderr is kept for ``finish``."""

@@ -300,10 +300,13 @@ class GVisorSandbox:
 
     async def _let_dead_servers_commands_end(self) -> None:
         assert self._folder is not None
-        async with asyncio.timeout(CHECKPOINT_TIMEOUT):
-            await asyncio.sleep(ORPHAN_NOTICES)
-            while self._folder.runs(b"pause", b"checkpoint", b"resume"):
+        try:
+            async with asyncio.timeout(CHECKPOINT_TIMEOUT):
                 await asyncio.sleep(ORPHAN_NOTICES)
+                while self._folder.runs(b"pause", b"checkpoint", b"resume"):
+                    await asyncio.sleep(ORPHAN_NOTICES)
+        except TimeoutError:
+            raise SandboxError(f"A command of sandbox {self.sandbox_id}'s dead server does not end.") from None
 
     async def _paused(self) -> bool:
         """Whether an orphan was paused when its server died, which it is only when it had come to rest."""

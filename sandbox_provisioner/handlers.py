@@ -21,6 +21,7 @@ from .errors import SandboxError
 from .eventstream import Subscription
 from .execution import Execution
 from .sandboxes import Sandboxes
+from .words import printable
 
 AUTH_RESOURCE = "sandboxes"
 KEEPALIVE = 15.0
@@ -87,7 +88,7 @@ class SandboxHandler(APIHandler):
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         """The log has what the answer leaves out; a traceback only of what should not have happened."""
         if isinstance(value, SandboxError):
-            self.log.warning("%s %s: %s", self.request.method, self.request.path, value)
+            self.log.warning("%s %s: %s", self.request.method, self.request.path, printable(str(value)))
         else:
             super().log_exception(typ, value, tb)
 

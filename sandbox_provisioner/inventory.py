@@ -125,7 +125,9 @@ class Inventory:
 def _recorded(kept: Persistence, wanted: str) -> SandboxRecord | None:
     """The record of that id; of several with that id in storage, the one in this server's. Blocks."""
     try:
-        return kept.registry.load(UUID(wanted))
+        record = kept.registry.load(UUID(wanted))
+        if str(record.id) == wanted:
+            return record
     except (ValueError, UnknownSandboxError):
         pass
     found = [record for record in kept.registry.list().records if record.sandbox_id == wanted]

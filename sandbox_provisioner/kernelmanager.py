@@ -185,6 +185,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
                 self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
         except SandboxError as error:
             self.log.warning("Sandboxes of killed servers were not looked for: %s", error)
+        except Exception:  # whatever it was, no kernel of this server has to do with it
+            self.log.exception("Sandboxes of killed servers were not looked for")
 
     async def _look_around(self) -> None:
         for kernel_id in self.list_kernel_ids():

@@ -238,7 +238,7 @@ class GuestLink:
         self._next_process += 1
         self._processes[process.number] = process
         await process.started
-        process._begin(stdin)
+        process.begin(stdin)
         return process
 
     async def activate(self, **message: Any) -> None:
@@ -251,8 +251,11 @@ class GuestLink:
             self._activated = None
 
     def process(self, number: int) -> GuestProcess | None:
-        """The running process of that number, such as one that a restored sandbox brought with it."""
-        return self._processes.get(number)
+        """The running process of that number, such as one that a restored sandbox brought; its output from now on."""
+        process = self._processes.get(number)
+        if process:
+            process.begin()
+        return process
 
     def _greeted(self, version: int, processes: list[int]) -> None:
         if version != VERSION:
@@ -269,7 +272,6 @@ class GuestLink:
             raise ProtocolError(f"The guest claims to have a process {number}.")
         process = self._processes[number] = GuestProcess(self, number)
         process.started.set_result(None)
-        process._begin(stdin=True)
         self._next_process = max(self._next_process, number + 1)
 
     def tell(self, **message: Any) -> None:
@@ -380,7 +382,7 @@ class GuestLink:
 
 def _refusal(problem: str, message: Mapping[str, Any]) -> GuestError:
     number = int(message["errno"])
-    return GuestError(f"{problem}: {os.strerror(number)}: {str(message['filename'])[:500]}.", number)
+    return GuestError(f"{problem}: {os.strerror(number)}: {printable(str(message['filename'])[:500])}.", number)
 
 
 def _status(value: Any) -> int:

@@ -34,6 +34,8 @@ from .stores import Stores, open_shelf, open_stores
 log = logging.getLogger(__name__)
 
 PAUSE = 5.0
+SHORTEST = 0.1
+"""Seconds between two looks at whether a sandbox is idle, however short it is to be idle for."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,12 @@ class SandboxManager:
         features = self._able(features)
         async with self._lock(sandbox_id):
             self._require_unknown(sandbox_id)
-            await self._recovery.save(lambda note: note.sandbox_id == sandbox_id)
+            for one in await self._recovery.save(lambda note: note.sandbox_id == sandbox_id):
+                if one.runs_on:
+                    raise SandboxError(
+                        f"Sandbox {sandbox_id} runs on since its server was killed, and was not saved: {one.problem}",
+                        "Nothing is lost: try once more when that is mended.",
+                    )
             try:
                 handle = await SandboxHandle.attach_persistent(
                     sandbox_id, spec, self._runsc, self.stores, self.owner(), platform, patience, previous
@@ -327,7 +334,9 @@ class SandboxManager:
             wanted = asyncio.create_task(lease.wanted.wait())
             waiting: set[asyncio.Future[Any]] = {lease.lost, wanted} if features.enable_handoff else {lease.lost}
             try:
-                await asyncio.wait(waiting, timeout=self._idle_in(handle), return_when=asyncio.FIRST_COMPLETED)
+                idle_in = self._idle_in(handle)
+                patience = None if idle_in is None else max(idle_in, SHORTEST)
+                await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 if lease.lost.done():
                     await self._regain(handle)
                 elif wanted.done():

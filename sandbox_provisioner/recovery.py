@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import estates
-from .errors import SandboxError, SandboxNotFoundError
+from .errors import LeaseHeldError, SandboxError, SandboxNotFoundError
 from .handle import SandboxHandle
 from .lock.base import Owner
 from .metadata import Note, decode_note
@@ -25,11 +25,12 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class Recovered:
-    """A sandbox whose server was killed: whether its memory was saved, and if not, why."""
+    """A sandbox whose server was killed: whether its memory was saved, and if not, why, and whether it runs on."""
 
     sandbox_id: str
     saved: bool
     problem: str = ""
+    runs_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,32 +57,32 @@ class Recovery:
         """Delete what is left of sandboxes whose deletion was interrupted."""
         for sandbox_id in await asyncio.to_thread(estates.without_metadata, self.stores):
             try:
-                await estates.destroy_persistent(self.stores, sandbox_id, self.owner())
+                await estates.destroy_remains(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
                 log.info("What is left of sandbox %s stays for now: %s", sandbox_id, error)
 
     async def _rescue(self, folder: RuntimeFolder, note: Note, few: asyncio.Semaphore) -> Recovered:
         async with few:
+            alive = folder.inhabited
             try:
-                alive = folder.inhabited
                 handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), PATIENCE)
                 try:
-                    if alive:
-                        await handle.checkpoint()
-                    else:
-                        await handle.record_dead()
-                finally:
-                    await handle.release()
+                    await (handle.checkpoint() if alive else handle.record_dead())
+                except BaseException:
+                    await asyncio.shield(handle.lease.release())
+                    raise
+                await handle.release()
                 if alive:
                     await self._take_inventory(note)
                 return Recovered(note.sandbox_id, saved=alive)
             except SandboxNotFoundError:
                 await asyncio.to_thread(folder.remove)
                 return Recovered(note.sandbox_id, saved=False, problem="it was deleted")
-            except SandboxError as error:
+            except (SandboxError, OSError) as error:
                 folder.let_go()
                 log.error("Sandbox %s, whose server was killed, was not saved: %s", note.sandbox_id, error)
-                return Recovered(note.sandbox_id, saved=False, problem=str(error))
+                runs_on = alive and not isinstance(error, LeaseHeldError)  # whose holder went on without it
+                return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
 
     async def _take_inventory(self, note: Note) -> None:
         """Checkpoint it again after a restore: only one that can be asked tells which files it depends on."""

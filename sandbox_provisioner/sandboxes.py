@@ -67,14 +67,14 @@ class Sandboxes:
 
     async def create(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """Start a kernel in one, unless there is one already; whether it was started."""
-        key = body.get("notebook_path") or body.get("sandbox_id") or body.get("gcs_sandbox_id") or ""
-        async with self._lock(key):
+        path, named = body.get("notebook_path"), body.get("sandbox_id") or body.get("gcs_sandbox_id") or ""
+        async with self._notebook(path) if path else self._lock(named):
             subject, started = await self._creation.create(body)
             return await self._inventory.show(subject), started
 
     async def fork(self, wanted: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Start a second kernel with the memory of one."""
-        async with self._alone(wanted) as source, self._lock(body.get("notebook_path", "")):
+        async with self._alone(wanted) as source, self._notebook(body.get("notebook_path")):
             return await self._inventory.show(await self._creation.fork(source, body))
 
     async def hibernate(self, wanted: str) -> dict[str, Any]:
@@ -106,16 +106,22 @@ class Sandboxes:
             if subject.live and not subject.live.provisioner.asleep:
                 raise StateError(subject.id, "revert", "running")
             sight = await self._inventory.sight(subject)
+            if sight and sight.problem:
+                raise sight.problem
             if sight and sight.summary and not sight.summary.previous:
                 raise StateError(subject.id, "revert", "without a checkpoint before its last one")
+            kept = await self._inventory.kept()
             if subject.live:
+                if not subject.live.provisioner.asleep:  # a cell came meanwhile
+                    raise StateError(subject.id, "revert", "running")
                 await self._kernels.end(subject.live.kernel_id)
-            await asyncio.to_thread((await self._inventory.kept()).revert, record)
+            await asyncio.to_thread(kept.revert, record)
             return await self._inventory.show(await self._inventory.find(wanted))
 
     async def delete(self, wanted: str) -> dict[str, Any]:
         """End its kernel, and delete all that is kept of it."""
-        subject = await self._inventory.find(wanted)
+        async with self._kernels.changing(wanted):  # one that is being restarted is not to be seen
+            subject = await self._inventory.find(wanted)
         if subject.standby:
             await IO.run(STANDBY.drop(subject.id))
         if subject.live:
@@ -197,7 +203,10 @@ class Sandboxes:
     async def _awake(self, subject: Subject) -> Subject:
         """The same sandbox with a kernel that runs."""
         if subject.live is None:
-            return await self._creation.open(subject)
+            async with self._notebook(self._kernels.relative(subject.notebook_path)):
+                subject = await self._inventory.find(subject.id)
+                if subject.live is None:
+                    return await self._creation.open(subject)
         if subject.live.provisioner.asleep:
             await subject.live.provisioner.wake()
         return subject
@@ -219,6 +228,10 @@ class Sandboxes:
                 async with self._kernels.changing(subject.live.kernel_id):  # somebody may be deleting it
                     subject = await self._inventory.find(wanted)
             yield subject
+
+    def _notebook(self, path: str | None) -> asyncio.Lock:
+        """For all who open a notebook of that path."""
+        return self._lock(f"notebook {path}" if path else "")
 
     def _lock(self, key: str) -> asyncio.Lock:
         """For all who do something with what ``key`` names; nobody waits for what has no name."""

@@ -10,6 +10,9 @@ from . import config
 from .claims import Wanted
 from .settings import SandboxSettings
 
+ASKED = "SANDBOX_ASKED"
+"""The variable that names those which the request sets, though the server may have just the same."""
+
 
 def heed(env: Mapping[str, str], settings: SandboxSettings) -> None:
     """Set what the request sets."""
@@ -33,5 +36,6 @@ def wanted(env: Mapping[str, str], settings: SandboxSettings, kernel_name: str) 
 
 
 def _asked(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the server itself has not, or not so."""
-    return {name: value for name, value in env.items() if value != os.environ.get(name, "")}
+    """The variables that are named as the request's own, or that the server itself has not, or not so."""
+    own = env.get(ASKED, "").split(",")
+    return {name: value for name, value in env.items() if name in own or value != os.environ.get(name, "")}

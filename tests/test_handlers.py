@@ -411,6 +411,17 @@ def test_a_command_whose_requester_goes_away_is_killed(api: Api, create: Callabl
     until(lambda: sleepers(api, sandbox) == 0)
 
 
+def test_what_a_command_started_is_killed_with_it_though_it_has_ended_itself(
+    api: Api, create: Callable[..., dict[str, Any]]
+) -> None:
+    sandbox = create()
+    answer = api.open("POST", f"/{sandbox['id']}/execute", {"command": ["sh", "-c", "sleep 12345 & echo on"]})
+    assert b"stream" in answer.readline()
+    assert sleepers(api, sandbox) == 1
+    answer.close()
+    until(lambda: sleepers(api, sandbox) == 0)
+
+
 def test_a_command_whose_requester_leaves_while_the_sandbox_wakes_is_killed(
     api: Api, create: Callable[..., dict[str, Any]]
 ) -> None:

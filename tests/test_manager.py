@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from cell import LONG, start_cell, tell
 
+from sandbox_provisioner import estates
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (
     ConfigurationError,
     LeaseHeldError,
+    SandboxError,
     SandboxNotFoundError,
     StateError,
 )
@@ -231,6 +233,39 @@ async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, r
     handle = await manager.attach("a", spec)
     await manager.restore("a")
     assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
+async def test_one_that_cannot_be_saved_runs_on_until_it_can(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
+) -> None:
+    fall_victim(spec, runsc, tmp_path / "storage", "a")
+    checkpoints = tmp_path / "storage" / "sandboxes" / "a" / "checkpoints"
+    checkpoints.write_text("in the way")
+    manager = serve()
+    (one,) = await manager.recover()
+    assert (one.sandbox_id, one.saved, one.runs_on) == ("a", False, True)
+    with pytest.raises(SandboxError, match="runs on since its server was killed, and was not saved"):
+        await manager.attach("a", spec)
+    assert len(list(runtime.iterdir())) == 1
+    checkpoints.unlink()
+    handle = await manager.attach("a", spec)
+    await manager.restore("a")
+    assert await tell(handle, "get") == "a"
+
+
+async def test_what_has_a_document_by_now_is_no_garbage(serve: Serve, spec: BundleSpec) -> None:
+    manager = serve()
+    await manager.create("a", spec)
+    await manager.release("a")
+    store = manager.stores.required_checkpoints()
+    store.write("sandboxes/a/checkpoints/one/file", b"kept")
+    store.write("sandboxes/b/checkpoints/one/file", b"left")
+    for name in ("a", "b"):
+        await estates.destroy_remains(manager.stores, name, manager.owner())
+    assert [info.name for info in store.list("sandboxes/") if "/checkpoints/" in info.name] == [
+        "sandboxes/a/checkpoints/one/file"
+    ]
 
 
 @pytest.mark.runsc

@@ -78,6 +78,7 @@ def test_events_are_those_of_the_journal() -> None:
         b'{"idle_timeout": Infinity}',
         b'{"idle_timeout": 1e999}',
         b'{"idle_timeout": -1}',
+        b'{"idle_timeout": 1e-9}',
         b'{"idle_timeout": "1"}',
         b'{"idle_timeout": ' + b"9" * 5000 + b"}",
         b'{"enable_handoff": 1}',

@@ -41,6 +41,17 @@ def test_what_it_says_of_the_settings_goes_before_them_and_the_rest_stays() -> N
     assert ours.idle_timeout == 3.0
 
 
+def test_what_it_names_as_its_own_goes_before_the_settings_though_the_server_has_just_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SANDBOX_IDLE_TIMEOUT", "600")
+    ours = settings(idle_timeout=1800.0)
+    startrequest.heed(dict(os.environ), ours)
+    assert ours.idle_timeout == 1800.0
+    startrequest.heed({**os.environ, startrequest.ASKED: "SANDBOX_ID,SANDBOX_IDLE_TIMEOUT"}, ours)
+    assert ours.idle_timeout == 600.0
+
+
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="SANDBOX_IDLE_TIMEOUT is 'soon'"):
         startrequest.heed({"SANDBOX_IDLE_TIMEOUT": "soon"}, settings())

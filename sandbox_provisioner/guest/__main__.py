@@ -264,11 +264,12 @@ class Init:
 
     def signal(self, name: int, signum: int) -> None:
         process = self.processes.get(name)
-        if process is None or not process.pid:
+        if process is None:
             return
-        settle(process.pid, until=self.resumed + SETTLING)
+        if process.pid:
+            settle(process.pid, until=self.resumed + SETTLING)
         try:
-            os.killpg(process.pid, signum)
+            os.killpg(process.group, signum)
         except OSError:
             pass
 

@@ -16,6 +16,7 @@ class Process:
     def __init__(self, name: int, pid: int, stdin: int, stdout: int, stderr: int) -> None:
         self.name = name
         self.pid = pid
+        self.group = pid
         self.stdin = stdin
         self.stdout = stdout
         self.stderr = stderr
