@@ -20,7 +20,7 @@ from .journal import JOURNAL, Entry, What
 from .ledger import Ledger
 from .lock.base import Lease, Owner
 from .metadata import Checkpoint, GCSSandboxMetadata, Summary
-from .names import artifacts, checkpoints_prefix, lock_name, metadata_name, prefix
+from .names import artifacts, checkpoints_prefix, doomed_name, lock_name, metadata_name, prefix
 from .staging import staging
 from .storage.base import Advance, ObjectStore, nothing
 from .stores import Stores
@@ -63,16 +63,18 @@ async def found_persistent(
 ) -> Checkpoint:
     """A new sandbox that begins with the checkpoint that ``make`` stores for its id. SandboxExistsError.
 
-    The document comes last: a checkpoint without one is garbage, and is collected.
+    The document comes last: until then the checkpoint is doomed.
     """
     name = metadata_name(first.sandbox_id)
     async with leased(first.sandbox_id, stores, owner) as lease:
         if await asyncio.to_thread(_exists, stores.metadata, name):
             raise SandboxExistsError(first.sandbox_id, stores.metadata.where)
+        await asyncio.to_thread(_doom, stores, first.sandbox_id)
         made = await make(first.sandbox_id)
         contents = {**made.contents, RESEED: True}
         first = replace(first, checkpoint=replace(made, contents=contents))
         await Ledger.create(stores.metadata, name, lease, first)
+        await asyncio.to_thread(_spare, stores, first.sandbox_id)
     await lease.release()
     return made
 
@@ -134,12 +136,9 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only
     First goes the document: whatever happens then, the sandbox is gone. What is deleted was there before that, so that
     one who comes after us loses nothing.
     """
-    freed, name = 0, metadata_name(sandbox_id)
-    places = [(stores.snapshots, "snapshots/"), (stores.checkpoints, "checkpoints/")]
+    name = metadata_name(sandbox_id)
     async with leased(sandbox_id, stores, owner) as lease:
-        found = [
-            (store, await asyncio.to_thread(artifacts, store, prefix(sandbox_id) + at)) for store, at in places if store
-        ]
+        found = await asyncio.to_thread(_all_artifacts, stores, sandbox_id)
         with suppress(SandboxNotFoundError):
             try:
                 book = await Ledger.open(stores.metadata, name, lease, sandbox_id)
@@ -151,22 +150,48 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only
                 if only_empty:
                     raise
                 generation = (await asyncio.to_thread(stores.metadata.info, name)).generation
+            await asyncio.to_thread(_doom, stores, sandbox_id)
             await asyncio.to_thread(stores.metadata.delete, name, generation)
-        for store, names in found:
-            for below in names:
-                freed += await asyncio.to_thread(store.delete_all, below)
+        freed = await asyncio.to_thread(_delete, stores, sandbox_id, found)
     await lease.release()
     return freed
 
 
 async def destroy_remains(stores: Stores, sandbox_id: str, owner: Owner) -> None:
-    """Delete the checkpoints of a sandbox that has no document, unless it has one by now. LeaseHeldError."""
-    store, checkpoints_at = stores.required_checkpoints(), checkpoints_prefix(sandbox_id)
+    """Delete what is left of a doomed sandbox; one that has a document is doomed no more. LeaseHeldError."""
     async with leased(sandbox_id, stores, owner) as lease:
-        if not await asyncio.to_thread(_exists, stores.metadata, metadata_name(sandbox_id)):
-            for below in await asyncio.to_thread(artifacts, store, checkpoints_at):
-                await asyncio.to_thread(store.delete_all, below)
+        if await asyncio.to_thread(_exists, stores.metadata, metadata_name(sandbox_id)):
+            await asyncio.to_thread(_spare, stores, sandbox_id)
+        else:
+            found = await asyncio.to_thread(_all_artifacts, stores, sandbox_id)
+            await asyncio.to_thread(_delete, stores, sandbox_id, found)
     await lease.release()
+
+
+def _all_artifacts(stores: Stores, sandbox_id: str) -> list[tuple[ObjectStore, set[str]]]:
+    places = [(stores.snapshots, "snapshots/"), (stores.checkpoints, "checkpoints/")]
+    return [(store, artifacts(store, prefix(sandbox_id) + at)) for store, at in places if store]
+
+
+def _delete(stores: Stores, sandbox_id: str, found: list[tuple[ObjectStore, set[str]]]) -> int:
+    """Delete these artifacts; returns how many bytes that freed."""
+    freed = sum(store.delete_all(below) for store, names in found for below in names)
+    _spare(stores, sandbox_id)
+    return freed
+
+
+def _doom(stores: Stores, sandbox_id: str) -> None:
+    """Have what is kept of a sandbox collected if it has no document, wherever this server may be killed now.
+
+    Nothing else is: those whose metadata is in another place may keep their checkpoints in the same one.
+    """
+    if stores.checkpoints:
+        stores.checkpoints.write(doomed_name(sandbox_id), stores.metadata.where.encode())
+
+
+def _spare(stores: Stores, sandbox_id: str) -> None:
+    if stores.checkpoints:
+        stores.checkpoints.delete(doomed_name(sandbox_id))
 
 
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
@@ -184,8 +209,10 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
     return older
 
 
-def without_metadata(stores: Stores) -> set[str]:
-    """The ids with checkpoints but no document: of sandboxes whose deletion did not get to its end. Blocks."""
-    top = "sandboxes/"
-    ids = {info.name.split("/")[1] for info in stores.checkpoints.list(top)} if stores.checkpoints else set()
-    return ids - {info.name.split("/")[1] for info in stores.metadata.list(top) if info.name.endswith("metadata.json")}
+def doomed(stores: Stores) -> set[str]:
+    """The ids of sandboxes whose deletion, or foundation, did not get to its end. Blocks."""
+    store = stores.checkpoints
+    if store is None:
+        return set()
+    marks = [info.name for info in store.list("sandboxes/") if info.name.endswith("/doomed")]
+    return {name.split("/")[1] for name in marks if store.read(name)[0] == stores.metadata.where.encode()}

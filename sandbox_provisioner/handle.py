@@ -78,6 +78,8 @@ class SandboxHandle:
         self.sandbox_id = sandbox_id
         self.instance = instance
         self.contents: Mapping[str, Any] = {}
+        self.outdated = False
+        """Of one that is rescued: whether another server has gone on without it."""
         self.last_activity = time.monotonic()
         self.idle_timeout: float | None = None
         self.cleanup_task: asyncio.Task[None] | None = None
@@ -151,9 +153,10 @@ class SandboxHandle:
         """The sandbox that runs on in ``folder`` though its server died: ``checkpoint`` it."""
         async with leased(note.sandbox_id, stores, owner, patience) as lease:
             book = await Ledger.open(stores.metadata, metadata_name(note.sandbox_id), lease, note.sandbox_id)
+            outdated = note.outdated(book.metadata)
             await book.sign()
         handle = cls._persistent(note.spec, runsc, note.platform, stores, book, book.metadata.checkpoint)
-        handle.contents = note.contents
+        handle.contents, handle.outdated = note.contents, outdated
         handle.instance = GVisorSandbox.orphan(
             note.sandbox_id, handle.instance.spec, runsc, note.platform, folder, note.container_id
         )
@@ -192,7 +195,9 @@ class SandboxHandle:
         self.contents = contents
         if self._stores and self._ledger:
             where = self._stores.metadata.where
-            note = Note(self.sandbox_id, where, self.instance.spec, self.instance.platform, contents)
+            spec, platform, document = self.instance.spec, self.instance.platform, self._ledger.metadata
+            token = document.tenancy.token if document.tenancy else None
+            note = Note(self.sandbox_id, where, spec, platform, contents, token, document.last)
             self.instance.leave_note(asdict(note))
 
     def entry(self, what: What) -> Entry:
@@ -340,6 +345,7 @@ class SandboxHandle:
         await book.lease.release()
         async with leased(self.sandbox_id, self._kept_in(), owner) as lease:
             await book.pass_on(lease)
+        self.describe(self.contents)
 
     async def record_dead(self) -> None:
         """Say that it runs no more, though nobody saved it."""
@@ -422,6 +428,7 @@ class SandboxHandle:
         except BaseException:
             await asyncio.shield(self.instance.delete())
             raise
+        self.describe(self.contents)
         self.cleanup_task = asyncio.create_task(self._delete(garbage))
 
     async def _change(self, change: ledger.Change) -> set[str]:

@@ -99,6 +99,11 @@ class GCSSandboxMetadata:
         return {checkpoint.artifact.name for checkpoint in checkpoints if checkpoint}
 
     @property
+    def last(self) -> str:
+        """The artifact of its checkpoint; empty if there is none."""
+        return self.checkpoint.artifact.name if self.checkpoint else ""
+
+    @property
     def running(self) -> bool:
         """Whether it runs somewhere, or did when it was last heard of."""
         return self.tenancy is not None and self.tenancy.running
@@ -158,14 +163,24 @@ class Summary:
 
 @dataclass(frozen=True)
 class Note:
-    """What is left with a running sandbox, for those who find it after its server was killed."""
+    """What is left with a running sandbox, for those who find it after its server was killed.
+
+    ``token`` is its server's in the document, and ``checkpoint`` the artifact that was the last then.
+    """
 
     sandbox_id: str
     where: str
     spec: BundleSpec
     platform: str
     contents: Mapping[str, Any]
+    token: int | None = None
+    checkpoint: str = ""
     container_id: str = ""
+
+    def outdated(self, document: GCSSandboxMetadata) -> bool:
+        """Whether another server has gone on without it, and saved what came of that."""
+        theirs = document.tenancy is not None and document.tenancy.token != self.token
+        return self.token is not None and theirs and document.last != self.checkpoint
 
 
 def encode(metadata: GCSSandboxMetadata) -> bytes:
@@ -212,6 +227,8 @@ def decode_note(value: dict[str, Any], where: str) -> Note:
             spec=spec_from_json(_get(value, "spec", dict)),
             platform=_get(value, "platform", str),
             contents=_get(value, "contents", dict),
+            token=_get(value, "token", int) if value.get("token") is not None else None,
+            checkpoint=_get(value, "checkpoint", str) if "checkpoint" in value else "",
             container_id=_get(value, "container_id", str),
         )
 

@@ -31,6 +31,11 @@ def metadata_name(sandbox_id: str) -> str:
     return f"{prefix(sandbox_id)}metadata.json"
 
 
+def doomed_name(sandbox_id: str) -> str:
+    """What lies beside checkpoints that are garbage if there is no document."""
+    return f"{prefix(sandbox_id)}doomed"
+
+
 def lock_name(sandbox_id: str) -> str:
     """What the lease is of."""
     return f"{prefix(sandbox_id)}lock"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import estates
+from . import checkpoints, estates
 from .errors import LeaseHeldError, SandboxError, SandboxNotFoundError
 from .handle import SandboxHandle
 from .lock.base import Owner
@@ -55,7 +55,7 @@ class Recovery:
 
     async def collect_garbage(self) -> None:
         """Delete what is left of sandboxes whose deletion was interrupted."""
-        for sandbox_id in await asyncio.to_thread(estates.without_metadata, self.stores):
+        for sandbox_id in await asyncio.to_thread(estates.doomed, self.stores):
             try:
                 await estates.destroy_remains(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
@@ -67,12 +67,12 @@ class Recovery:
             try:
                 handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), PATIENCE)
                 try:
-                    await (handle.checkpoint() if alive else handle.record_dead())
+                    await self._keep(handle, alive)
                 except BaseException:
                     await asyncio.shield(handle.lease.release())
                     raise
                 await handle.release()
-                if alive:
+                if alive and not handle.outdated:
                     await self._take_inventory(note)
                 return Recovered(note.sandbox_id, saved=alive)
             except SandboxNotFoundError:
@@ -83,6 +83,18 @@ class Recovery:
                 log.error("Sandbox %s, whose server was killed, was not saved: %s", note.sandbox_id, error)
                 runs_on = alive and not isinstance(error, LeaseHeldError)  # whose holder went on without it
                 return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
+
+    @staticmethod
+    async def _keep(handle: SandboxHandle, alive: bool) -> None:
+        """Save it, as what it is now, or as a savepoint if another server has gone on without it."""
+        if not alive:
+            await handle.record_dead()
+        elif handle.outdated:
+            name = f"left-behind-{checkpoints.new_name()}"
+            await handle.savepoint(name)
+            log.warning("Sandbox %s went on elsewhere; what ran here is its savepoint %s", handle.sandbox_id, name)
+        else:
+            await handle.checkpoint()
 
     async def _take_inventory(self, note: Note) -> None:
         """Checkpoint it again after a restore: only one that can be asked tells which files it depends on."""

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from cell import LONG, start_cell, tell
 
-from sandbox_provisioner import estates
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (
@@ -236,6 +235,31 @@ async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, r
 
 
 @pytest.mark.runsc
+async def test_one_that_another_server_went_on_without_becomes_a_savepoint(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fall_victim(spec, runsc, tmp_path / "storage", "a")
+    with monkeypatch.context() as on_another_machine:
+        on_another_machine.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path / "other"))
+        elsewhere = serve("other")
+        handle = await elsewhere.attach("a", spec)
+        await elsewhere.start("a")
+        await start_cell(handle)
+        await tell(handle, "set newer")
+        await elsewhere.checkpoint("a")
+        await elsewhere.release("a")
+    manager = serve()
+    (one,) = await manager.recover()
+    assert one.saved and list(runtime.iterdir()) == []
+    handle = await manager.attach("a", spec)
+    await manager.restore("a")
+    assert await tell(handle, "get") == "newer"
+    (name,) = handle.metadata.savepoints
+    await manager.rewind("a", name)
+    assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
 async def test_one_that_cannot_be_saved_runs_on_until_it_can(
     serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
 ) -> None:
@@ -254,18 +278,28 @@ async def test_one_that_cannot_be_saved_runs_on_until_it_can(
     assert await tell(handle, "get") == "a"
 
 
+async def test_only_what_was_doomed_by_those_who_keep_their_metadata_here_is_garbage(serve: Serve) -> None:
+    manager = serve()
+    store = manager.stores.required_checkpoints()
+    for name, doomed in {"a": manager.stores.metadata.where, "b": "gs://elsewhere/", "c": ""}.items():
+        store.write(f"sandboxes/{name}/checkpoints/one/file", b"left")
+        if doomed:
+            store.write(f"sandboxes/{name}/doomed", doomed.encode())
+    await manager.recover()
+    left = {info.name.split("/")[1] for info in store.list("sandboxes/")}
+    assert left == {"b", "c"}
+
+
 async def test_what_has_a_document_by_now_is_no_garbage(serve: Serve, spec: BundleSpec) -> None:
     manager = serve()
     await manager.create("a", spec)
     await manager.release("a")
     store = manager.stores.required_checkpoints()
     store.write("sandboxes/a/checkpoints/one/file", b"kept")
-    store.write("sandboxes/b/checkpoints/one/file", b"left")
-    for name in ("a", "b"):
-        await estates.destroy_remains(manager.stores, name, manager.owner())
-    assert [info.name for info in store.list("sandboxes/") if "/checkpoints/" in info.name] == [
-        "sandboxes/a/checkpoints/one/file"
-    ]
+    store.write("sandboxes/a/doomed", manager.stores.metadata.where.encode())
+    await manager.recover()
+    left = {info.name for info in store.list("sandboxes/a/")} - {"sandboxes/a/lock"}
+    assert left == {"sandboxes/a/checkpoints/one/file", "sandboxes/a/metadata.json"}
 
 
 @pytest.mark.runsc

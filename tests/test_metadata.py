@@ -79,7 +79,7 @@ def test_a_document_survives_storage(document: GCSSandboxMetadata) -> None:
 
 
 def test_an_artifact_and_a_note_survive_storage() -> None:
-    note = Note("a", "gs://b", SPEC, "systrap", {"process": 1}, "c1")
+    note = Note("a", "gs://b", SPEC, "systrap", {"process": 1}, 3, "sandboxes/a/checkpoints/1/", "c1")
     assert decode_artifact(encode_artifact(ARTIFACT), "there") == ARTIFACT
     assert decode_note(json.loads(json.dumps(asdict(note))), "there") == note
 
