@@ -115,9 +115,9 @@ class SandboxedKernel:
         that is a copy of the image of a ``template``, or stood by as one already.
         """
         async with self._taking_over(handle, ending):
-            await (self.manager.start(handle.sandbox_id, template) if self.manager else handle.start(template))
             contents = {"targets": dict(targets), **start.remember}
-            handle.describe({"process": FIRST_PROCESS, **contents})  # from now on it may outlive this server
+            handle.describe({"process": FIRST_PROCESS, **contents})  # it may outlive this server at any moment
+            await (self.manager.start(handle.sandbox_id, template) if self.manager else handle.start(template))
             begin = self._activate if handle.instance.spec.carried else self._start
             self._process = await self._identified(handle.instance, start, begin)
             handle.describe({"process": self._process.number, **contents})

@@ -341,7 +341,12 @@ class SandboxProvisioner(SandboxSettings):
     def _take_up_connection(self) -> dict[str, str]:
         """A kernel that comes back knows its old keys; so will its clients."""
         assert self._claim is not None
-        km, saved = self.parent, self._claim.handle.contents["connection"]
+        km, saved = self.parent, self._claim.handle.contents.get("connection")
+        if saved is None:
+            raise SandboxError(
+                f"Sandbox {self._claim.record.sandbox_id} was not saved by Jupyter: there is no kernel in it.",
+                "Name another sandbox, or delete this one.",
+            )
         km.session.key = saved["key"].encode()
         km.session.signature_scheme = saved["signature_scheme"]
         if "curve_publickey" not in saved:

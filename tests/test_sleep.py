@@ -23,7 +23,17 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from sandbox_provisioner.errors import ConfigurationError, CorruptObjectError, IncompatibleError, LeaseHeldError
+from sandbox_provisioner import estates, persistence
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.errors import (
+    ConfigurationError,
+    CorruptObjectError,
+    IncompatibleError,
+    LeaseHeldError,
+    SandboxError,
+)
+from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.runtime import runtime_root
 
 pytestmark = pytest.mark.runsc
@@ -497,6 +507,23 @@ def test_it_falls_asleep_by_itself_when_no_cell_runs_and_not_before(open_noteboo
 
 
 # -- which sandbox it is -----------------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_without_a_kernel_is_no_notebooks_and_stays_as_it_is(
+    open_notebook: Open, runsc: Runsc, spec: BundleSpec
+) -> None:
+    async def found() -> SandboxManager:
+        manager = SandboxManager(persistence.settings(""), runsc)
+        await manager.create("mine", spec)
+        await manager.start("mine")
+        await manager.checkpoint("mine")
+        await manager.release("mine")
+        return manager
+
+    manager = asyncio.run(found())
+    with pytest.raises(SandboxError, match="mine was not saved by Jupyter: there is no kernel in it"):
+        open_notebook(name="", sandbox_id="mine")
+    assert estates.describe_persistent(manager.stores, "mine").checkpoint
 
 
 def test_a_sandbox_with_an_id_of_its_own_needs_no_notebook(open_notebook: Open) -> None:
