@@ -29,6 +29,10 @@ class ConfigurationError(SandboxError):
         super().__init__(problem, remedy)
 
 
+class UnsettledError(SandboxError):
+    """A file that a template depends on was changed while it was made, or just before."""
+
+
 class RunscNotFoundError(SandboxError):
     """No usable runsc anywhere we look."""
 

@@ -22,7 +22,7 @@ from typing import Any
 from .activation import tell
 from .bundle import BundleSpec, Mount, windows
 from .checkpoints import now
-from .errors import GuestError, LinkClosedError, SandboxError
+from .errors import GuestError, LinkClosedError, SandboxError, UnsettledError
 from .folders import within
 from .guest.powers import CARRIED
 from .gvisor import GVisorSandbox
@@ -40,6 +40,7 @@ SERVING = 10.0
 PRELOADING = 600.0
 SETTLED = 1.0
 """Seconds for which the files that a template depends on must have been left alone when it was begun."""
+TRIES = 3
 LATER = 5.0
 """Seconds for which a server's own start goes before."""
 LOOK_EVERY = 0.2
@@ -108,7 +109,7 @@ async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lam
         while True:
             say("start")
             modules = [name for name in recipe.preload if name not in left_out]
-            report = await _freeze(recipe, modules, draft, say)
+            report = await _freeze_settled(recipe, modules, draft, say)
             if not report["left_out"] or report["unfit"]:
                 break
             left_out |= report["left_out"]
@@ -122,6 +123,15 @@ async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lam
             marks=report["marks"],
         )
         return shelf.publish(template, None if report["unfit"] else draft)
+
+
+async def _freeze_settled(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
+    """An attempt, and further ones if files were changed meanwhile, or just before, as when pip has just ended."""
+    for _ in range(TRIES - 1):
+        with suppress(UnsettledError):
+            return await _freeze(recipe, modules, draft, say)
+        await asyncio.sleep(SETTLED)
+    return await _freeze(recipe, modules, draft, say)
 
 
 async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
@@ -232,11 +242,11 @@ def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, M
 
 
 def _marks(paths: Iterable[str], begun: float) -> dict[str, list[int]]:
-    """By what the files are known; SandboxError if one of them may have been changed while it was read."""
+    """By what the files are known; UnsettledError if one of them may have been changed while it was read."""
     marks = {path: found for path in paths if (found := mark(path))}
     for path, found in marks.items():
         if found[-1] > (begun - SETTLED) * 1e9:
-            raise SandboxError(
+            raise UnsettledError(
                 f"{path} was changed while the template was made, or just before.",
                 "The next start has it made again; so does `jupyter sandbox template build`.",
             )
