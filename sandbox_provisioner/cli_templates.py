@@ -34,7 +34,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "action", choices=("build", "list", "delete"), help="what to do; build and delete are for all if none is named"
     )
     parser.add_argument("names", nargs="*", metavar="KERNEL", help="as `jupyter kernelspec list` names it")
-    parser.add_argument("--json", action="store_true", help="print the templates that there are then, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run, interrupted="what was under way has been undone.")
 
 

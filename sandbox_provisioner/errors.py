@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-OLDER = "There is an older checkpoint: `jupyter sandbox revert` with the sandbox's id gives up this one for it."
-AFRESH = "Put it back and try again; or `jupyter sandbox delete` with the sandbox's id lets its notebook start afresh."
+AGAIN = "Put it back and try again: nothing is lost."
+OLDER = (
+    "There is an older checkpoint: `jupyter sandbox revert` with the sandbox's id goes to it, and keeps this one as a "
+    "savepoint."
+)
 
 
 class SandboxError(Exception):
@@ -220,7 +223,8 @@ class IncompatibleError(SandboxError):
         self.reasons = tuple(reasons)
         self.previous = previous
         super().__init__(
-            f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.", OLDER if previous else AFRESH
+            f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.",
+            f"{AGAIN} {OLDER}" if previous else AGAIN,
         )
 
 
