@@ -95,12 +95,12 @@ def leftovers(runtime: Path) -> list[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             if f"--root={runtime}/" in command:
                 found.append(f"process {entry.name}: {command[:120]}")
-    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     return found + [f"mount {line.split()[4]}" for line in mounts if str(runtime) in line]
 
 
