@@ -1,10 +1,19 @@
-"""ActivityWatch: hears what a kernel publishes, as any client could, and so knows whether a cell runs or waits."""
+"""Know whether a kernel is busy: which requests it has not finished, and for how long it is to be kept awake.
+
+``KernelActivity`` is the one answer that the idle timer, the culler, the REST API and the metrics use. It counts
+requests by their own ids: the relay reports requests and replies on the shell channel, ``ActivityWatch`` reports what
+the kernel publishes on iopub. A status that belongs to another request, such as one on the control channel, changes
+nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -13,62 +22,280 @@ from jupyter_client.session import Session
 
 STATUS = b'"status"'
 LARGEST = 256 << 20
-"""Bytes of a message that are worth hearing; who publishes a larger one is not heard until it connects again."""
+"""Bytes of the largest message that the watch receives; a publisher of a larger one is cut off until it reconnects."""
+EXECUTE = "execute_request"
+CONTROL_TYPES = frozenset(
+    f"{name}_request"
+    for name in ("shutdown", "interrupt", "debug", "usage", "create_subshell", "delete_subshell", "list_subshell")
+)
+OBSERVING = frozenset({"usage_request"})
+"""Requests that only look at a kernel: they neither wake it nor count as its use."""
+MAX_REQUESTS = 4096
+MAX_SAVED = 64
+"""Requests that are recorded with a checkpoint."""
+MAX_ID = 200
+MAX_HOLDS = 100
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that the kernel has not finished. ``inherited`` means that it was sent before a restore elsewhere."""
+
+    number: int
+    msg_type: str
+    subshell: str = ""
+    since: float = 0.0
+    inherited: bool = False
+
+
+class KernelActivity:
+    """The unfinished requests of one kernel, and the reasons to keep it awake. Changed only in the I/O thread."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._holds: dict[str, float] = {}
+        self._last = 0
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def requested(self, header: Mapping[str, Any]) -> None:
+        """Note a request that a client sent on the shell channel, from when on the kernel is busy.
+
+        Messages that are not answered, such as those of widgets, count from when the kernel says that it handles them.
+        """
+        if str(header.get("msg_type", "")).endswith("_request"):
+            self._add(header)
+
+    def replied(self, parent: Mapping[str, Any]) -> None:
+        """Note the reply to a request on the shell channel."""
+        self._end(parent)
+
+    def published(self, state: str, parent: Mapping[str, Any]) -> None:
+        """Note a status that the kernel published for the request ``parent``."""
+        if state == "idle":
+            self._end(parent)
+        elif state == "busy" and parent.get("msg_type") not in CONTROL_TYPES:
+            self._add(parent)
+
+    def reset(self, saved: Mapping[str, Any] | None = None) -> None:
+        """Forget everything: there is another kernel. ``saved`` is what ``record`` returned for its checkpoint."""
+        self._requests.clear()
+        self._holds.clear()
+        if not saved:
+            return
+        pending = saved.get("pending")
+        if pending is None and saved.get("busy"):  # a checkpoint from before requests were recorded
+            pending = [["unknown", EXECUTE, ""]]
+        for msg_id, msg_type, subshell in _triples(pending):
+            self._last += 1
+            self._requests[msg_id] = Request(self._last, msg_type, subshell, time.time(), inherited=True)
+        holds = saved.get("keep_awake")
+        for name, until in list(holds.items())[:MAX_HOLDS] if isinstance(holds, Mapping) else ():
+            if isinstance(name, str) and (until is None or isinstance(until, int | float)):
+                self._hold(name, math.inf if until is None else float(until))
+
+    def record(self) -> dict[str, Any]:
+        """Return what is kept with a checkpoint, for the server that restores it."""
+        holds = {name: None if until == math.inf else until for name, until in self._active_holds().items()}
+        pending = [[name, one.msg_type, one.subshell] for name, one in list(self._requests.items())[:MAX_SAVED]]
+        return {"busy": bool(self._requests), "pending": pending, "keep_awake": holds}
+
+    @property
+    def inherited(self) -> bool:
+        """True while a request is unfinished whose reply cannot be seen here."""
+        return any(one.inherited for one in self._requests.values())
+
+    def end_inherited(self) -> None:
+        """Note that the kernel has answered a request that was sent after the inherited ones."""
+        for name, one in list(self._requests.items()):
+            if one.inherited and not one.subshell:
+                del self._requests[name]
+
+    def _add(self, header: Mapping[str, Any]) -> None:
+        msg_id, msg_type, subshell = (header.get(name) for name in ("msg_id", "msg_type", "subshell_id"))
+        if not isinstance(msg_id, str) or not isinstance(msg_type, str) or not msg_id:
+            return
+        if msg_id[:MAX_ID] in self._requests or len(self._requests) >= MAX_REQUESTS:
+            return
+        self._last += 1
+        subshell = subshell[:MAX_ID] if isinstance(subshell, str) else ""
+        self._requests[msg_id[:MAX_ID]] = Request(self._last, msg_type[:MAX_ID], subshell, time.time())
+
+    def _end(self, parent: Mapping[str, Any]) -> None:
+        """End a request, and those before it that the kernel does not answer at all, for it works in order.
+
+        Cells are never ended in that way: a lost reply costs less than a frozen cell.
+        """
+        ended = self._requests.pop(str(parent.get("msg_id", ""))[:MAX_ID], None)
+        if ended is None:
+            return
+        for name, one in list(self._requests.items()):
+            if one.number < ended.number and one.msg_type != EXECUTE and one.subshell == ended.subshell:
+                del self._requests[name]
+
+    # -- keeping awake -----------------------------------------------------------------------------------------------
+
+    def keep_awake(self, name: str, seconds: float | None) -> None:
+        """Keep the kernel awake for ``seconds`` on behalf of ``name``: None without end, 0 no more.
+
+        Raises ValueError if too many do that at once.
+        """
+        self._holds = self._active_holds()
+        self._holds.pop(name[:MAX_ID], None)
+        if seconds != 0:
+            self._hold(name, math.inf if seconds is None else time.time() + seconds)
+
+    def _hold(self, name: str, until: float) -> None:
+        if len(self._holds) >= MAX_HOLDS:
+            raise ValueError(f"A kernel can be kept awake for at most {MAX_HOLDS} reasons at once.")
+        self._holds[name[:MAX_ID]] = until
+
+    @property
+    def kept_awake(self) -> bool:
+        """True while the kernel is to be kept awake."""
+        return bool(self._active_holds())
+
+    def awake_for(self) -> str:
+        """Return a sentence, without a full stop, that says for how long the kernel is kept awake; empty if not."""
+        holds = self._active_holds()
+        if not holds:
+            return ""
+        until = max(holds.values())
+        return "It is kept awake" + ("" if until == math.inf else f" for another {_about(until - time.time())}")
+
+    def _active_holds(self) -> dict[str, float]:
+        now = time.time()
+        return {name: until for name, until in list(self._holds.items()) if until > now}
+
+    # -- the answer --------------------------------------------------------------------------------------------------
+
+    @property
+    def executing(self) -> bool:
+        """True while a request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is unfinished or the kernel is to be kept awake."""
+        return self.executing or self.kept_awake
+
+    def reasons(self) -> list[str]:
+        """Return why the kernel is not idle, as sentences without a full stop."""
+        now, requests = time.time(), list(self._requests.values())
+        cells = [one for one in requests if one.msg_type == EXECUTE]
+        others = [one for one in requests if one.msg_type != EXECUTE]
+        found = []
+        if cells:
+            waiting = f", and {len(cells) - 1} more wait" if len(cells) > 1 else ""
+            found.append(f"A cell has been running for {_about(now - cells[0].since)}{waiting}")
+        if others:
+            found.append(f"The kernel has worked on {others[0].msg_type!r} for {_about(now - others[0].since)}")
+        return found + ([awake] if (awake := self.awake_for()) else [])
+
+
+def _triples(pending: Any) -> Sequence[tuple[str, str, str]]:
+    if not isinstance(pending, list):
+        return []
+    return [
+        (one[0][:MAX_ID], one[1][:MAX_ID], one[2][:MAX_ID])
+        for one in pending[:MAX_SAVED]
+        if isinstance(one, list | tuple) and len(one) == 3 and all(isinstance(word, str) for word in one)
+    ]
+
+
+def _about(seconds: float) -> str:
+    """Return a duration in the largest unit of which there are two or more."""
+    whole = max(0, round(seconds))
+    for length, unit in ((3600, "hours"), (60, "minutes")):
+        if whole >= 2 * length:
+            return f"{whole // length} {unit}"
+    return f"{whole} seconds" if whole != 1 else "1 second"
 
 
 class ActivityWatch:
     """Listens on a kernel's iopub channel, in the I/O thread, until it is closed.
 
-    ``busy`` is what the kernel said last; ``on_news`` is told of everything that it publishes.
+    ``activity`` learns each signed status; ``on_news`` is called for everything that counts as use of the kernel.
     """
 
-    def __init__(self, busy: bool, on_news: Callable[[], None]) -> None:
-        self.busy = busy
+    def __init__(self, activity: KernelActivity, on_news: Callable[[], None]) -> None:
+        self._activity = activity
         self._on_news = on_news
-        self._socket = _enter(self).socket(zmq.SUB)
-        self._task: asyncio.Task[None] | None = None
+        self._context = _enter(self)
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
         """Begin; ``curve`` is the public and the secret key of an encrypted connection."""
-        self._socket.linger = 0
-        self._socket.maxmsgsize = LARGEST
-        if curve:
-            self._socket.curve_publickey, self._socket.curve_secretkey = curve
-            self._socket.curve_serverkey = curve[0]
-        self._socket.subscribe(b"")
-        self._socket.connect(url)
-        self._task = asyncio.create_task(self._hear(session))
+        iopub = self._open(zmq.SUB, curve)
+        iopub.maxmsgsize = LARGEST
+        iopub.subscribe(b"")
+        iopub.connect(url)
+        self._tasks.append(asyncio.create_task(self._hear(iopub, session)))
+
+    def probe(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
+        """Ask the kernel something on its shell channel: the answer shows that all inherited requests have ended."""
+        shell = self._open(zmq.DEALER, curve)
+        shell.connect(url)
+        self._tasks.append(asyncio.create_task(self._probe(shell, session)))
 
     def close(self) -> None:
         """End; nothing is left of it."""
-        if self._task:
-            self._task.cancel()
-        if not self._socket.closed:
-            self._socket.close(linger=0)
-            _leave(self)
+        for task in self._tasks:
+            task.cancel()
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._tasks.clear()
+        self._sockets.clear()
+        _leave(self)
 
-    async def _hear(self, session: Session) -> None:
+    def _open(self, kind: int, curve: tuple[bytes, bytes] | None) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.linger = 0
+        if curve:
+            socket.curve_publickey, socket.curve_secretkey = curve
+            socket.curve_serverkey = curve[0]
+        return socket
+
+    async def _hear(self, iopub: zmq.asyncio.Socket, session: Session) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await iopub.recv_multipart()
+            if any(STATUS in frame for frame in frames[:4]) and self._status(session, frames):
+                continue
             self._on_news()
-            if any(STATUS in frame for frame in frames[:4]):
-                self._heed(session, frames)
 
-    def _heed(self, session: Session, frames: list[bytes]) -> None:
-        """A status is believed if it is signed; whatever else a kernel may publish is not our business."""
+    def _status(self, session: Session, frames: list[bytes]) -> bool:
+        """Report a status if it is signed; return whether it only belongs to a request that looks at the kernel."""
         try:
             message: dict[str, Any] = session.deserialize(session.feed_identities(frames)[1])
-            self.busy = message["content"]["execution_state"] == "busy"
+            state, parent = message["content"]["execution_state"], message["parent_header"]
+            if not isinstance(state, str) or not isinstance(parent, dict):
+                return False
         except (ValueError, TypeError, LookupError, RecursionError):
-            return
+            return False
+        self._activity.published(state, parent)
+        return parent.get("msg_type") in OBSERVING
+
+    async def _probe(self, shell: zmq.asyncio.Socket, session: Session) -> None:
+        request = session.msg("kernel_info_request")
+        await shell.send_multipart(session.serialize(request))
+        while True:
+            try:
+                reply = session.deserialize(session.feed_identities(await shell.recv_multipart())[1])
+                if reply["parent_header"]["msg_id"] == request["msg_id"]:
+                    self._activity.end_inherited()
+                    return
+            except (ValueError, TypeError, LookupError, RecursionError):
+                continue
 
 
 _watching: dict[int, tuple[zmq.asyncio.Context, set[ActivityWatch]]] = {}
-"""By process, because a forked one has nothing of it: the context and who uses it."""
+"""By process, because a forked one has nothing of it: the context and the watches that use it."""
 
 
 def _enter(watch: ActivityWatch) -> zmq.asyncio.Context:
-    """The one context of all who watch: each context has two threads of its own."""
+    """Return the one context of all watches: each context has two threads of its own."""
     if os.getpid() not in _watching:
         _watching[os.getpid()] = zmq.asyncio.Context(), set()
     context, users = _watching[os.getpid()]
@@ -77,6 +304,8 @@ def _enter(watch: ActivityWatch) -> zmq.asyncio.Context:
 
 
 def _leave(watch: ActivityWatch) -> None:
+    if os.getpid() not in _watching:
+        return
     context, users = _watching[os.getpid()]
     users.discard(watch)
     if not users:

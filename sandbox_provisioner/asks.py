@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 MAX_ANSWER = 1 << 14
 MAX_PROBLEM = 2000
 MAX_FIELD = 200
+MAX_AWAKE = 10_000_000
+"""Seconds for which a kernel can be kept awake, unless that is without end."""
 FIELDS = ("msg_id", "msg_type", "session", "username", "date", "version")
 """What a message's header has."""
 
@@ -56,16 +58,24 @@ class Rewind:
     cell: Cell | None
 
 
-Ask = Status | Savepoints | Savepoint | Rewind
+@dataclass(frozen=True)
+class KeepAwake:
+    """Do not hibernate the kernel for idleness for ``seconds``, on behalf of ``name``; None without end, 0 no more."""
+
+    name: str
+    seconds: float | None
+
+
+Ask = Status | Savepoints | Savepoint | Rewind | KeepAwake
 
 
 class Askable(Protocol):
     """A kernel, as its own notebook sees it. SandboxError is told to the notebook."""
 
     async def status(self) -> Mapping[str, Any]:
-        """``sandbox_id``, ``state``, ``notebook``, ``idle_timeout`` (seconds; 0 for never) and ``ephemeral``.
+        """``sandbox_id``, ``state``, ``notebook``, ``idle_timeout`` (seconds; 0 for never), ``awake``, ``ephemeral``.
 
-        The last says why nothing of the sandbox is kept, and is empty if something is.
+        ``awake`` says for how long it is kept awake, ``ephemeral`` why nothing of the sandbox is kept; empty if not so.
         """
 
     async def savepoints(self) -> Mapping[str, Checkpoint]:
@@ -76,6 +86,9 @@ class Askable(Protocol):
 
     async def rewind(self, name: str, cell: Cell | None) -> str:
         """Go back to one, and end ``cell`` with ``apology.conclude``; the name of the one that keeps the present."""
+
+    async def keep_awake(self, name: str, seconds: float | None) -> str:
+        """Keep the kernel awake for so long, and return a sentence that says until when."""
 
 
 def attend(link: GuestLink, kernel: Askable) -> None:
@@ -119,6 +132,8 @@ async def _serve(ask: Ask, kernel: Askable) -> dict[str, Any]:
             return {"size": made.size, "seconds": made.seconds}
         case Rewind(name, cell):
             return {"kept": await kernel.rewind(name, cell)}
+        case KeepAwake(name, seconds):
+            return {"awake": await kernel.keep_awake(name, seconds)}
 
 
 def _listed(savepoints: Mapping[str, Checkpoint]) -> dict[str, Any]:
@@ -146,6 +161,8 @@ def parse(request: Mapping[str, Any]) -> Ask:
             return Savepoint(valid_name(name))
         case {"op": "rewind", "name": name}:
             return Rewind(valid_name(name), _cell(request))
+        case {"op": "keep-awake", "name": name, "seconds": seconds}:
+            return KeepAwake(valid_name(name), _seconds(seconds))
     raise ConfigurationError(
         "op",
         f"A sandbox cannot be asked for {str(request.get('op'))!r:.100}.",
@@ -162,6 +179,15 @@ def valid_name(name: Any) -> str:
             "A name has 1 to 128 letters, digits, hyphens and underscores, and begins with a letter or a digit.",
         )
     return name
+
+
+def _seconds(value: Any) -> float | None:
+    """Return how long a kernel is to be kept awake; raises ConfigurationError."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_AWAKE):
+        return value
+    raise ConfigurationError(
+        "seconds", f"A kernel cannot be kept awake for {value!r:.100} seconds.", f"Give 0 to {MAX_AWAKE}, or no end."
+    )
 
 
 def _cell(request: Mapping[str, Any]) -> Cell | None:

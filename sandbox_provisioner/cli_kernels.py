@@ -14,7 +14,7 @@ from functools import partial
 from . import cli_completion
 from .cli_exits import exit_status
 from .cli_forks import fork
-from .cli_options import Commands, add_id, add_ids, add_reach, name
+from .cli_options import Commands, add_id, add_ids, add_reach, name, span
 from .cli_output import as_json, print_json, print_named, say, size, warn
 from .cli_reach import Found, Reach, Server, reach
 from .cli_watch import watched
@@ -74,6 +74,11 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     add_ids(add_reach(commands, "hibernate", run_hibernate, about))
     about = "bring a hibernated kernel back, or start one for a sandbox that is saved"
     add_ids(add_reach(commands, "wake", run_wake, about))
+    about = "keep a kernel from being hibernated while its threads or subprocesses work"
+    awake = add_reach(commands, "keep-awake", run_keep_awake, about)
+    add_id(awake)
+    how = "on (default), off, or a number and one of s, m, h, d and w, such as 2h"
+    awake.add_argument("how", nargs="?", default=None, type=awake_for, metavar="on|off|DURATION", help=how)
     add_ids(add_reach(commands, "restart", run_restart, "start a kernel afresh; its savepoints stay"))
     exec_ = add_reach(commands, "exec", run_exec, EXEC_HELP, json=False)
     exec_.add_argument(
@@ -117,6 +122,26 @@ def run_hibernate(arguments: argparse.Namespace) -> int:
 def run_wake(arguments: argparse.Namespace) -> int:
     """``jupyter sandbox wake``."""
     return _each(arguments, "Wake", Reach.starter_of, SandboxClient.wake)
+
+
+def awake_for(text: str) -> float | None:
+    """Return how many seconds a kernel is to be kept awake: None without end, 0 no more."""
+    return {"on": None, "off": 0.0}[text] if text in ("on", "off") else span(text).total_seconds()
+
+
+def run_keep_awake(arguments: argparse.Namespace) -> int:
+    """``jupyter sandbox keep-awake``."""
+    with reach(arguments) as reached:
+        (found,) = reached.find(arguments.ids)
+        server = reached.server_of(found)
+        after = found.after(server.client.keep_awake(found.sandbox.id, arguments.how), server)
+        if arguments.json:
+            print_json(as_json(after))
+        elif arguments.how == 0:
+            say(f"{after.title} is not kept awake.")
+        else:
+            say(f"{after.title} is kept awake.")
+    return 0
 
 
 def run_restart(arguments: argparse.Namespace) -> int:

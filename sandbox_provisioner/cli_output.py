@@ -28,7 +28,8 @@ def print_sandboxes(found: Sequence[Found]) -> None:
         sandbox = each.sandbox
         used = ago(sandbox.last_used)
         place = sandbox.notebook_path or ""
-        rows.append((sandbox.id[:length], sandbox.state, size(sandbox.size), used, sandbox.kernel_name, place))
+        state = f"{sandbox.state}, busy" if sandbox.busy else sandbox.state
+        rows.append((sandbox.id[:length], state, size(sandbox.size), used, sandbox.kernel_name, place))
     print_table(("ID", "STATE", "SIZE", "USED", "KERNEL", "NOTEBOOK"), rows)
 
 
@@ -49,6 +50,8 @@ def details(found: Found) -> dict[str, str]:
     """Everything about a sandbox, line by line."""
     sandbox, record = found.sandbox, found.record
     lines = {"id": sandbox.id, "state": sandbox.state if sandbox.persistent else f"{sandbox.state}, and not kept"}
+    if sandbox.busy:
+        lines["not idle"] = ". ".join(sandbox.busy_reasons)
     if found.server:
         lines["server"] = found.server.client.url
     if record:

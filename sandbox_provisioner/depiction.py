@@ -73,11 +73,14 @@ class Subject:
 def sandbox(subject: Subject, sight: Sight | None, relative: Relative) -> dict[str, Any]:
     """``Sandbox`` of the contract; ``sight`` is None for an ephemeral one."""
     stored = sight.summary if sight else None
+    reasons = subject.live.busy_reasons if subject.live else []
     return {
         "id": subject.id,
         "sandbox_id": subject.sandbox_id,
         "state": state(subject, sight),
         "persistent": subject.record is not None,
+        "busy": bool(reasons),
+        "busy_reasons": reasons,
         "kernel_id": subject.live.kernel_id if subject.live else None,
         "kernel_name": subject.kernel_name,
         "notebook_path": relative(subject.notebook_path),

@@ -208,6 +208,16 @@ class ActionHandler(SandboxHandler):
         self.answer(await action(id))
 
 
+class KeepAwakeHandler(SandboxHandler):
+    """``/api/sandboxes/{id}/keep-awake``."""
+
+    @web.authenticated
+    @authorized
+    async def post(self, id: str) -> None:
+        """keep_sandbox_awake."""
+        self.answer(await self.sandboxes.keep_awake(id, self.body()["seconds"]))
+
+
 class ExecuteHandler(StreamHandler):
     """``/api/sandboxes/{id}/execute``."""
 
@@ -325,6 +335,7 @@ ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
     ("/api/sandboxes/events", EventsHandler),
     ("/api/sandboxes/{id}", OneHandler),
     *((f"/api/sandboxes/{{id}}/{action}", ActionHandler) for action in ("hibernate", "wake", "restart", "revert")),
+    ("/api/sandboxes/{id}/keep-awake", KeepAwakeHandler),
     ("/api/sandboxes/{id}/execute", ExecuteHandler),
     ("/api/sandboxes/{id}/fork", ForkHandler),
     ("/api/sandboxes/{id}/savepoints", SavepointsHandler),

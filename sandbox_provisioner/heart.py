@@ -6,11 +6,9 @@ all that a heartbeat is. An encrypted one cannot be answered without the kernel.
 
 from __future__ import annotations
 
+from .handshake import GREETING, MECHANISM, command, ready
 from .zmtp import COMMAND, LONG
 
-MECHANISM = b"NULL".ljust(20, b"\0")
-GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + MECHANISM + bytes(32)
-READY = b"\x05READY" + b"\x0bSocket-Type" + (3).to_bytes(4, "big") + b"REP"
 PING, PONG = b"\x04PING", b"\x04PONG"
 TTL = 2
 LARGEST = 1 << 16
@@ -38,7 +36,7 @@ class Heart:
                 raise ValueError("not a plain ZMTP connection")
             del self._heard[: len(GREETING)]
             self._greeted = True
-            said += _command(READY)
+            said += command(ready("hb"))
         while frame := self._frame():
             said += _answer(frame)
         return said
@@ -62,14 +60,10 @@ def _head(frame: bytes | bytearray) -> int:
     return 9 if frame and frame[0] & LONG else 2
 
 
-def _command(body: bytes) -> bytes:
-    return bytes([COMMAND, len(body)]) + body
-
-
 def _answer(frame: bytes) -> bytes:
     if not frame[0] & COMMAND:
         return frame
     body = frame[_head(frame) :]
     if body.startswith(PING) and len(body) < 1 << 8:
-        return _command(PONG + body[len(PING) + TTL :])
+        return command(PONG + body[len(PING) + TTL :])
     return b""

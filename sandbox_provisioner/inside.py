@@ -36,6 +36,7 @@ class Inside:
             "state": str(handle.instance.state),
             "notebook": handle.metadata.notebook_path if kept else "",
             "idle_timeout": handle.idle_timeout or 0.0,
+            "awake": self._kernel.activity.awake_for(),
             "ephemeral": "" if kept else EPHEMERAL,
         }
 
@@ -44,9 +45,9 @@ class Inside:
         return self._kept().metadata.savepoints
 
     async def savepoint(self, name: str) -> Checkpoint:
-        """Make one, in which the cell that asks is over."""
+        """Make one."""
         self._kept()
-        return await self._kernel.savepoint(name, asked_inside=True)
+        return await self._kernel.savepoint(name)
 
     async def rewind(self, name: str, cell: Cell | None) -> str:
         """Go back to one; the cell that asks is ended in the kernel's name, because its kernel is gone."""
@@ -61,6 +62,10 @@ class Inside:
             return conclude(cell, self._session(), said, public(problem) if problem else "") if cell else (b"", b"")
 
         return await self._kernel.rewind(name, farewell)
+
+    async def keep_awake(self, name: str, seconds: float | None) -> str:
+        """Keep the kernel from being hibernated for idleness; return a sentence that says for how long."""
+        return self._kernel.keep_awake(name, seconds)
 
     def _kept(self) -> SandboxHandle:
         handle = self._kernel.handle

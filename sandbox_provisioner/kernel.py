@@ -14,6 +14,7 @@ from signal import SIGKILL
 from typing import Any
 
 from .activation import activate
+from .activity import KernelActivity
 from .bundle import Mount
 from .errors import GuestError, LinkClosedError, SandboxError, StateError
 from .folders import identity, replaced
@@ -85,7 +86,10 @@ class SandboxedKernel:
     """
 
     def __init__(self) -> None:
-        self.relay = ChannelRelay()
+        self.activity = KernelActivity()
+        self.restored = False
+        """True if the present kernel came from a checkpoint, and may be working on requests that were not seen here."""
+        self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._called
         self.on_trouble: Callable[[SandboxError], None] = lambda error: None
         self.on_joined: Callable[[GuestLink], None] = lambda link: None
@@ -121,7 +125,7 @@ class SandboxedKernel:
             begin = self._activate if handle.instance.spec.carried else self._start
             self._process = await self._identified(handle.instance, start, begin)
             handle.describe({"process": self._process.number, **contents})
-        self._join(handle, targets, ending)
+        self._join(handle, targets, ending, restored=False)
 
     async def resume(self, handle: SandboxHandle, ending: Ending) -> None:
         """Bring a kernel back that was saved by this or another server. All or nothing; what was saved stays."""
@@ -134,7 +138,7 @@ class SandboxedKernel:
                     f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
                     f"`jupyter sandbox delete {handle.sandbox_id}` forgets it; the notebook then starts afresh.",
                 )
-        self._join(handle, handle.contents["targets"], ending)
+        self._join(handle, handle.contents["targets"], ending, restored=True)
 
     async def hibernate(self) -> None:
         """Save a persistent kernel and give its memory back; its clients stay, and what they ask for wakes it.
@@ -160,13 +164,23 @@ class SandboxedKernel:
                     raise
             self.relay.awake()
 
-    async def savepoint(self, name: str, asked_inside: bool = False) -> Checkpoint:
-        """Keep a persistent kernel's memory under a name; it runs on, or sleeps on.
+    def keep_awake(self, name: str, seconds: float | None) -> str:
+        """Keep the kernel from being hibernated for idleness for ``seconds``: None without end, 0 no more.
 
-        If it was asked for by a cell of its own, that cell is over when it is brought back.
+        ``name`` tells different callers apart. Return a sentence that says for how long it is kept awake now.
         """
+        try:
+            self.activity.keep_awake(name, seconds)
+        except ValueError as error:
+            raise SandboxError(str(error)) from error
+        if self.handle and self.handle.persistent:
+            self._note_activity()
+        return self.activity.awake_for() or "The kernel is not kept awake"
+
+    async def savepoint(self, name: str) -> Checkpoint:
+        """Keep a persistent kernel's memory under a name; it runs on, or sleeps on."""
         assert self.manager is not None and self.handle is not None
-        self._note_activity(busy=False if asked_inside else None)
+        self._note_activity()
         return await self.manager.savepoint(self.handle.sandbox_id, name)
 
     async def rewind(self, name: str, farewell: Farewell | None = None) -> str:
@@ -178,7 +192,7 @@ class SandboxedKernel:
         async with self._rewinding:
             handle = self._require_rewindable(name)
             present, asleep, kept, problem = handle.instance, self.asleep, "", None
-            self._note_activity(busy=False if farewell else None)
+            self._note_activity()
             assert self.manager is not None
             try:
                 kept = await self.manager.rewind(handle.sandbox_id, name)
@@ -215,17 +229,19 @@ class SandboxedKernel:
             self._ending.tell(LOST)
             self.status, self._life = LOST, None
         else:
-            self.status = None
+            self.status, self.restored = None, True
+            self.activity.reset(handle.contents)
             self._life = asyncio.create_task(self._live(handle, self._process, self._ending))
             self.on_joined(handle.instance.link)
-            await self.relay.reconnect(handle.instance.link, handle.contents["targets"], *farewell)
+            signing = _signing(handle.contents)
+            await self.relay.reconnect(handle.instance.link, handle.contents["targets"], signing, *farewell)
         before.link.lose(LinkClosedError("it was rewound."))
 
-    def _note_activity(self, busy: bool | None = None) -> None:
-        """For whoever brings it back: whether a cell is running."""
-        assert self.manager is not None and self.handle is not None
-        busy = self.manager.busy(self.handle.sandbox_id) if busy is None else busy
-        self.handle.describe({**self.handle.contents, "busy": busy})
+    def _note_activity(self) -> None:
+        """Record for the server that restores it what the kernel is working on."""
+        assert self.handle is not None
+        if not self.asleep:
+            self.handle.describe({**self.handle.contents, **self.activity.record()})
 
     @property
     def asleep(self) -> bool:
@@ -248,13 +264,14 @@ class SandboxedKernel:
             await asyncio.shield(handle.instance.delete())
             raise
 
-    def _join(self, handle: SandboxHandle, targets: Mapping[str, str], ending: Ending) -> None:
+    def _join(self, handle: SandboxHandle, targets: Mapping[str, str], ending: Ending, restored: bool) -> None:
         assert self._process is not None
-        self.status = None
+        self.status, self.restored = None, restored
+        self.activity.reset(handle.contents if restored else None)
         self.last_words = b""
         self._ending = ending
         self.on_joined(handle.instance.link)
-        self.relay.connect(handle.instance.link, targets)
+        self.relay.connect(handle.instance.link, targets, _signing(handle.contents))
         self._life = asyncio.create_task(self._live(handle, self._process, ending))
 
     def saving(self) -> None:
@@ -368,6 +385,7 @@ class SandboxedKernel:
         ending.close()
         ending.tell(status)
         self.status = status
+        self.activity.reset()
         self.relay.disconnect()
         await sandbox.delete()
         JOURNAL.write(handle.entry(What.ENDED))
@@ -379,6 +397,12 @@ class SandboxedKernel:
             if sink is not None:
                 with suppress(OSError):
                     await _write(sink, piece.data)
+
+
+def _signing(contents: Mapping[str, Any]) -> tuple[bytes, str] | None:
+    """Return the key and the scheme with which a kernel's messages are signed; None for one that is not Jupyter's."""
+    connection = contents.get("connection")
+    return (connection["key"].encode(), connection["signature_scheme"]) if connection else None
 
 
 async def _write(sink: int, data: bytes) -> None:

@@ -94,10 +94,11 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     start_kernel = _async_start_kernel  # type: ignore[assignment]
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
-        """Called by the culler for each kernel: the criteria are the server's own."""
-        provisioner = self.persistent(kernel_id)
-        if provisioner and (provisioner.asleep or provisioner.waited_for):
+        """Called by the culler for each kernel: the criteria are the server's own, with our answer to "is it busy?"."""
+        sandboxed = self._correct_state(kernel_id)
+        if sandboxed and (sandboxed.asleep or sandboxed.waited_for or sandboxed.activity.kept_awake):
             return
+        provisioner = self.persistent(kernel_id)
         token = _culling.set(kernel_id if provisioner else "")
         try:
             await super().cull_kernel_if_idle(kernel_id)  # type: ignore[no-untyped-call]
@@ -139,7 +140,27 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Kernels that are awake: for a server that ends when there are none, hibernated ones are none."""
         return sum(1 for name in self.list_kernel_ids() if not ((found := self.persistent(name)) and found.asleep))
 
+    def kernel_model(self, kernel_id: str) -> dict[str, Any]:
+        """Called for ``/api/kernels``: a sandboxed kernel's state is ours, not that of its last status message."""
+        self._correct_state(kernel_id)
+        model: dict[str, Any] = super().kernel_model(kernel_id)  # type: ignore[no-untyped-call]
+        return model
+
     # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _correct_state(self, kernel_id: str) -> SandboxProvisioner | None:
+        """Set the state that Jupyter shows of a sandboxed kernel; return its provisioner, None for another kernel.
+
+        Jupyter takes the last status on iopub for the kernel's state, though it may belong to a request on the control
+        channel that ended while a cell was running.
+        """
+        kernel = self._kernels.get(kernel_id)
+        provisioner = getattr(kernel, "provisioner", None)
+        if not isinstance(provisioner, SandboxProvisioner):
+            return None
+        if kernel and provisioner.activity.executing:
+            kernel.execution_state = "busy"
+        return provisioner
 
     def persistent(self, kernel_id: str) -> SandboxProvisioner | None:
         """The provisioner of a kernel whose state is kept; None for any other."""

@@ -18,9 +18,10 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.session import Session
+from jupyter_core.paths import jupyter_runtime_dir
 
 from . import persistence, prospects, startrequest
-from .activity import ActivityWatch
+from .activity import ActivityWatch, KernelActivity
 from .apology import apologise
 from .asks import attend
 from .bundle import BundleSpec, Mount
@@ -44,6 +45,9 @@ from .variables import filtered
 from .words import printable
 
 STABLE_START = 20.0
+MAX_SOCKET_PATH = 107
+"""Bytes of the path of a unix socket."""
+COMMAND = "A command runs beside it"
 TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileNotFoundError)
 """What a template that does not fit can cause; anything else would happen without it, too."""
 
@@ -68,6 +72,8 @@ class SandboxProvisioner(SandboxSettings):
         self._kernel.heeds_calls = lambda: not self.parent.shutting_down
         self._kernel.on_trouble = self._not_woken
         self._kernel.on_joined = self._joined
+        self._kernel.relay.max_message_size = self.max_message_size
+        self._kernel.relay.on_oversized = self._refused_large
         self._claim: Claim | None = None
         self._activity: ActivityWatch | None = None
         self.executions: set[object] = set()
@@ -227,9 +233,28 @@ class SandboxProvisioner(SandboxSettings):
         return self._kernel.asleep
 
     @property
+    def activity(self) -> KernelActivity:
+        """The kernel's unfinished requests, and whether it is to be kept awake."""
+        return self._kernel.activity
+
+    @property
+    def busy(self) -> bool:
+        """True while the kernel is not idle: the one answer for timer, culler, REST, command line and metrics."""
+        return self.waited_for or self.activity.busy
+
+    @property
     def waited_for(self) -> bool:
-        """Whether a client waits for a first word of the kernel, or for a command beside it: then it is not idle."""
+        """True while a client waits for a first sign of life of the kernel, or a command runs beside it."""
         return bool(self.executions) or self._kernel.relay.waited_for
+
+    def busy_reasons(self) -> list[str]:
+        """Return why the kernel is not idle, as sentences without a full stop; empty if it is."""
+        reasons = self.activity.reasons()
+        if self.executions:
+            reasons.append(f"{len(self.executions)} commands run beside it" if len(self.executions) > 1 else COMMAND)
+        if not reasons and self.waited_for:
+            reasons.append("A client waits for its answer")
+        return reasons
 
     async def hibernate(self) -> None:
         """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
@@ -239,6 +264,13 @@ class SandboxProvisioner(SandboxSettings):
     async def wake(self) -> None:
         """Bring a hibernated kernel back now."""
         await IO.run(self._kernel.wake())
+
+    async def keep_awake(self, seconds: float | None) -> None:
+        """Keep the kernel from being hibernated or culled for idleness: None without end, 0 no more."""
+        await IO.run(self._keep_awake(seconds))
+
+    async def _keep_awake(self, seconds: float | None) -> None:
+        self._kernel.keep_awake("api", seconds)
 
     async def follow(self, notebook_path: str) -> None:
         """The notebook has this path now."""
@@ -304,6 +336,7 @@ class SandboxProvisioner(SandboxSettings):
         claim.manager.on_saving = lambda sandbox_id: self._kernel.saving()
         claim.manager.on_saved = self._saved
         claim.manager.on_gone = self._gone
+        claim.manager.busy = lambda sandbox_id: self.busy
         self._claim, self._kernel.manager = claim, claim.manager
 
     def _saved(self, sandbox_id: str) -> None:
@@ -322,16 +355,17 @@ class SandboxProvisioner(SandboxSettings):
         return Session(key=self.parent.session.key, signature_scheme=self.parent.session.signature_scheme)
 
     def _watch_activity(self) -> None:
-        """Know when no cell runs, for a kernel that is to be saved then."""
-        if self._claim is None or not self.enable_checkpoint_at_idle:
+        """Learn what a persistent kernel publishes, to know when it was used and when its requests have ended."""
+        if self._claim is None:
             return
         if self._activity:
             self._activity.close()
-        manager, handle, km = self._claim.manager, self._claim.handle, self.parent
-        self._activity = ActivityWatch(bool(handle.contents.get("busy")), lambda: manager.touch(handle.sandbox_id))
+        manager, sandbox_id, km = self._claim.manager, self._claim.record.sandbox_id, self.parent
+        self._activity = ActivityWatch(self.activity, lambda: manager.touch(sandbox_id))
         curve = (km.curve_publickey, km.curve_secretkey) if getattr(km, "curve_publickey", None) else None
         self._activity.listen(km._make_url("iopub"), self._own_session(), curve)
-        manager.busy = lambda sandbox_id: self.waited_for or (self._activity is not None and self._activity.busy)
+        if self._kernel.restored:
+            self._activity.probe(km._make_url("shell"), self._own_session(), curve)
 
     @property
     def _resumes(self) -> bool:
@@ -363,9 +397,36 @@ class SandboxProvisioner(SandboxSettings):
         reason = f"The kernel could not be woken, and its state is kept. {error}"
         self._kernel.relay.answer(lambda held: apologise(held, self._own_session(), reason))
 
+    def _refused_large(self, channel: str) -> None:
+        """In the I/O thread: a message was not passed on."""
+        self.log.warning(
+            "Kernel %s: a message on %s with more than max_message_size (%d bytes) was not passed on. Set "
+            "SandboxProvisioner.max_message_size or SANDBOX_MAX_MESSAGE_SIZE to allow it.",
+            self.kernel_id,
+            channel,
+            self.max_message_size,
+        )
+
     # -- starting ----------------------------------------------------------------------------------------------------
 
+    def _prefer_ipc(self) -> None:
+        """Use unix sockets, which only this user can open, unless the configuration names another transport."""
+        km = self.parent
+        configured = any(
+            "transport" in km.config[kind.__name__] for kind in type(km).__mro__ if kind.__name__ in km.config
+        )
+        if km.transport != "tcp" or self.client_transport != "ipc" or configured:
+            return
+        folder = Path(jupyter_runtime_dir())
+        prefix = str(folder / f"kernel-{self.kernel_id}")
+        if len(os.fsencode(prefix)) > MAX_SOCKET_PATH - len("-5"):
+            self.log.info("Kernel %s is reached over TCP: %s is too long for unix sockets", self.kernel_id, folder)
+            return
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        km.transport, km.ip = "ipc", prefix
+
     async def _reserve(self) -> None:
+        self._prefer_ipc()
         km = self.parent
         if km.transport == "ipc":
             paths = {channel: os.path.abspath(f"{km.ip}-{number}") for number, channel in enumerate(CHANNELS, 1)}

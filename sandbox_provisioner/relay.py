@@ -1,9 +1,9 @@
 """ChannelRelay: the host's side of the data path, where clients connect to a kernel's five channels.
 
-It moves bytes and knows nothing of ZeroMQ, so signing, CurveZMQ and every kernel's dialect pass through unchanged.
-Its listeners outlive the kernel: clients that come while none is up are held, and served when one is. While a kernel
-sleeps its clients' connections stay open, what they send is held, and the first of it on a channel that asks for
-something is a call to wake it. Heartbeats are answered meanwhile, and call nobody.
+Bytes pass unchanged, so signing, CurveZMQ and every kernel's dialect work as they do without it; ``relay_client`` reads
+along. The listeners outlive the kernel: clients that connect while no kernel is up are held, and served when one is.
+While a kernel is hibernated its clients' connections stay open, their messages are held, and the first signed one on
+shell, stdin or control wakes the kernel. Heartbeats are answered meanwhile and wake nothing.
 """
 
 from __future__ import annotations
@@ -18,41 +18,46 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from .activity import KernelActivity
 from .errors import GuestError, SandboxError
-from .heart import Heart
 from .link import GuestLink
+from .message_reader import Header, MessageReader
+from .relay_client import ClientConnection
 from .stream import Stream
-from .zmtp import Position
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
-CALLS = ("shell", "stdin", "control")
-"""The channels on which a client asks for something."""
-PING = b"\x01\x00"
-"""How a heartbeat begins on a connection that is up; its answer is itself, byte for byte."""
 MAX_CLIENTS = 250
 """Connections at once to one kernel; a kernel has five for each client."""
-
-
-MAX_EARLY = 1 << 16
-"""What is kept of a client that talks before there is a kernel; reading on is how we notice that it hangs up."""
+MAX_FOREIGN = 10
+"""Of these, connections of other users of the machine."""
+MAX_LINGERING = 64
+"""Connections whose client has left and whose replies are still expected."""
+MAX_MESSAGE = 256 << 20
 RECONNECT = 3.0
-"""Seconds for which clients of a kernel in whose place there is another are waited for."""
+"""Seconds to wait for clients to connect to the kernel that replaces theirs."""
 
 
 class ChannelRelay:
     """Listens for clients on the host and joins each connection to a stream into the sandbox.
 
-    ``asked`` counts the messages that clients have sent the present kernel, on channels that ask for something;
-    ``heeded`` is what that was when the kernel last said anything.
+    ``asked`` counts the messages that clients have sent the present kernel on shell, stdin and control; ``heeded`` is
+    that count when the kernel last sent anything. ``activity`` learns of requests and replies. ``on_call`` is called
+    when a hibernated kernel is wanted, ``on_oversized`` with the channel of a message that was not passed on because
+    it exceeds ``max_message_size`` bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, activity: KernelActivity | None = None) -> None:
+        self.activity = activity or KernelActivity()
+        self.max_message_size = MAX_MESSAGE
         self.on_call: Callable[[], None] = lambda: None
+        self.on_oversized: Callable[[str], None] = lambda channel: None
         self.asked = self.heeded = 0
+        self.lingering: set[ClientConnection] = set()
+        self._signing: tuple[bytes, str] | None = None
         self._reserved: dict[str, socket.socket] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._addresses: dict[str, str | int] = {}
-        self._clients: set[_Client] = set()
+        self._clients: set[ClientConnection] = set()
         self._link: GuestLink | None = None
         self._targets: Mapping[str, str] = {}
 
@@ -82,7 +87,7 @@ class ChannelRelay:
         while self._reserved:
             channel, listener = self._reserved.popitem()
             create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
-            server = await create(partial(_Client, self, channel), sock=listener, start_serving=False)
+            server = await create(partial(ClientConnection, self, channel), sock=listener, start_serving=False)
             self._servers[channel] = server  # before the next await: a cancelled launch closes it
             await server.start_serving()
 
@@ -98,9 +103,12 @@ class ChannelRelay:
             raise SandboxError(f"The {channel} channel cannot listen on {where}: {error.strerror or error}.") from error
         self._reserved[channel] = listener
 
-    def connect(self, link: GuestLink, targets: Mapping[str, str]) -> None:
-        """A kernel is (coming) up behind ``link``: join every client, waiting or new, to its channel's target."""
-        self._link, self._targets = link, targets
+    def connect(self, link: GuestLink, targets: Mapping[str, str], signing: tuple[bytes, str] | None = None) -> None:
+        """Join every client, waiting or new, to the kernel behind ``link``, at its channel's target.
+
+        ``signing`` is the kernel's key and signature scheme; without it messages cannot be checked, and all count.
+        """
+        self._link, self._targets, self._signing = link, targets, signing
         self.asked = self.heeded = 0
         for client in list(self._clients):
             client.join()
@@ -108,6 +116,8 @@ class ChannelRelay:
     def disconnect(self) -> None:
         """The kernel is gone: close its clients' connections, as its own sockets would; the listeners stay."""
         self._link = None
+        for client in list(self.lingering):
+            client.end_lingering()
         for client in list(self._clients):
             client.drop()
 
@@ -138,23 +148,30 @@ class ChannelRelay:
                 continue
             client.settle(private)
             for listener in self._clients:
-                listener.overhear("iopub", public)
+                listener.inject("iopub", public)
 
-    async def reconnect(self, link: GuestLink, targets: Mapping[str, str], private: bytes, public: bytes) -> None:
+    async def reconnect(
+        self,
+        link: GuestLink,
+        targets: Mapping[str, str],
+        signing: tuple[bytes, str] | None,
+        private: bytes,
+        public: bytes,
+    ) -> None:
         """Join the clients to another kernel in place of this one: they connect anew, and then hear what is said in its
         name, on shell and on iopub. One that does not connect in time is not waited for.
         """
         expected = Counter(client.channel for client in self._clients if client.joined)
         self.disconnect()
-        self.connect(link, targets)
+        self.connect(link, targets, signing)
         with suppress(TimeoutError):
             async with asyncio.timeout(RECONNECT):
                 while expected - Counter(client.channel for client in self._clients if client.ready):
                     await asyncio.sleep(0.01)
         for listener in self._clients:
             if listener.ready:
-                listener.overhear("shell", private)
-                listener.overhear("iopub", public)
+                listener.inject("shell", private)
+                listener.inject("iopub", public)
 
     @property
     def called(self) -> bool:
@@ -195,180 +212,47 @@ class ChannelRelay:
         self._addresses.clear()
         await asyncio.sleep(0)  # the closed transports' last callbacks
 
-    def _admit(self, client: _Client) -> bool:
-        if len(self._clients) >= MAX_CLIENTS:
+    # -- called by the connections
+
+    def admit(self, client: ClientConnection) -> bool:
+        """Take a new connection; return False if there are too many."""
+        foreign = sum(not one.trusted for one in self._clients)
+        if len(self._clients) >= MAX_CLIENTS or (not client.trusted and foreign >= MAX_FOREIGN):
             return False
         self._clients.add(client)
         return True
 
-    def _open(self, channel: str) -> Stream | None:
+    def leave(self, client: ClientConnection) -> None:
+        """Forget a connection that was closed."""
+        self._clients.discard(client)
+
+    def linger(self, client: ClientConnection) -> bool:
+        """Keep the stream of a client that left until its replies have come; return False if there are too many."""
+        if self._link is None or len(self.lingering) >= MAX_LINGERING:
+            return False
+        self.lingering.add(client)
+        return True
+
+    def replace_lingering(self, client: ClientConnection) -> None:
+        """End the lingering streams of a client that connects again: a kernel knows one connection by an identity."""
+        for one in list(self.lingering):
+            if client.identity and one.identity == client.identity and one.channel == client.channel:
+                one.end_lingering()
+
+    @property
+    def knows_key(self) -> bool:
+        """True if messages can be checked."""
+        return self._signing is not None
+
+    def reader(self, on_message: Callable[[Header, Header], None]) -> MessageReader | None:
+        """Return a reader of one direction's messages; None if they cannot be checked."""
+        return MessageReader(*self._signing, on_message) if self._signing else None
+
+    def open(self, channel: str) -> Stream | None:
+        """Open a stream to a channel of the kernel; None if there is no kernel. Raises ConnectionError."""
         if self._link is None or self._link.error:
             return None
         try:
             return self._link.open(self._targets[channel])
         except GuestError as error:
             raise ConnectionError(errno.EMFILE, str(error)) from error
-
-
-class _Client(asyncio.Protocol):
-    """One client's connection to one channel."""
-
-    def __init__(self, relay: ChannelRelay, channel: str) -> None:
-        self._relay = relay
-        self.channel = channel
-        self._stream: Stream | None = None
-        self._heart: Heart | None = None
-        self._position = Position()
-        self._questions = Position()
-        self._spoke = self._served = False
-        self._early = b""
-        self._waiting = bytearray()
-        self._unsent = 0
-        self._congested = False
-
-    # -- called by asyncio
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(0)
-        if not self._relay._admit(self):
-            self._transport.abort()
-            return
-        self.join()
-
-    def data_received(self, data: bytes) -> None:
-        if self._heart or (self._relay.resting and self.channel == "hb" and data.startswith(PING)):
-            self._beat(data)
-            return
-        self._spoke = True
-        if self._stream:
-            if self.channel in CALLS:
-                self._relay.asked += self._questions.follow(data)
-            self._stream.write(data)
-        else:
-            self._early += data
-        if len(self._early) > MAX_EARLY or (self._stream and self._stream.backlog > MAX_EARLY):
-            self._transport.pause_reading()
-        if self._relay.asleep and self.channel in CALLS:
-            self._relay.on_call()
-
-    def pause_writing(self) -> None:
-        self._congested = True
-
-    def resume_writing(self) -> None:
-        self._congested = False
-        if self._waiting:
-            waiting, self._waiting = bytes(self._waiting), bytearray()
-            self._transport.write(waiting)
-        if not self._congested:
-            self._settle()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._relay._clients.discard(self)
-        stream, self._stream = self._stream, None
-        if stream is None:
-            return
-        stream.on_end = stream.on_ready = lambda: None
-        stream.on_data = lambda data: stream.consumed(len(data))
-        if exc:
-            stream.reset()
-        else:
-            stream.end()  # what it sent before it hung up still arrives
-
-    # -- called by the relay and by the stream
-
-    def join(self) -> None:
-        if self._stream or self._transport.is_closing():
-            return
-        if self._relay.resting and self.channel == "hb":
-            self._heart = Heart()
-            return
-        try:
-            self._stream = self._relay._open(self.channel)
-        except ConnectionError:
-            self._transport.abort()
-            return
-        if self._stream:
-            self._stream.on_data = self._deliver
-            self._stream.on_end = self._transport.close
-            self._stream.on_ready = self._transport.resume_reading
-            self._transport.resume_reading()
-            if self._early:
-                early, self._early = self._early, b""
-                self.data_received(early)
-
-    @property
-    def joined(self) -> bool:
-        return self._stream is not None and not self._transport.is_closing()
-
-    def _beat(self, data: bytes) -> None:
-        try:
-            self._transport.write(self._heart.answer(data) if self._heart else data)
-        except ValueError:
-            self._transport.abort()
-
-    def awake(self) -> None:
-        """The kernel's own heart beats again: a client of ours connects anew, to that."""
-        if self._heart:
-            self._transport.close()
-
-    def held(self) -> bytes:
-        """What waits for the kernel."""
-        return self._stream.held() if self._stream else b""
-
-    def settle(self, answer: bytes) -> None:
-        """Send an answer in the kernel's place, to whom nothing goes of what was held."""
-        if self._stream:
-            self._stream.forget_held()
-        self._transport.resume_reading()
-        self._transport.write(answer)
-
-    def overhear(self, channel: str, news: bytes) -> None:
-        """Send what the kernel would say on a channel, unless this connection is not up yet, or not for that."""
-        if self.channel == channel and self.interruptible:
-            self._transport.write(news)
-
-    @property
-    def calling(self) -> bool:
-        """One that has heard nothing yet waits in the middle of the handshake, and says no more until it does."""
-        waits = self._stream is not None and (self._stream.backlog > 0 or (self._spoke and not self._served))
-        return waits and self.channel in CALLS
-
-    @property
-    def interruptible(self) -> bool:
-        """Whether a message to this client can begin now."""
-        return self._position.between_messages and not self._waiting and not self._congested
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is joined to the kernel, and a message to it can begin now."""
-        return self.joined and self.interruptible
-
-    def drop(self) -> None:
-        if self._stream:
-            self._transport.close()
-
-    def abandon(self) -> None:
-        """Close, without waiting for a client that does not read."""
-        if self._congested:
-            self._transport.abort()
-        else:
-            self._transport.close()
-
-    def _deliver(self, data: bytes) -> None:
-        self._served = True
-        if self._position.follow(data) and self.channel != "hb":
-            self._relay.heeded = self._relay.asked
-        self._unsent += len(data)
-        if self._congested:
-            self._waiting += data
-        else:
-            self._transport.write(data)
-        if not self._congested:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Everything was sent: give the guest credit for it."""
-        if self._stream and self._unsent:
-            self._stream.consumed(self._unsent)
-        self._unsent = 0

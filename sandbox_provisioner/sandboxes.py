@@ -133,6 +133,13 @@ class Sandboxes:
                 await self._kernels.end(subject.live.kernel_id)
             return {"id": subject.id, "freed": await self._delete(_require_kept(subject, "delete"))}
 
+    async def keep_awake(self, wanted: str, seconds: float | None) -> dict[str, Any]:
+        """Keep its kernel from being hibernated for idleness."""
+        subject = await self._inventory.find(wanted)
+        live = await self._open(subject, "keep awake")
+        await live.provisioner.keep_awake(seconds)
+        return await self._inventory.show(subject)
+
     async def execute(self, wanted: str, command: Sequence[str], cwd: str | None = None) -> Execution:
         """Start a command beside its kernel."""
         subject = await self._inventory.find(wanted)

@@ -57,6 +57,11 @@ class Live:
         """How it is, in a word."""
         return "hibernated" if self.provisioner.asleep else "running"
 
+    @property
+    def busy_reasons(self) -> list[str]:
+        """Why it is not idle, as sentences; empty if it is idle or hibernated."""
+        return [] if self.provisioner.asleep else self.provisioner.busy_reasons()
+
 
 @dataclass(frozen=True)
 class Notebook:

@@ -9,6 +9,7 @@ from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
 from . import config
 from .manager import Features
+from .relay import MAX_MESSAGE
 from .runsc import PLATFORMS
 
 
@@ -51,6 +52,19 @@ class SandboxSettings(LocalProvisioner):
         help="What the kernel's channels are inside the sandbox: unix sockets, or loopback TCP for a kernel that knows "
         "no ipc. Clients notice no difference. Environment: SANDBOX_GUEST_TRANSPORT",
     )
+    client_transport = Enum(
+        ("ipc", "tcp"),
+        config=True,
+        help="How clients on this machine reach the kernel: unix sockets that only this user can open, or loopback "
+        "TCP, which other users of the machine can connect to. KernelManager.transport goes before it where that is "
+        "configured. Environment: SANDBOX_CLIENT_TRANSPORT",
+    )
+    max_message_size = Int(
+        min=1 << 20,
+        config=True,
+        help="Bytes of the largest message that a kernel can send its clients; the connection on which it sends a "
+        "larger one is closed. Environment: SANDBOX_MAX_MESSAGE_SIZE",
+    )
     working_folder = Unicode(
         config=True,
         help="The folder that the kernel works in and may write to; empty means the notebook's. "
@@ -81,6 +95,14 @@ class SandboxSettings(LocalProvisioner):
     @default("guest_transport")
     def _default_guest_transport(self) -> str:
         return config.choice("SANDBOX_GUEST_TRANSPORT", ("ipc", "tcp"), "ipc")
+
+    @default("client_transport")
+    def _default_client_transport(self) -> str:
+        return config.choice("SANDBOX_CLIENT_TRANSPORT", ("ipc", "tcp"), "ipc")
+
+    @default("max_message_size")
+    def _default_max_message_size(self) -> int:
+        return config.count("SANDBOX_MAX_MESSAGE_SIZE", MAX_MESSAGE)
 
     @default("working_folder")
     def _default_working_folder(self) -> str:

@@ -103,11 +103,14 @@ class _Sandboxes(Collector):
         family = GaugeMetricFamily(
             "jupyter_sandbox_sandboxes", "Sandboxes that this server's kernels have, by state.", labels=["state"]
         )
-        asleep = [kernel.asleep for manager in _attached for kernel in sandboxed_kernels(manager).values()]
+        kernels = [kernel for manager in _attached for kernel in sandboxed_kernels(manager).values()]
+        asleep = [kernel.asleep for kernel in kernels]
         family.add_metric(["running"], asleep.count(False))
         family.add_metric(["hibernated"], asleep.count(True))
         family.add_metric(["standby"], len(STANDBY.copies))
         yield family
+        busy = sum(kernel.busy and not kernel.asleep for kernel in kernels)
+        yield GaugeMetricFamily("jupyter_sandbox_busy", "Sandboxes whose kernel is not idle.", value=busy)
 
 
 @cache

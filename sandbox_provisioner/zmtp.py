@@ -1,47 +1,119 @@
-"""As much of ZeroMQ's wire protocol (ZMTP 3) as it takes to speak for a kernel that sleeps, and not into its words."""
+"""Follow ZeroMQ's wire protocol (ZMTP 3) on a connection that passes through, without keeping what passes."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING_SIZE = 64
 HANDSHAKE = 2
-"""Commands at most with which each side begins; on an encrypted connection all that follow are messages."""
+"""Commands with which each side begins, at most; on an encrypted connection all later ones are messages."""
+FRAME_COST = 1 << 10
+"""Bytes that each frame counts besides its own, because a receiver keeps an object for each."""
+UNLIMITED = 1 << 65
+"""More than any frame can claim to have."""
+MAX_READY = 512
+"""Bytes of the first command that are kept."""
+IDENTITY = b"\x08Identity"
+
+
+class MessageTooLargeError(ValueError):
+    """A message has more bytes or frames than the connection allows."""
+
+
+class Sink(Protocol):
+    """Receives the frames of messages, in pieces."""
+
+    def piece(self, data: bytes) -> None:
+        """Take the next bytes of the present frame."""
+
+    def end_frame(self, more: bool) -> None:
+        """Note that the frame is complete; ``more`` is False for a message's last one."""
 
 
 class Position:
-    """Where in its protocol one direction of a connection is, by the bytes that went over it."""
+    """Track where in its protocol one direction of a connection is, by the bytes that went over it.
 
-    def __init__(self) -> None:
+    ``limit`` bounds a message; each frame counts ``FRAME_COST`` bytes more than it has.
+    """
+
+    def __init__(self, limit: int = UNLIMITED, sink: Sink | None = None) -> None:
+        self.ready = b""
+        """The body of the first command, which tells who connects; at most ``MAX_READY`` bytes."""
+        self.handshake_size = 0
+        """The bytes of greeting and first command together; 0 until that is known."""
         self._rest = GREETING_SIZE
         self._head = b""
         self._more = False
+        self._in_message = False
         self._commands = 0
+        self._limit = limit
+        self._size = 0
+        self._sink = sink
 
     @property
     def between_messages(self) -> bool:
-        """Whether a message could begin here, after the handshake."""
+        """True where a message could begin, after the handshake."""
         return self._commands > 0 and not self._rest and not self._head and not self._more
 
     def follow(self, data: bytes) -> int:
-        """These bytes went over it; how many messages begin in them. A flood of empty frames must not take long."""
+        """Note that these bytes went over the connection; return how many messages begin in them.
+
+        Raises MessageTooLargeError as soon as a frame's header shows that the limit is exceeded.
+        """
         messages = 0
         if self._head:
             data, self._head = self._head + data, b""
-        place, end = min(self._rest, len(data)), len(data)
-        self._rest -= place
+        place, end = 0, len(data)
         while place < end:
+            if self._rest:
+                place += self._skip(data, place, end)
+                continue
             flags = data[place]
             start = place + (9 if flags & LONG else 2)
             if start > end:
                 self._head = data[place:]
-                return messages
+                break
             size = int.from_bytes(data[place + 1 : start], "big") if flags & LONG else data[place + 1]
             if flags & COMMAND:
                 self._commands += 1
+                self.handshake_size = self.handshake_size or GREETING_SIZE + (start - place) + size
+                self._in_message = False
                 messages += self._commands > HANDSHAKE
+                self._size = 0
             else:
                 messages += not self._more
+                if not self._more:
+                    self._size = 0
                 self._more = bool(flags & MORE)
-            place = start + size
-        self._rest = self._rest or place - end
+                self._in_message = True
+                if not size and self._sink:
+                    self._sink.end_frame(self._more)
+            self._size += size + FRAME_COST
+            if self._size > self._limit:
+                raise MessageTooLargeError(f"a message of more than {self._limit} bytes")
+            place, self._rest = start, size
         return messages
+
+    def _skip(self, data: bytes, place: int, end: int) -> int:
+        """Pass over the rest of a frame, as far as it is in ``data``; return how many bytes that are."""
+        step = min(self._rest, end - place)
+        self._rest -= step
+        if self._in_message:
+            if self._sink:
+                self._sink.piece(data[place : place + step])
+                if not self._rest:
+                    self._sink.end_frame(self._more)
+        elif self._commands == 1 and len(self.ready) < MAX_READY:
+            self.ready = (self.ready + data[place : place + step])[:MAX_READY]
+        return step
+
+
+def identity(ready: bytes) -> bytes:
+    """Return the socket identity that a READY command carries; empty if it has none."""
+    place = ready.find(IDENTITY)
+    if place < 0:
+        return b""
+    start = place + len(IDENTITY) + 4
+    size = int.from_bytes(ready[start - 4 : start], "big")
+    return ready[start : start + size] if len(ready) >= start + size else b""

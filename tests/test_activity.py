@@ -1,4 +1,4 @@
-"""ActivityWatch against a real publisher: what a kernel says of itself, and what anybody else may say."""
+"""KernelActivity: requests by their ids; ActivityWatch against a real publisher, honest and hostile."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
 from jupyter_client.session import Session
 
-from sandbox_provisioner.activity import ActivityWatch
+from sandbox_provisioner.activity import MAX_HOLDS, MAX_REQUESTS, ActivityWatch, KernelActivity
 
 KEY = b"the kernel's key"
 PATIENCE = 60
+
+
+def request(msg_id: str, msg_type: str = "execute_request", **more: str) -> dict[str, Any]:
+    return {"msg_id": msg_id, "msg_type": msg_type, **more}
+
+
+CELL = request("cell")
 
 
 class Kernel:
@@ -41,12 +49,15 @@ class Kernel:
             while await self.socket.recv() != b"\x01":
                 pass
 
-    async def say(self, kind: str, content: dict[str, object], session: Session | None = None) -> None:
+    async def say(
+        self, kind: str, content: dict[str, object], session: Session | None = None, parent: dict[str, Any] = CELL
+    ) -> None:
         session = session or self.session
-        await self.socket.send_multipart([b"kernel.1.status", *session.serialize(session.msg(kind, content))])
+        message = session.msg(kind, content, parent=parent)
+        await self.socket.send_multipart([b"kernel.1.status", *session.serialize(message)])
 
-    async def status(self, state: str, session: Session | None = None) -> None:
-        await self.say("status", {"execution_state": state}, session)
+    async def status(self, state: str, session: Session | None = None, parent: dict[str, Any] = CELL) -> None:
+        await self.say("status", {"execution_state": state}, session, parent)
 
 
 @pytest.fixture
@@ -66,9 +77,14 @@ def kernel(context: zmq.asyncio.Context) -> Kernel:
 class Ear(ActivityWatch):
     """A watch that counts its news."""
 
-    def __init__(self, busy: bool = False) -> None:
+    def __init__(self) -> None:
         self.news = 0
-        super().__init__(busy, self._count)
+        self.activity = KernelActivity()
+        super().__init__(self.activity, self._count)
+
+    @property
+    def busy(self) -> bool:
+        return self.activity.busy
 
     def _count(self) -> None:
         self.news += 1
@@ -123,7 +139,8 @@ async def test_a_status_with_another_key_or_without_a_signature_is_not_believed(
 
 
 async def test_a_status_that_is_said_again_by_somebody_who_heard_it_is_not_believed(kernel: Kernel, ear: Ear) -> None:
-    idle = [b"kernel.1.status", *kernel.session.serialize(kernel.session.msg("status", {"execution_state": "idle"}))]
+    message = kernel.session.msg("status", {"execution_state": "idle"}, parent=CELL)
+    idle = [b"kernel.1.status", *kernel.session.serialize(message)]
     await kernel.socket.send_multipart(idle)
     await kernel.status("busy")
     await kernel.socket.send_multipart(idle)
@@ -165,7 +182,7 @@ async def test_hostile_messages_are_ignored_and_do_not_end_it(kernel: Kernel, ea
 async def test_a_hostile_kernel_that_signs_what_it_says_does_not_end_it(
     kernel: Kernel, ear: Ear, where: int, part: bytes
 ) -> None:
-    message = kernel.session.msg("status", {"execution_state": "idle"})
+    message = kernel.session.msg("status", {"execution_state": "idle"}, parent=CELL)
     parts = [json.dumps(message[name], default=str).encode() for name in ("header", "parent_header", "metadata")]
     parts.append(b'{"execution_state": "idle"}')
     parts[where] = part
@@ -213,14 +230,184 @@ async def test_nothing_is_left_of_one_that_was_closed(kernel: Kernel) -> None:
 async def test_one_that_never_listened_can_be_closed_too() -> None:
     before = open_files(), threads()
     Ear().close()
-    Ear(busy=True).close()
     await until(lambda: open_files() <= before[0] and threads() <= before[1])
 
 
 async def test_one_that_nobody_answers_can_be_closed(kernel: Kernel) -> None:
     kernel.socket.close()
-    ear = Ear(busy=True)
+    ear = Ear()
     ear.listen(kernel.url, kernel.client(), None)
     await asyncio.sleep(0.1)
     ear.close()
-    assert ear.busy and ear.news == 0
+    assert not ear.busy and ear.news == 0
+
+
+async def test_statuses_of_usage_requests_are_no_news(kernel: Kernel, ear: Ear) -> None:
+    for state in ("busy", "idle"):
+        await kernel.status(state, parent=request("usage", "usage_request"))
+    await kernel.status("busy")
+    await until(lambda: ear.busy)
+    assert ear.news == 1
+
+
+# -- KernelActivity ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def activity() -> KernelActivity:
+    return KernelActivity()
+
+
+def test_busy_from_request_to_reply(activity: KernelActivity) -> None:
+    assert not activity.busy
+    activity.requested(CELL)
+    assert activity.busy
+    activity.replied(CELL)
+    assert not activity.busy
+
+
+@pytest.mark.parametrize("kind", ["usage_request", "kernel_info_request", "debug_request", "interrupt_request"])
+def test_idle_status_of_control_request_changes_nothing(activity: KernelActivity, kind: str) -> None:
+    activity.requested(CELL)
+    for state in ("busy", "idle"):
+        activity.published(state, request("other", kind))
+    assert activity.busy
+    activity.published("idle", CELL)
+    assert not activity.busy
+
+
+def test_queued_cells_count_until_the_last(activity: KernelActivity) -> None:
+    for number in range(5):
+        activity.requested(request(f"cell {number}"))
+    for number in range(5):
+        assert activity.busy
+        activity.published("busy", request(f"cell {number}"))
+        activity.replied(request(f"cell {number}"))
+        activity.published("idle", request(f"cell {number}"))
+    assert not activity.busy
+
+
+def test_late_end_of_a_subshell_cell(activity: KernelActivity) -> None:
+    activity.requested(request("in subshell", subshell_id="s1"))
+    activity.requested(CELL)
+    activity.replied(CELL)
+    assert activity.busy
+    activity.replied(request("in subshell", subshell_id="s1"))
+    assert not activity.busy
+
+
+def test_widget_message_counts_while_the_kernel_handles_it(activity: KernelActivity) -> None:
+    message = request("widget", "comm_msg")
+    activity.requested(message)
+    assert not activity.busy
+    activity.published("busy", message)
+    assert activity.busy
+    activity.published("idle", message)
+    assert not activity.busy
+
+
+def test_request_that_is_never_answered_ends_with_a_later_one(activity: KernelActivity) -> None:
+    activity.requested(request("ignored", "history_request"))
+    activity.requested(CELL)
+    activity.replied(CELL)
+    assert not activity.busy
+
+
+def test_cell_is_not_ended_by_a_later_request(activity: KernelActivity) -> None:
+    activity.requested(CELL)
+    activity.requested(request("later", "complete_request"))
+    activity.replied(request("later", "complete_request"))
+    assert activity.busy
+
+
+def test_replies_to_unknown_requests_change_nothing(activity: KernelActivity) -> None:
+    activity.replied({})
+    activity.replied({"msg_id": None})
+    activity.published("idle", {"msg_id": ["x"]})
+    activity.published("busy", {"msg_id": 7, "msg_type": "execute_request"})
+    assert not activity.busy
+
+
+def test_requests_are_bounded(activity: KernelActivity) -> None:
+    for number in range(MAX_REQUESTS + 100):
+        activity.published("busy", request(f"{number:05}" * 100))
+    assert len(activity._requests) == MAX_REQUESTS
+    assert all(len(name) <= 200 for name in activity._requests)
+
+
+def test_another_kernel_is_idle(activity: KernelActivity) -> None:
+    activity.requested(CELL)
+    activity.keep_awake("notebook", None)
+    activity.reset()
+    assert not activity.busy and activity.reasons() == []
+
+
+def test_requests_and_holds_are_recorded_for_the_next_server(activity: KernelActivity) -> None:
+    activity.requested(CELL)
+    activity.keep_awake("notebook", None)
+    activity.keep_awake("thread", 1000)
+    other = KernelActivity()
+    other.reset(json.loads(json.dumps(activity.record())))
+    assert other.inherited and other.kept_awake
+    other.published("idle", CELL)
+    assert not other.executing
+    assert other.record() == {**activity.record(), "busy": False, "pending": []}
+
+
+def test_inherited_cells_end_with_a_later_answer(activity: KernelActivity) -> None:
+    activity.reset({"pending": [["cell", "execute_request", ""], ["other", "execute_request", "subshell"]]})
+    activity.end_inherited()
+    assert list(activity._requests) == ["other"]
+
+
+def test_checkpoint_without_recorded_requests(activity: KernelActivity) -> None:
+    activity.reset({"busy": True})
+    assert activity.busy
+    activity.end_inherited()
+    assert not activity.busy
+
+
+@pytest.mark.parametrize(
+    "saved", [{"pending": 7}, {"pending": [7, ["a"], [1, 2, 3]]}, {"keep_awake": 7}, {"keep_awake": {"a": "b"}}]
+)
+def test_a_damaged_record_is_ignored(activity: KernelActivity, saved: dict[str, Any]) -> None:
+    activity.reset(saved)
+    assert not activity.busy
+
+
+def test_kept_awake_until_taken_back(activity: KernelActivity) -> None:
+    activity.keep_awake("notebook", None)
+    activity.keep_awake("thread", None)
+    activity.keep_awake("notebook", 0)
+    assert activity.busy and not activity.executing
+    assert activity.reasons() == ["It is kept awake"]
+    activity.keep_awake("thread", 0)
+    assert not activity.busy
+
+
+def test_kept_awake_for_a_time(activity: KernelActivity, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("sandbox_provisioner.activity.time.time", lambda: now)
+    activity.keep_awake("notebook", 3600)
+    assert activity.reasons() == ["It is kept awake for another 60 minutes"]
+    now += 3601
+    assert not activity.busy
+
+
+def test_holds_are_bounded(activity: KernelActivity) -> None:
+    for number in range(MAX_HOLDS):
+        activity.keep_awake(f"{number}", None)
+    with pytest.raises(ValueError, match="at most 100"):
+        activity.keep_awake("one more", None)
+    activity.keep_awake("0", 0)
+    activity.keep_awake("one more", None)
+
+
+def test_reasons_name_cells_and_other_requests(activity: KernelActivity) -> None:
+    activity.requested(CELL)
+    activity.requested(request("next"))
+    activity.requested(request("complete", "complete_request"))
+    assert activity.reasons() == [
+        "A cell has been running for 0 seconds, and 1 more wait",
+        "The kernel has worked on 'complete_request' for 0 seconds",
+    ]

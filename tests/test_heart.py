@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
-from sandbox_provisioner.heart import GREETING, LARGEST, READY, Heart
+from sandbox_provisioner.handshake import GREETING, ready
+from sandbox_provisioner.heart import LARGEST, Heart
 from sandbox_provisioner.zmtp import COMMAND, LONG, MORE
 
 PATIENCE = 20
-NULL_READY = bytes([COMMAND, len(READY)]) + READY.replace(b"REP", b"REQ")
+NULL_READY = bytes([COMMAND, len(ready("hb"))]) + ready("hb").replace(b"REP", b"REQ")
 
 
 class Beating(asyncio.Protocol):

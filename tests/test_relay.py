@@ -18,7 +18,8 @@ from sandbox_provisioner import relay as relay_module
 from sandbox_provisioner.errors import LinkClosedError, SandboxError
 from sandbox_provisioner.guest.frames import WINDOW
 from sandbox_provisioner.link import GuestLink
-from sandbox_provisioner.relay import CHANNELS, MAX_EARLY, ChannelRelay
+from sandbox_provisioner.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.relay_client import MAX_EARLY
 
 pytestmark = pytest.mark.filterwarnings("error")
 ANY = dict.fromkeys(CHANNELS, 0)

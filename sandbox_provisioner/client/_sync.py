@@ -120,6 +120,10 @@ class SandboxClient:
         """Bring a hibernated kernel back, or start one for a sandbox that is only kept."""
         return self._ask(Sandbox, "POST", _path(id, "wake"))
 
+    def keep_awake(self, id: str, seconds: float | None = None) -> Sandbox:
+        """Keep a kernel from being hibernated for idleness for ``seconds``: None without end, 0 no more."""
+        return self._ask(Sandbox, "POST", _path(id, "keep-awake"), {"seconds": seconds})
+
     def restart(self, id: str) -> Sandbox:
         """Start its kernel afresh; its savepoints stay."""
         return self._ask(Sandbox, "POST", _path(id, "restart"))

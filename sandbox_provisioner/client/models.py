@@ -41,7 +41,10 @@ class NamedState:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """All that is known of a sandbox. ``size`` is in bytes, ``problem`` says why not more is known."""
+    """All that is known of a sandbox. ``size`` is in bytes, ``problem`` says why not more is known.
+
+    ``busy_reasons`` says why its kernel is not idle; a server of an older version does not tell.
+    """
 
     id: str
     sandbox_id: str
@@ -58,6 +61,8 @@ class Sandbox:
     savepoints: tuple[NamedState, ...]
     snapshots: tuple[NamedState, ...]
     problem: str | None
+    busy: bool = False
+    busy_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""The magic ``%sandbox``: a notebook asks after its own sandbox, names a state of it, and goes back to one.
+"""The magic ``%sandbox`` and the module ``jupyter_sandbox``: how a notebook talks to its own sandbox.
 
-It is put into IPython by ``install``, which is called in the kernel's own process before that has imported anything,
-whatever its Python's version; a kernel without IPython never hears of it.
+``install`` adds both. It is called in the kernel's own process before that has imported anything, whatever its
+Python's version; a kernel without IPython has only the module.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -23,14 +26,49 @@ USAGE = """\
 %sandbox savepoint NAME   keep the kernel's memory as it is now; the kernel runs on
 %sandbox savepoints       the savepoints that there are
 %sandbox rewind NAME      go back to a savepoint; what is now is kept as another
+%sandbox keep-awake [on|off|DURATION]
+                          do not hibernate while threads or subprocesses work; a duration is such as 90s, 30m or 2h
 """
-WORDS = {"status": 0, "savepoint": 1, "savepoints": 0, "rewind": 1}
-"""What can be asked for, and how many words follow it."""
+WORDS = {"status": (0, 0), "savepoint": (1, 1), "savepoints": (0, 0), "rewind": (1, 1), "keep-awake": (0, 1)}
+"""The operations, each with the least and the largest number of words that follow it."""
+MODULE = "jupyter_sandbox"
+DURATION = re.compile(r"([0-9]{1,7})([smhd]?)")
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def install() -> None:
-    """Have IPython know the magic from its first cell on, if it is ever imported."""
+    """Add the module, and have IPython know the magic from its first cell on, if it is ever imported."""
     sys.meta_path.insert(0, _Watch())
+    module = ModuleType(MODULE, "The sandbox that this kernel runs in.")
+    module.keep_awake = keep_awake  # type: ignore[attr-defined]
+    sys.modules[MODULE] = module
+
+
+@contextmanager
+def keep_awake(seconds: float | None = None) -> Iterator[None]:
+    """Keep this kernel from being hibernated for idleness while the body runs, at most for ``seconds``.
+
+    Use it in a thread or around a subprocess that works while no cell is running. Raises RuntimeError if the sandbox
+    refuses.
+    """
+    name = f"with-{os.urandom(8).hex()}"
+    _hold(name, seconds)
+    try:
+        yield
+    finally:
+        _hold(name, 0)
+
+
+def _hold(name: str, seconds: float | None) -> None:
+    request = {"op": "keep-awake", "name": name, "seconds": seconds}
+    try:
+        answer = ask(request)
+        while answer.get("outcome") == "restored":
+            answer = ask(request)
+    except Problem as problem:
+        raise RuntimeError(str(problem)) from None
+    if "problem" in answer:
+        raise RuntimeError(answer["problem"])
 
 
 class _Watch:
@@ -98,9 +136,13 @@ def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
     op, *names = line.split() or ["help"]
     if op == "help":
         return USAGE
-    if len(names) != WORDS.get(op, -1):
+    least, most = WORDS.get(op, (1, 0))
+    if not least <= len(names) <= most:
         raise Problem(f"%sandbox {line.strip()[:200]} is not among these:\n{USAGE}")
     request: dict[str, Any] = {"op": op}
+    if op == "keep-awake":
+        request.update(name="notebook", seconds=_seconds(names[0] if names else "on"))
+        names = []
     if names:
         request["name"] = names[0]
     if op == "rewind":
@@ -111,6 +153,16 @@ def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
     if "problem" in answer:
         raise Problem(answer["problem"])
     return told(op, "".join(names), answer)
+
+
+def _seconds(word: str) -> int | None:
+    """Return for how long a kernel is to be kept awake: None without end, 0 no more."""
+    if word in ("on", "off"):
+        return None if word == "on" else 0
+    match = DURATION.fullmatch(word)
+    if not match:
+        raise Problem(f"{word[:100]!r} is neither on nor off, nor a duration such as 90s, 30m or 2h.")
+    return int(match[1]) * UNITS[match[2]]
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +211,8 @@ def told(op: str, name: str, answer: dict[str, Any]) -> str:
         return f"Saved as {name} ({size(answer['size'])} in {answer['seconds']:.1f} s). The kernel runs on.\n"
     if op == "rewind":
         return f"Rewound to {name}; what was is kept as savepoint {answer['kept']}.\n"
+    if op == "keep-awake":
+        return f"{answer['awake']}.\n"
     return (_status(answer["status"]) if op == "status" else "") + _savepoints(answer)
 
 
@@ -172,6 +226,8 @@ def _status(status: dict[str, Any]) -> str:
         lines.append(("When idle", f"hibernates after {duration(status['idle_timeout'])}"))
     else:
         lines.append(("When idle", "runs on"))
+    if status.get("awake"):
+        lines.append(("Awake", status["awake"]))
     return "".join(f"{label + ':':<12}{words}\n" for label, words in lines)
 
 
