@@ -111,7 +111,7 @@ class BoardAttempt:
         self._asked = -math.inf
         """``now()`` from when the waiter's place was last renewed."""
         self._taken: set[str] = set()
-        """Entries that were another's at the last look: these are read first, because storage limits changes."""
+        """Entries that were there at the last look: these are read first, because storage limits changes."""
         self._entered: dict[str, Entry] = {}
         self._unsure: dict[str, float] = {}
         """Entries that we may have made without being told: ``now()`` from before that can have been."""
@@ -174,12 +174,11 @@ class BoardAttempt:
                 self._unsure[name] = sent
             if found is None:
                 continue
+            self._taken.add(name)
             if not self._board.is_dead(found):
-                self._taken.add(name)
                 self.holder = found.owner if name == self._name else self.holder
                 return None
             self._board.evict(found)
-            self._taken.discard(name)
         return None
 
     def _leave(self, name: str) -> None:
