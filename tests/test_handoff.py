@@ -16,12 +16,14 @@ Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
 
 
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
+@pytest.fixture(params=["folder", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bucket", "limited"))])
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gcs: GCS) -> None:
     """Storage that both servers have."""
     if request.param == "folder":
         monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "shared"))
         return
+    if request.param == "limited":
+        gcs.limit_mutations()
     for name in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
         monkeypatch.setenv(f"{name}_BUCKET", gcs.bucket)
 

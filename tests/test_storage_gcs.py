@@ -24,6 +24,8 @@ PASSING = [
     {"kind": "cut"},
     {"kind": "lose"},
     {"kind": "truncate"},
+    {"kind": "end"},
+    {"kind": "short"},
 ]
 
 
@@ -71,6 +73,18 @@ def test_a_write_whose_answer_was_lost_is_not_a_conflict_with_itself(gcs: GCS, s
     gcs.fault("lose", operation="insert")
     assert store.write("name", b"2", created.generation) == store.info("name")
     assert gcs.faults()[0]["struck"] == gcs.faults()[1]["struck"] == 1
+
+
+def test_mutation_limit_delays_writes_of_one_name(gcs: GCS, store: GCSStore) -> None:
+    gcs.limit_mutations()
+    generation = NEW
+    for number in range(3):
+        generation = store.write("name", b"%d" % number, generation).generation
+    with pytest.raises(ConflictError):
+        store.write("name", b"", NEW)
+    assert store.read("name")[0] == b"2"
+    assert store.delete("name", generation)
+    assert gcs.refused_mutations() > 0
 
 
 def test_a_write_by_another_is_a_conflict_even_after_a_lost_answer(gcs: GCS, store: GCSStore) -> None:
