@@ -2,7 +2,8 @@
 
 As a program it serves until its standard input ends, and says where in its first line of output. Beside Google's own
 paths it has ``/faults`` (POST one, GET, DELETE), ``/requests`` (GET what was asked for, DELETE), ``/clock`` (POST an
-offset) and ``/limit`` (POST how often an object may be changed, GET how many changes were refused), so that any number of processes can share one server and any test can make it misbehave.
+offset) and ``/limit`` (POST how often an object may be changed, GET how many changes were refused), so that any number
+of processes can share one server and any test can make it misbehave.
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ class Requests:
     ``on_time`` is called with the server's time, in seconds since 1970, rounded down, whenever it answers.
     """
 
-    def __init__(
-        self, bucket: str, patience: float = 60.0, on_time: Callable[[float], None] | None = None
-    ) -> None:
+    def __init__(self, bucket: str, patience: float = 60.0, on_time: Callable[[float], None] | None = None) -> None:
         if not BUCKET.fullmatch(bucket):
             remedy = "A bucket's name has 3 to 222 lower-case letters, digits, '-', '_' and '.'."
             raise StorageError(bucket, f"{bucket!r} cannot be the name of a bucket.", remedy)
