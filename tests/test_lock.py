@@ -666,6 +666,7 @@ FAULTS: list[dict[str, Any]] = [
     {"kind": "cut"},
     {"kind": "lose"},
     {"kind": "truncate"},
+    {"kind": "short"},
 ]
 
 
