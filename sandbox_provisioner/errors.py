@@ -150,6 +150,10 @@ class StorageUnavailableError(StorageError):
     """Storage could not be reached, or failed in a way that may pass; what was asked for may have happened."""
 
 
+class RateLimitedError(StorageUnavailableError):
+    """Storage refused a request because too many came; it was not carried out."""
+
+
 class CorruptObjectError(StorageError):
     """What is stored is not what was written; ``name`` says where."""
 

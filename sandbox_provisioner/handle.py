@@ -20,7 +20,9 @@ from .checkpoints import now
 from .errors import (
     CorruptObjectError,
     IncompatibleError,
+    ObjectNotFoundError,
     SandboxError,
+    SandboxNotFoundError,
     SavepointExistsError,
     StateError,
     StorageError,
@@ -110,11 +112,18 @@ class SandboxHandle:
         identity: Identity | None = None,
         platform: str = "systrap",
     ) -> SandboxHandle:
-        """A new persistent sandbox, not started yet. SandboxExistsError, LeaseHeldError: nothing is left behind."""
-        stores.required_checkpoints()
+        """A new persistent sandbox, not started yet. SandboxExistsError, LeaseHeldError: nothing is left behind.
+
+        Nothing is left behind either if the caller is cancelled.
+        """
         first = (identity or Identity()).document(sandbox_id)
         async with leased(sandbox_id, stores, owner) as lease:
-            book = await Ledger.create(stores.metadata, metadata_name(sandbox_id), lease, first)
+            creating = asyncio.create_task(Ledger.create(stores.metadata, metadata_name(sandbox_id), lease, first))
+            try:
+                book = await asyncio.shield(creating)
+            except asyncio.CancelledError:
+                await asyncio.shield(_undo(creating, stores))
+                raise
         return cls._persistent(spec, runsc, platform, stores, book, None)
 
     @classmethod
@@ -134,13 +143,14 @@ class SandboxHandle:
         ``spec`` and ``platform`` are for one without. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
         IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
         """
-        stores.required_checkpoints()
+        await asyncio.to_thread(_require_document, stores, sandbox_id)  # spares the lease of one that is to be created
         async with leased(sandbox_id, stores, owner, patience) as lease:
             book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
             source = book.metadata.previous if previous else book.metadata.checkpoint
             if previous and source is None:
                 raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
             if source:
+                stores.required_checkpoints()
                 await _require_fit(book.metadata, source, runsc, stores)
                 spec, platform = source.spec, source.platform
             await book.sign()
@@ -167,7 +177,7 @@ class SandboxHandle:
         cls, spec: BundleSpec, runsc: Runsc, platform: str, stores: Stores, book: Ledger, source: Checkpoint | None
     ) -> SandboxHandle:
         sandbox_id = book.metadata.sandbox_id
-        instance = GVisorSandbox(sandbox_id, replace(spec, outlives=True), runsc, platform)
+        instance = GVisorSandbox(sandbox_id, replace(spec, outlives=stores.checkpoints is not None), runsc, platform)
         handle = cls(sandbox_id, instance, stores, book)
         handle._source = source
         handle.describe(source.contents if source else {})
@@ -179,6 +189,11 @@ class SandboxHandle:
     def persistent(self) -> bool:
         """Whether its state can be kept."""
         return self._ledger is not None
+
+    @property
+    def can_save(self) -> bool:
+        """True if it is persistent and this server has a place for checkpoints."""
+        return self._stores is not None and self._stores.checkpoints is not None
 
     @property
     def metadata(self) -> GCSSandboxMetadata:
@@ -219,7 +234,7 @@ class SandboxHandle:
 
     def begin_anew(self, spec: BundleSpec, platform: str) -> None:
         """Another sandbox, not started yet, in place of one that has ended or never began, under the same name."""
-        spec = replace(spec, outlives=self.persistent)
+        spec = replace(spec, outlives=self.can_save)
         hooks = self.instance.link.hooks
         self.instance = GVisorSandbox(self.sandbox_id, spec, self.instance.runsc, platform)
         self.instance.link.hooks = hooks
@@ -436,16 +451,16 @@ class SandboxHandle:
 
         Only what was there before the change counts, because after it another server may have made its own.
         """
-        store = self._kept_in().required_checkpoints()
-        found = await asyncio.to_thread(artifacts, store, checkpoints_prefix(self.sandbox_id))
+        store, found = self._kept_in().checkpoints, set[str]()
+        if store:
+            found = await asyncio.to_thread(artifacts, store, checkpoints_prefix(self.sandbox_id))
         await self._book().change(change)
         return found - self.metadata.kept
 
     async def _delete(self, garbage: set[str]) -> None:
-        store = self._kept_in().required_checkpoints()
         with suppress(StorageError):  # the next one collects
             for name in garbage:
-                await asyncio.to_thread(store.delete_all, name)
+                await asyncio.to_thread(self._kept_in().required_checkpoints().delete_all, name)
 
     def _book(self) -> Ledger:
         if self._ledger is None:
@@ -456,6 +471,26 @@ class SandboxHandle:
         self._book()
         assert self._stores is not None
         return self._stores
+
+
+def _require_document(stores: Stores, sandbox_id: str) -> None:
+    """Raise SandboxNotFoundError if there is no such sandbox. Blocks."""
+    try:
+        stores.metadata.info(metadata_name(sandbox_id))
+    except ObjectNotFoundError as error:
+        raise SandboxNotFoundError(sandbox_id, stores.metadata.where) from error
+
+
+async def _undo(creating: asyncio.Task[Ledger], stores: Stores) -> None:
+    """Delete the document of a sandbox whose creation was cancelled while it was being written."""
+    await asyncio.wait({creating})
+    if creating.exception():
+        return
+    book = creating.result()
+    made = book.metadata
+    with suppress(StorageError):  # then it is an empty sandbox, which can be opened
+        await asyncio.to_thread(stores.metadata.delete, metadata_name(made.sandbox_id), book.generation)
+        JOURNAL.write(Entry(made.sandbox_id, What.DELETED, kernel_name=made.kernel_name, user=made.user))
 
 
 async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores) -> None:

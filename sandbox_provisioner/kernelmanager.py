@@ -111,8 +111,10 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Shut a kernel down, unless it is the culler that wants it: then a persistent one is hibernated."""
         provisioner = self.persistent(kernel_id)
         if provisioner and _culling.get() == kernel_id:
-            await self._hibernate(kernel_id, provisioner)
-            return
+            if provisioner.can_save:
+                await self._hibernate(kernel_id, provisioner)
+                return
+            provisioner.keep_state()
         await super()._async_shutdown_kernel(kernel_id, now=now, restart=restart)  # type: ignore[no-untyped-call]
 
     shutdown_kernel = _async_shutdown_kernel  # type: ignore[assignment]
@@ -123,13 +125,15 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             self._looking.stop()
         await self._follow_notebooks()
         kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
-        saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items()]
+        saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items() if found.can_save]
         if saving:
             self.log.info("Saving %d kernels ...", len(saving))
             await asyncio.wait(saving, timeout=self.hibernate_deadline)
         for kernel_id, provisioner in kept.items():
             provisioner.keep_state()
-            if not provisioner.asleep:
+            if not provisioner.can_save:
+                self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", kernel_id)
+            elif not provisioner.asleep:
                 self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
         await STANDBY.end()

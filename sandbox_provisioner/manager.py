@@ -261,7 +261,7 @@ class SandboxManager:
         async with self._lock(sandbox_id):
             handle = self.get(sandbox_id)
             with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
-                if handle.persistent and handle.instance.state == State.RUNNING:
+                if handle.can_save and handle.instance.state == State.RUNNING:
                     work.size = (await handle.checkpoint()).size
                 await self._drop(handle)
         self.on_gone(sandbox_id, reason)

@@ -110,7 +110,8 @@ class SandboxProvisioner(SandboxSettings):
             return
         if self.parent.shutting_down and signum == signal.SIGINT:
             if self._claim and self.on_shutdown == "checkpoint":
-                await self.hibernate()
+                if self.can_save:
+                    await self.hibernate()
                 self._keeps_state = True
             if self._kernel.asleep:
                 return
@@ -210,7 +211,7 @@ class SandboxProvisioner(SandboxSettings):
 
         One that cannot be saved any more is left running, for the next server to find.
         """
-        if self._claim and self._kernel.status is None and not self._kernel.asleep:
+        if self.can_save and self._kernel.status is None and not self._kernel.asleep:
             await self._kernel.hibernate()
         await self._close(forget=False)
 
@@ -226,6 +227,11 @@ class SandboxProvisioner(SandboxSettings):
     def claim(self) -> Claim | None:
         """The persistent sandbox that the kernel runs in; None if it is ephemeral."""
         return self._claim
+
+    @property
+    def can_save(self) -> bool:
+        """True if the kernel is persistent and this server has a place for checkpoints."""
+        return self._claim is not None and self._claim.manager.stores.checkpoints is not None
 
     @property
     def asleep(self) -> bool:

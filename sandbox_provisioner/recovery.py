@@ -14,6 +14,7 @@ from .lock.base import Owner
 from .metadata import Note, decode_note
 from .runsc import Runsc
 from .runtime import RuntimeFolder, left_behind
+from .staging import collect
 from .stores import Stores
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,11 @@ class Recovery:
         return await asyncio.gather(*(self._rescue(folder, note, few) for folder, note in found))
 
     async def collect_garbage(self) -> None:
-        """Delete what is left of sandboxes whose deletion was interrupted."""
+        """Delete what is left of sandboxes whose deletion was interrupted, and images that killed servers staged."""
+        try:
+            await asyncio.to_thread(collect, self.stores.staging)
+        except SandboxError as error:
+            log.warning("Images of killed servers stay in %s for now: %s", self.stores.staging, error)
         for sandbox_id in await asyncio.to_thread(estates.doomed, self.stores):
             try:
                 await estates.destroy_remains(self.stores, sandbox_id, self.owner())

@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -32,6 +32,12 @@ def staging(top: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def collect(top: Path) -> None:
+    """Remove the folders in ``top`` whose processes are dead. Blocks."""
+    with disk_errors(str(top), "remove a folder"), suppress(FileNotFoundError), locked(top, fcntl.LOCK_EX):
+        _collect(top)
 
 
 def _collect(top: Path) -> None:

@@ -54,7 +54,7 @@ class Stores:
         if self.checkpoints is None:
             raise ConfigurationError(
                 "SANDBOX_CHECKPOINT_BUCKET",
-                "A persistent sandbox needs a place for checkpoints, and SANDBOX_CHECKPOINT_BUCKET is not set.",
+                "A sandbox's memory is saved in a place for checkpoints, and SANDBOX_CHECKPOINT_BUCKET is not set.",
                 "Set it, or SANDBOX_CHECKPOINT_MOUNT_PATH.",
             )
         return self.checkpoints

@@ -1,14 +1,18 @@
-"""Faults on demand: what goes wrong between a client and Google Cloud Storage, when, and for which requests."""
+"""Faults on demand: what goes wrong between a client and Google Cloud Storage, when, and for which requests.
+
+Also Google's limit on how often one object name can be changed.
+"""
 
 from __future__ import annotations
 
 import random
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["status", "cut", "lose", "truncate", "delay"]
+Kind = Literal["status", "cut", "lose", "truncate", "end", "short", "delay"]
 
 OBJECTS = r"(?!.*bucket).*"
 """Matches the operations on objects."""
@@ -20,7 +24,8 @@ class Fault:
 
     ``status``: the request is answered with ``code`` and not carried out. ``cut``: the connection ends before the
     request is carried out. ``lose``: it is carried out, and the connection ends instead of an answer. ``truncate``: the
-    connection ends in the middle of the answer's body. ``delay``: it is carried out ``seconds`` later.
+    connection is reset in the middle of the answer's body. ``end``: it is closed there. ``short``: half of the body is
+    sent as if it were all of it. ``delay``: it is carried out ``seconds`` later.
 
     It meets requests whose operation (``get``, ``media``, ``insert``, ``start``, ``chunk``, ``cancel``, ``patch``,
     ``delete``, ``compose``, ``rewrite``, ``list``) and object's name match the patterns. Of these it lets ``skip``
@@ -72,3 +77,40 @@ class Faults:
                     fault.struck += 1
                     struck.append(fault)
         return struck
+
+
+MUTATIONS = ("insert", "start", "patch", "delete", "compose", "rewrite")
+"""Operations that count as a change of their object."""
+
+
+@dataclass
+class MutationLimit:
+    """Allow ``rate`` changes per second of each object name, and ``burst`` at once; a rate of 0 allows all.
+
+    A change that is then refused by its precondition counts too: Google does not document that it does not.
+    """
+
+    rate: float = 0.0
+    burst: float = 2.0
+    refused: int = 0
+    _left: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def set(self, rate: float, burst: float) -> None:
+        """Start with new numbers, and forget all changes that were made before."""
+        with self._lock:
+            self.rate, self.burst, self.refused = rate, burst, 0
+            self._left.clear()
+
+    def allows(self, bucket: str, name: str) -> bool:
+        """Count one change of an object; return False if it is one too many."""
+        with self._lock:
+            if not self.rate:
+                return True
+            now = time.monotonic()
+            left, since = self._left.get((bucket, name), (self.burst, now))
+            left = min(self.burst, left + (now - since) * self.rate)
+            allowed = left >= 1
+            self._left[bucket, name] = (left - allowed, now)
+            self.refused += not allowed
+            return allowed

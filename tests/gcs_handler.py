@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from gcs_faults import Faults
+from gcs_faults import MUTATIONS, Faults, MutationLimit
 from gcs_objects import Cloud, Conditions, Refusal, StoredObject, Upload, integer
 
 GRANULE = 256 * 1024
@@ -46,6 +46,7 @@ class Service:
     def __init__(self) -> None:
         self.cloud = Cloud()
         self.faults = Faults()
+        self.limit = MutationLimit()
         self.requests: deque[tuple[str, str]] = deque(maxlen=100_000)
 
 
@@ -58,9 +59,8 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
     service: Service
     """Of the server whose connection it is."""
-    truncate = False
-    lose = False
-    """What is to go wrong with the answer."""
+    broken = ""
+    """The kind of fault that the answer is to have, if any."""
 
     def handle_request(self) -> None:
         """Route, go wrong where that was asked for, answer."""
@@ -68,8 +68,8 @@ class Handler(BaseHTTPRequestHandler):
         self.query = dict(parse_qsl(parts.query, keep_blank_values=True))
         self.host = f"http://{self.headers.get('Host', '')}"
         self.body = self._read_body()
-        self.lose = self.truncate = False
-        if parts.path in ("/faults", "/requests", "/clock"):
+        self.broken = ""
+        if parts.path in ("/faults", "/requests", "/clock", "/limit"):
             self._control(parts.path)
             return
         for method, pattern, operation in ROUTES:
@@ -99,6 +99,7 @@ class Handler(BaseHTTPRequestHandler):
             operation = self._open(operation)
             self.service.requests.append((operation, names.get("name", "")))
             if not self._struck(operation):
+                self._check_limit(operation)
                 getattr(self, f"_{operation}")()
         except Refusal as refusal:
             self._refuse(refusal)
@@ -124,25 +125,40 @@ class Handler(BaseHTTPRequestHandler):
             elif fault.kind == "status":
                 raise Refusal(fault.code, "backendError", "A fault was injected.")
             else:
-                self.truncate, self.lose = fault.kind == "truncate", fault.kind == "lose"
+                self.broken = fault.kind
         return False
+
+    def _check_limit(self, operation: str) -> None:
+        """Refuse a change of an object that was changed too often."""
+        if operation not in MUTATIONS:
+            return
+        where = "to_" if operation == "rewrite" else ""
+        bucket, name = self.names[f"{where}bucket"], self.names[f"{where}name"]
+        if not self.service.limit.allows(bucket, name):
+            problem = (
+                f"The object {bucket}/{name} exceeded the rate limit for object mutation operations (create, update, "
+                "and delete). Please reduce your request rate. See https://cloud.google.com/storage/docs/gcs429."
+            )
+            raise Refusal(429, "rateLimitExceeded", problem)
 
     # Answers
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        if self.lose:
+        if self.broken == "lose":
             self._cut()
             return
+        if self.broken == "short":
+            body = body[: len(body) // 2]
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         if status != 204:
             self.send_header("Content-Length", str(0 if status == 304 else len(body)))
         self.end_headers()
-        if self.truncate:
+        if self.broken in ("truncate", "end"):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
-            self._cut()
+            self._cut(reset=self.broken == "truncate")
         elif status != 304:
             self.wfile.write(body)
 
@@ -153,18 +169,20 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(status, json.dumps(content).encode(), {"Content-Type": "application/json; charset=UTF-8"})
 
     def _refuse(self, refusal: Refusal) -> None:
-        detail = {"message": refusal.message, "domain": "global", "reason": refusal.reason}
+        domain = "usageLimits" if refusal.status == 429 else "global"
+        detail = {"message": refusal.message, "domain": domain, "reason": refusal.reason}
         if refusal.status == 412:
             detail |= {"locationType": "header", "location": "If-Match"}
         self.query.pop("fields", None)
         self._json({"error": {"code": refusal.status, "message": refusal.message, "errors": [detail]}}, refusal.status)
 
-    def _cut(self) -> None:
-        """End the connection with a reset, so that the client cannot take it for a short answer."""
-        self.lose = self.truncate = False
+    def _cut(self, reset: bool = True) -> None:
+        """End the connection, with a reset if the client should not take it for the end of the answer."""
+        self.broken = ""
         self.close_connection = True
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.close()
+        if reset:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         return super().date_time_string(self.service.cloud.now() if timestamp is None else timestamp)
@@ -181,6 +199,11 @@ class Handler(BaseHTTPRequestHandler):
         service = self.service
         if path == "/clock":
             service.cloud.offset = float(json.loads(self.body)["offset"])
+        elif path == "/limit" and self.command == "POST":
+            service.limit.set(**json.loads(self.body))
+        elif path == "/limit":
+            self._json({"refused": service.limit.refused})
+            return
         elif path == "/requests" and self.command == "DELETE":
             service.requests.clear()
         elif path == "/requests":

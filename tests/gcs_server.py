@@ -1,8 +1,9 @@
 """A server that speaks Google Cloud Storage's JSON API, so that its real client can be used in tests, faults included.
 
 As a program it serves until its standard input ends, and says where in its first line of output. Beside Google's own
-paths it has ``/faults`` (POST one, GET, DELETE), ``/requests`` (GET what was asked for, DELETE) and ``/clock`` (POST an
-offset), so that any number of processes can share one server and any test can make it misbehave.
+paths it has ``/faults`` (POST one, GET, DELETE), ``/requests`` (GET what was asked for, DELETE), ``/clock`` (POST an
+offset) and ``/limit`` (POST how often an object may be changed, GET how many changes were refused), so that any number
+of processes can share one server and any test can make it misbehave.
 """
 
 from __future__ import annotations
@@ -82,14 +83,23 @@ class GCS:
         """Let the server's clock run ``offset`` seconds ahead of ours."""
         self._call("POST", "/clock", {"offset": offset})
 
+    def limit_mutations(self, rate: float = 1.0, burst: float = 2.0) -> None:
+        """Refuse changes of one object name beyond ``rate`` per second, as Google does; 0 refuses none."""
+        self._call("POST", "/limit", {"rate": rate, "burst": burst})
+
+    def refused_mutations(self) -> int:
+        """Return how many changes were refused since ``limit_mutations``."""
+        return int(self._call("GET", "/limit")["refused"])
+
     def reset_faults(self) -> None:
         """No faults any more, and nothing asked for yet."""
         self._call("DELETE", "/faults")
         self._call("DELETE", "/requests")
 
     def reset(self) -> None:
-        """No faults, the right time, nothing asked for yet, and a new bucket."""
+        """No faults, no limit, the right time, nothing asked for yet, and a new bucket."""
         self.reset_faults()
+        self.limit_mutations(0)
         self.set_clock(0)
         self.bucket = self.new_bucket()
 

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from gcs_faults import MUTATIONS
+from gcs_server import GCS
 
 from sandbox_provisioner.claims import Claim, Wanted
 from sandbox_provisioner.config import GCSConfig
@@ -101,6 +103,24 @@ async def test_gcs_is_demanded_before_anything_is_made(make: Make, tmp_path: Pat
     assert refusal.value.setting == "SANDBOX_LOCK_BUCKET"
     assert not (tmp_path / "storage").exists()
     assert registry().list().records == []
+
+
+async def test_gcs_id_needs_only_lock_and_metadata_buckets(
+    gcs: GCS, runsc: Runsc, tmp_path: Path, move: Callable[[str], None]
+) -> None:
+    """The lease of a new sandbox is taken once: Google allows about one change of an object per second."""
+    buckets = {"SANDBOX_LOCK_BUCKET": gcs.bucket, "SANDBOX_METADATA_BUCKET": gcs.bucket}
+    config = GCSConfig.from_environment(tmp_path / "own", buckets)
+    wanted = Wanted("python3-sandbox", "", "mine", gcs=True, user="me")
+    for features in (Features(enable_handoff=True), Features(enable_checkpoint_at_idle=True)):
+        with pytest.raises(ConfigurationError) as refusal:
+            await Claim.make(wanted, config, runsc, "server", features, 0.0)
+        assert refusal.value.setting == "SANDBOX_CHECKPOINT_BUCKET"
+    assert [name for _, name in gcs.requests() if name] == []
+    claim = await Claim.make(wanted, config, runsc, "server", Features(), 0.0)
+    changes = [name for operation, name in gcs.requests() if operation in MUTATIONS]
+    assert sorted(changes) == ["sandboxes/mine/lock", "sandboxes/mine/metadata.json"]
+    await claim.give_up(forget=True)
 
 
 async def test_to_forget_is_to_delete_unless_another_has_it(make: Make) -> None:

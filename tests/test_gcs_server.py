@@ -271,3 +271,19 @@ def test_the_clock_can_be_set_ahead(gcs: GCS) -> None:
     assert int(after["generation"]) > int(before["generation"])
     passed = datetime.fromisoformat(after["updated"]) - datetime.fromisoformat(before["updated"])
     assert passed >= timedelta(hours=1)
+
+
+def test_mutation_limit_answers_as_google_does(gcs: GCS) -> None:
+    gcs.limit_mutations(rate=0.001, burst=2.0)
+    assert [put(gcs, "a")[0], put(gcs, "a")[0], put(gcs, "b")[0]] == [200, 200, 200]
+    message = (
+        f"The object {gcs.bucket}/a exceeded the rate limit for object mutation operations (create, update, and "
+        "delete). Please reduce your request rate. See https://cloud.google.com/storage/docs/gcs429."
+    )
+    detail = {"message": message, "domain": "usageLimits", "reason": "rateLimitExceeded"}
+    assert put(gcs, "a") == (429, {"error": {"code": 429, "message": message, "errors": [detail]}})
+    assert raw(gcs, "DELETE", f"/storage/v1/b/{gcs.bucket}/o/a")[0] == 429
+    assert raw(gcs, "GET", f"/storage/v1/b/{gcs.bucket}/o/a")[0] == 200
+    assert gcs.refused_mutations() == 2
+    gcs.limit_mutations(0)
+    assert put(gcs, "a")[0] == 200

@@ -6,13 +6,14 @@ import asyncio
 import os
 import shutil
 import stat
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cell import local_stores, start_cell, tell
+from cell import LONG, local_stores, start_cell, tell
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ from sandbox_provisioner.metadata import decode, encode
 from sandbox_provisioner.names import valid_id
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.states import State
+from sandbox_provisioner.storage.base import ObjectInfo
 from sandbox_provisioner.stores import Stores
 
 GOOD = ["a", "0", "kernel-1", "A_b-C", "5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d", "x" * 128]
@@ -262,13 +264,30 @@ async def test_a_creation_that_fails_leaves_nothing(
     await create()
 
 
-async def test_a_server_without_a_place_for_checkpoints_says_which_setting_is_missing(
-    spec: BundleSpec, runsc: Runsc, stores: Stores
+@pytest.mark.parametrize("fails", [False, True])
+async def test_cancelled_creation_leaves_nothing(
+    create: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    less = replace(stores, checkpoints=None)
-    with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
-        await SandboxHandle.create_persistent("box", spec, runsc, less, Owner.here("first"))
+    write, writing, go_on = stores.metadata.write, threading.Event(), threading.Event()
+
+    def late(*given: Any) -> ObjectInfo:
+        writing.set()
+        assert go_on.wait(LONG)
+        if fails:
+            raise StorageUnavailableError("there", "It is raining.")
+        return write(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores.metadata, "write", late)
+        creating = asyncio.create_task(create())
+        await asyncio.to_thread(writing.wait, LONG)
+        creating.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await creating
     assert files(stores) == []
+    await create()
 
 
 @pytest.mark.runsc

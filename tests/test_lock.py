@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gcs_faults import MUTATIONS
 from gcs_server import GCS
 from google.cloud.storage import Client
 from hypothesis import given
@@ -28,10 +29,12 @@ from lock_player import SANDBOX, open_leases
 from sandbox_provisioner.errors import (
     ConfigurationError,
     LeaseHeldError,
+    RateLimitedError,
     StorageError,
     StorageUnavailableError,
 )
 from sandbox_provisioner.lock.base import Lease, Leases, Owner
+from sandbox_provisioner.lock.gcs import GCSLeases
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
@@ -40,6 +43,8 @@ from sandbox_provisioner.storage.tree import TEMPORARY
 
 LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
 SOON = 30.0
+SCALED_LIMIT = 8.0
+"""Changes of an object per second: with leases renewed 20 times as often as by default, Google's limit would be 20."""
 
 
 class Ground:
@@ -113,13 +118,16 @@ def ground(request: pytest.FixtureRequest, tmp_path: Path) -> Ground:
     """One of each kind, in turn."""
     if request.param == "memory":
         return MemoryGround()
-    if request.param == "gcs":
-        return BucketGround(request.getfixturevalue("gcs"))
+    if request.param in ("gcs", "limited"):
+        gcs: GCS = request.getfixturevalue("gcs")
+        if request.param == "limited":
+            gcs.limit_mutations(SCALED_LIMIT)
+        return BucketGround(gcs)
     return Ground(request.param, str(tmp_path / "leases"))
 
 
-every = pytest.mark.parametrize("ground", ["local", "mounted", "memory", "gcs"], indirect=True)
-between_processes = pytest.mark.parametrize("ground", ["local", "mounted", "gcs"], indirect=True)
+every = pytest.mark.parametrize("ground", ["local", "mounted", "memory", "gcs", "limited"], indirect=True)
+between_processes = pytest.mark.parametrize("ground", ["local", "mounted", "gcs", "limited"], indirect=True)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -444,7 +452,7 @@ async def test_a_killed_owner_holds_nothing_once_its_time_is_over(ground: Ground
     with Players(ground, 1) as (player,):
         ask(player, "acquire 0")
         assert await newcomer.holder(SANDBOX) is not None
-    await asyncio.sleep(0 if ground.kind == "local" else 1.2 * LEASE)
+    await asyncio.sleep(0 if ground.kind == "local" else 1.2 * LEASE + 1)  # a bucket's clock shows whole seconds
     assert await newcomer.holder(SANDBOX) is None or ground.kind == "mounted"
     lease = await newcomer.acquire(SANDBOX, me(), patience=0 if ground.kind != "mounted" else SOON)
     await lease.release()
@@ -658,6 +666,7 @@ FAULTS: list[dict[str, Any]] = [
     {"kind": "cut"},
     {"kind": "lose"},
     {"kind": "truncate"},
+    {"kind": "short"},
 ]
 
 
@@ -791,6 +800,57 @@ async def test_a_free_lease_costs_one_request_to_get_and_one_to_give_back(gcs: G
     await lease.release()
     requests = [operation for operation, name in gcs.requests() if name]
     assert requests == ["insert", "delete"]
+
+
+@pytest.mark.parametrize("contenders", [1, 8])
+async def test_contenders_under_mutation_limit_learn_the_owner(gcs: GCS, contenders: int) -> None:
+    first = await GCSLeases(gcs.bucket).acquire(SANDBOX, me("the owner"))
+    gcs.limit_mutations(1.0, 1.0)
+    leases = [GCSLeases(gcs.bucket) for _ in range(contenders)]
+    answers = await asyncio.gather(*(one.acquire(SANDBOX, me()) for one in leases), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [LeaseHeldError] * contenders
+    assert {str(answer.owner) for answer in answers if isinstance(answer, LeaseHeldError)} == {str(first.owner)}
+    assert {name for operation, name in gcs.requests() if operation in MUTATIONS} == {SANDBOX}
+    await first.release()
+
+
+@pytest.mark.parametrize("contenders", [1, 8])
+async def test_one_contender_inherits_under_mutation_limit(gcs: GCS, contenders: int) -> None:
+    dead = await GCSLeases(gcs.bucket, renewal=29.0).acquire(SANDBOX, me("the owner"))
+    gcs.limit_mutations(1.0, 1.0)
+    gcs.set_clock(60.0)
+    leases = [GCSLeases(gcs.bucket) for _ in range(contenders)]
+    answers = await asyncio.gather(*(one.acquire(SANDBOX, me()) for one in leases), return_exceptions=True)
+    [heir] = [answer for answer in answers if isinstance(answer, Lease)]
+    losers = [answer.owner for answer in answers if isinstance(answer, LeaseHeldError)]
+    assert losers == [heir.owner] * (contenders - 1)
+    assert gcs.refused_mutations() > 0
+    await asyncio.gather(heir.release(), dead.release())
+    assert BucketGround(gcs).objects() == []
+
+
+async def test_waiting_changes_objects_seldom(gcs: GCS) -> None:
+    """Waiters read the lease. One of them renews its place, less often than Google's limit."""
+    first = await GCSLeases(gcs.bucket).acquire(SANDBOX, me())
+    leases = [GCSLeases(gcs.bucket) for _ in range(3)]
+    gcs.reset_faults()
+    waiting = [asyncio.create_task(one.acquire(SANDBOX, me(), patience=SOON)) for one in leases]
+    await until(lambda: gcs.requests().count(("get", SANDBOX)) >= 12)
+    changed = [name for operation, name in gcs.requests() if operation in ("insert", "delete")]
+    assert changed.count(SANDBOX) == changed.count(f"{SANDBOX}.waiter") == len(leases)
+    assert gcs.requests().count(("patch", f"{SANDBOX}.waiter")) < 3
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await first.release()
+
+
+async def test_rate_limit_is_named_in_the_error(gcs: GCS) -> None:
+    leases = open_leases("gcs", gcs.bucket, LEASE, RENEWAL, POLL)
+    gcs.fault("status", code=429, operation="insert", times=None)
+    with pytest.raises(RateLimitedError, match="because of too many requests: 429") as error:
+        await leases.acquire(SANDBOX, me())
+    assert "0 s" not in str(error.value)
 
 
 # --- The fights

@@ -69,8 +69,83 @@ async def test_what_the_server_cannot_do_is_refused_before_anything_exists(
     with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
         await manager.create("box", spec, features=Features(enable_handoff=True))
     with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
-        await manager.create("box", spec)
+        await manager.create("box", spec, features=Features(enable_checkpoint_at_idle=True))
     assert list(shared.iterdir()) == []
+
+
+@pytest.mark.runsc
+async def test_sandbox_without_place_for_checkpoints(runsc: Runsc, spec: BundleSpec, tmp_path: Path) -> None:
+    """It has a lease and a document, runs, and ends with its server; its memory cannot be saved."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    places = {"metadata": Place("SANDBOX_METADATA", mount=shared), "locks": Place("SANDBOX_LOCK", mount=shared)}
+    manager, other = (SandboxManager(GCSConfig(tmp_path / "own", **places), runsc, name) for name in ("one", "two"))
+    handle = await begin(manager, spec)
+    assert handle.metadata.running and not handle.instance.spec.outlives
+    with pytest.raises(LeaseHeldError):
+        await other.attach("box", spec)
+    with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
+        await manager.checkpoint("box")
+    assert await tell(handle, "set 1") == await tell(handle, "get") == "1"
+    assert await manager.shutdown(LONG) == {"box": None}
+    again = await other.attach("box", spec)
+    assert not again.saved
+    await other.start("box")
+    assert await other.shutdown(LONG) == {"box": None}
+    await other.delete("box")
+    assert not list(shared.rglob("metadata.json"))
+
+
+@pytest.mark.runsc
+async def test_checkpoint_is_not_ignored_without_place_for_checkpoints(
+    runsc: Runsc, spec: BundleSpec, tmp_path: Path
+) -> None:
+    """A server that cannot read a sandbox's checkpoint does not start it empty."""
+    stems = {"metadata": "SANDBOX_METADATA", "locks": "SANDBOX_LOCK", "checkpoints": "SANDBOX_CHECKPOINT"}
+    places = {key: Place(stem, mount=tmp_path) for key, stem in stems.items()}
+    manager = SandboxManager(GCSConfig(tmp_path / "own", **places), runsc)
+    await begin(manager, spec)
+    await manager.hand_over("box")
+    del places["checkpoints"]
+    other = SandboxManager(GCSConfig(tmp_path / "own", **places), runsc)
+    with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
+        await other.attach("box", spec)
+    handle = await manager.attach("box", spec)
+    assert handle.saved
+    await manager.delete("box")
+
+
+STAGING = """
+import sys
+from pathlib import Path
+from sandbox_provisioner.staging import staging
+with staging(Path(sys.argv[1])) as folder:
+    (folder / "image").mkdir()
+    (folder / "image" / "pages.img").write_bytes(b"x" * 5000)
+    print(folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def stage(folder: Path) -> subprocess.Popen[str]:
+    """Start a process that stages an image in ``folder``."""
+    command = [sys.executable, "-c", STAGING, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+async def test_recovery_removes_staged_images_of_killed_servers(serve: Serve) -> None:
+    manager = serve()
+    servers = [stage(manager.stores.staging) for _ in range(2)]
+    try:
+        folders = [Path(server.stdout.readline().strip()) for server in servers if server.stdout]
+        servers[0].kill()
+        servers[0].wait()
+        assert all((folder / "image" / "pages.img").exists() for folder in folders)
+        await manager.recover()
+        assert [folder.exists() for folder in folders] == [False, True]
+    finally:
+        for server in servers:
+            server.communicate()
 
 
 async def test_a_server_that_can_only_keep_snapshots_has_ephemeral_sandboxes(

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from gcs_faults import Kind
 from gcs_server import GCS
 from google.cloud import storage
 from test_storage import append_many
@@ -24,6 +25,8 @@ PASSING = [
     {"kind": "cut"},
     {"kind": "lose"},
     {"kind": "truncate"},
+    {"kind": "end"},
+    {"kind": "short"},
 ]
 
 
@@ -64,6 +67,25 @@ def test_what_passes_is_not_noticed(gcs: GCS, store: GCSStore, tmp_path: Path, f
     assert store.list("") == []
 
 
+@pytest.mark.parametrize("kind", ["short", "end"])
+@pytest.mark.parametrize("operation", ["insert", "get", "media", "list"])
+def test_answer_cut_short_is_asked_for_again(gcs: GCS, store: GCSStore, operation: str, kind: Kind) -> None:
+    gcs.fault(kind, operation=operation, times=2)
+    written = store.write("name", b"four bytes and more", NEW)
+    assert store.read("name") == (b"four bytes and more", written)
+    assert store.list("") == [written]
+    assert gcs.faults()[0]["struck"] == 2
+
+
+def test_download_cut_short_is_asked_for_again(gcs: GCS, store: GCSStore, tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(os.urandom(MIB))
+    record = store.upload(tmp_path / "source", "file")
+    gcs.fault("short", operation="media", times=2)
+    store.download("file", record, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == (tmp_path / "source").read_bytes()
+    assert gcs.faults()[0]["struck"] == 2
+
+
 def test_a_write_whose_answer_was_lost_is_not_a_conflict_with_itself(gcs: GCS, store: GCSStore) -> None:
     gcs.fault("lose", operation="insert")
     created = store.write("name", b"1", NEW)
@@ -71,6 +93,18 @@ def test_a_write_whose_answer_was_lost_is_not_a_conflict_with_itself(gcs: GCS, s
     gcs.fault("lose", operation="insert")
     assert store.write("name", b"2", created.generation) == store.info("name")
     assert gcs.faults()[0]["struck"] == gcs.faults()[1]["struck"] == 1
+
+
+def test_mutation_limit_delays_writes_of_one_name(gcs: GCS, store: GCSStore) -> None:
+    gcs.limit_mutations()
+    generation = NEW
+    for number in range(3):
+        generation = store.write("name", b"%d" % number, generation).generation
+    with pytest.raises(ConflictError):
+        store.write("name", b"", NEW)
+    assert store.read("name")[0] == b"2"
+    assert store.delete("name", generation)
+    assert gcs.refused_mutations() > 0
 
 
 def test_a_write_by_another_is_a_conflict_even_after_a_lost_answer(gcs: GCS, store: GCSStore) -> None:

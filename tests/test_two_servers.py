@@ -26,9 +26,11 @@ pytestmark = pytest.mark.runsc
 POLITE = Features(enable_handoff=True)
 
 
-@pytest.fixture
-def config(gcs: GCS, tmp_path: Path) -> GCSConfig:
-    """Everything in one bucket."""
+@pytest.fixture(params=["unlimited", "limited"])
+def config(request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path) -> GCSConfig:
+    """Everything in one bucket, without and with Google's limit on changes of an object."""
+    if request.param == "limited":
+        gcs.limit_mutations()
     return GCSConfig(
         tmp_path / "own",
         metadata=Place("SANDBOX_METADATA", gcs.bucket),

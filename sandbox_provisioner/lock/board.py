@@ -92,7 +92,7 @@ class BoardLeases(KeptLeases):
         self._board = board
 
     def _attempt(self, name: str, owner: Owner) -> BoardAttempt:
-        return BoardAttempt(self._board, name, owner)
+        return BoardAttempt(self._board, name, owner, self.pace.renewal / 2)
 
     def _holder(self, name: str) -> Owner | None:
         entry = self._board.read(name)
@@ -100,13 +100,18 @@ class BoardLeases(KeptLeases):
 
 
 class BoardAttempt:
-    """See ``Attempt``."""
+    """See ``Attempt``. The waiter's place is renewed every ``pause`` seconds, more often than the owner looks at it."""
 
-    def __init__(self, board: Board, name: str, owner: Owner) -> None:
+    def __init__(self, board: Board, name: str, owner: Owner, pause: float) -> None:
         self.holder = Owner.from_json("")
         self._board = board
         self._name = name
         self._owner = owner
+        self._pause = pause
+        self._asked = -math.inf
+        """``now()`` from when the waiter's place was last renewed."""
+        self._taken: set[str] = set()
+        """Entries that were there at the last look: these are read first, because storage limits changes."""
         self._entered: dict[str, Entry] = {}
         self._unsure: dict[str, float] = {}
         """Entries that we may have made without being told: ``now()`` from before that can have been."""
@@ -121,12 +126,15 @@ class BoardAttempt:
         name = waiter_of(self._name)
         entry = self._entered.get(name)
         if entry is not None:
+            if now() - self._asked < self._pause:
+                return
             entry = self._board.renew(entry) or self._board.read(name)
             if entry is not None and entry.owner.nonce == self._owner.nonce:
-                self._entered[name] = entry
+                self._entered[name], self._asked = entry, now()
                 return
             del self._entered[name]
-        self._enter(name)
+        if self._enter(name) is not None:
+            self._asked = now()
 
     def withdraw(self) -> None:
         """See ``Attempt``."""
@@ -144,15 +152,18 @@ class BoardAttempt:
         """
         for _ in range(TRIES):
             sent = now()
-            try:
-                entry = self._board.create(name, self._owner)
-            except StorageUnavailableError:
-                self._unsure.setdefault(name, sent)
-                raise
-            if entry is not None:
-                self._entered[name] = entry
-                return sent
-            found = self._board.read(name)
+            found = self._board.read(name) if name in self._taken else None
+            if found is None:
+                self._taken.discard(name)
+                try:
+                    entry = self._board.create(name, self._owner)
+                except StorageUnavailableError:
+                    self._unsure.setdefault(name, sent)
+                    raise
+                if entry is not None:
+                    self._entered[name] = entry
+                    return sent
+                found = self._board.read(name)
             if name in self._unsure:
                 if found is not None and found.owner.nonce == self._owner.nonce:
                     if found.version:
@@ -163,6 +174,7 @@ class BoardAttempt:
                 self._unsure[name] = sent
             if found is None:
                 continue
+            self._taken.add(name)
             if not self._board.is_dead(found):
                 self.holder = found.owner if name == self._name else self.holder
                 return None

@@ -1,8 +1,11 @@
 """Leases in a Google Cloud Storage bucket, by its conditional requests and its clock.
 
 An entry is an empty object; who owns it is in its custom metadata. Its generation is the token, a renewal is a change
-of the metadata under both preconditions, and ``updated`` is the server's word on when that was. How late it is now is
-the server's word too: the answer to whatever we write has it.
+of the metadata under both preconditions, and ``updated`` is the server's word on when that was. The present time is
+the server's too: the ``Date`` of every answer has it.
+
+Google allows about one change of an object per second. A request above that is refused, and sent again later by the
+caller; a lease that is held is watched by reading only.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..errors import RateLimitedError
 from ..storage.gcs_requests import NotMet, NotThere, Requests
 from ..storage.names import valid_name
 from .base import Owner
@@ -18,10 +22,8 @@ from .board import Board, BoardLeases, Entry, duration
 from .keeping import Pace, now
 
 LONGEST_REQUEST = 10.0
-CLOCK = ".clock"
-"""Written, and deleted again, to learn the time; the name of no lease begins with a dot."""
 CLOCK_TRUSTED = 60.0
-"""For how many seconds to count on from the server's last word."""
+"""For how many seconds to count on from the server's word: after that, two clocks may have drifted apart."""
 
 
 class GCSLeases(BoardLeases):
@@ -37,11 +39,12 @@ class GCSBoard(Board):
     """See ``Board``. An entry's version is its metageneration. A request is sent once; who called tries again."""
 
     def __init__(self, bucket: str, prefix: str, seconds: float) -> None:
-        self._requests = Requests(bucket, patience=0.0)
+        self._requests = Requests(bucket, patience=0.0, on_time=self._hear)
         self._prefix = f"{valid_name(bucket, prefix)}/" if prefix else ""
         self._seconds = seconds
         self._timeout = min(LONGEST_REQUEST, seconds / 3)
-        self._heard: tuple[float, float] | None = None
+        self._clock: tuple[float, float] | None = None
+        """By how much the server's clock is ahead of ``now()``, at least, and when that was learnt."""
 
     def create(self, name: str, owner: Owner) -> Entry | None:
         """See ``Board``."""
@@ -50,6 +53,10 @@ class GCSBoard(Board):
         try:
             self._write(blob, if_generation_match=0)
         except NotMet:
+            return None
+        except RateLimitedError:
+            if self.read(name) is None:
+                raise
             return None
         return self._written(name, blob)
 
@@ -81,25 +88,19 @@ class GCSBoard(Board):
         self._delete(entry.name, if_generation_match=entry.generation, if_metageneration_match=entry.version)
 
     def silence(self, entry: Entry) -> float:
-        """See ``Board``. The time on the server is at least what it said last and what went by here since then."""
-        heard = self._heard
-        if heard is None or now() - heard[1] > CLOCK_TRUSTED:
-            heard = self._ask_the_time()
-        there, here = heard
-        return there + (now() - here) - entry.updated
+        """See ``Board``. Zero as long as the server has not said the time."""
+        return 0.0 if self._clock is None else self._clock[0] + now() - entry.updated
 
-    def _ask_the_time(self) -> tuple[float, float]:
-        blob = self._blob(CLOCK)
-        self._write(blob)
-        heard = (blob.updated.timestamp(), now())
-        self._delete(CLOCK)
-        self._heard = heard
-        return heard
+    def _hear(self, time: float) -> None:
+        """Note the server's time. Each is a little too early when it arrives, so the latest by our clock is best."""
+        ahead, here, known = time - now(), now(), self._clock
+        if known is None or ahead >= known[0] or here - known[1] > CLOCK_TRUSTED:
+            self._clock = (ahead, here)
 
     def _written(self, name: str, blob: Any) -> Entry:
         """The entry that a request of ours has just made or changed."""
         entry = self._entry(name, blob)
-        self._heard = (entry.updated, now())
+        self._hear(entry.updated)
         return entry
 
     def _entry(self, name: str, blob: Any) -> Entry:

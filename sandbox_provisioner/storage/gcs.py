@@ -44,13 +44,10 @@ class GCSStore(ObjectStore):
         """An object's bytes, and which generation they are."""
         while True:
             blob = self._get(name)
-            download = partial(blob.download_as_bytes, raw_download=True, checksum=None, timeout=TIMEOUT, retry=None)
             try:
-                data: bytes = self._requests.ask(partial(download, if_generation_match=blob.generation))
+                data = self._requests.ask(partial(_download, blob))
             except (NotMet, NotThere):
                 continue  # it was replaced or deleted between the two requests
-            if len(data) != _size(blob) or _encode(google_crc32c.value(data)) != blob.crc32c:
-                raise CorruptObjectError(self.where, name, "it has a wrong checksum")
             return data, self._info(blob)
 
     def info(self, name: str) -> ObjectInfo:
@@ -228,6 +225,16 @@ class GCSStore(ObjectStore):
         except NotThere:
             return bool(unsure)
         return True
+
+
+def _download(blob: Any) -> bytes:
+    """Return the bytes of this generation of an object; ConnectionError if they are fewer, or not the ones stored."""
+    data: bytes = blob.download_as_bytes(
+        raw_download=True, checksum=None, timeout=TIMEOUT, retry=None, if_generation_match=blob.generation
+    )
+    if len(data) != _size(blob) or _encode(google_crc32c.value(data)) != blob.crc32c:
+        raise ConnectionError(f"{blob.name} was damaged on its way")
+    return data
 
 
 def _size(blob: Any) -> int:
