@@ -231,12 +231,17 @@ class GVisorSandbox:
 
     async def _run_main(self, command: str, *arguments: str) -> None:
         guest_in, to_guest = os.pipe()
-        from_guest, guest_out = os.pipe()
+        try:
+            from_guest, guest_out = os.pipe()
+        except OSError:
+            os.close(guest_in)
+            os.close(to_guest)
+            raise
         for pipe in (to_guest, from_guest):
             with suppress(OSError):  # a courtesy that the user's pipe quota may refuse
                 fcntl(pipe, F_SETPIPE_SZ, PIPE_SIZE)
-        await self.link.attach(to_guest, from_guest)
         try:
+            await self.link.attach(to_guest, from_guest)
             self._main = LocalProcess.start(self._argv(command, *arguments), stdin=guest_in, stdout=guest_out)
         except OSError as error:
             raise self._unusable(error) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import select
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from .process import Process
 from .relay import ChannelRelay
 from .runtime import sweep
 from .states import State
+
+log = logging.getLogger(__name__)
 
 LAST_OUTPUT = 1.0
 """Seconds that an ended kernel's last messages and output have to get through."""
@@ -272,10 +275,14 @@ class SandboxedKernel:
             self._waking = asyncio.create_task(self._wake_up())
 
     async def _wake_up(self) -> None:
+        """Wake the kernel for a client. Any failure is reported, so that the client gets an answer."""
         try:
             await self.wake()
         except SandboxError as error:
             self.on_trouble(error)
+        except Exception as error:
+            log.exception("A kernel could not be woken")
+            self.on_trouble(SandboxError(f"{type(error).__name__}: {error}.", "The server's log has more. Run the cell again."))
 
     @staticmethod
     async def _identified(sandbox: GVisorSandbox, start: Start, begin: Begin) -> GuestProcess:

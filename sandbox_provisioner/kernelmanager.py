@@ -160,6 +160,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             await provisioner.hibernate()
         except SandboxError as error:
             self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
+        except Exception:
+            self.log.exception("Kernel %s was not hibernated, and runs on", kernel_id)
 
     def _leave_running(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
         """One that could not be saved in time is not ended either: it is saved when the next server starts."""

@@ -350,8 +350,13 @@ class SandboxManager:
             except SandboxError as error:
                 log.error("Sandbox %s: %s", handle.sandbox_id, error)
                 await asyncio.sleep(PAUSE)
+            except Exception:
+                log.exception("Sandbox %s: a background task failed and is retried", handle.sandbox_id)
+                await asyncio.sleep(PAUSE)
             finally:
                 wanted.cancel()
+            if self.handles.get(handle.sandbox_id) is not handle:
+                return  # the failure came after the sandbox had been given up
 
     def _idle_in(self, handle: SandboxHandle) -> float | None:
         """Seconds until the sandbox will have been idle for long enough; None if that is never."""

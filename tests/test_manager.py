@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from cell import LONG, start_cell, tell
 
+from sandbox_provisioner import manager as manager_module
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (
@@ -144,6 +146,26 @@ async def test_an_idle_one_is_saved_and_a_busy_one_is_not(serve: Serve, spec: Bu
     await manager.restore("box")
     assert await tell(handle, "get") == "1"
     await until(lambda: handle.instance.state == State.CHECKPOINTED)
+
+
+@pytest.mark.runsc
+async def test_watch_survives_unexpected_error(
+    serve: Serve, spec: BundleSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manager_module, "PAUSE", 0.1)
+    manager, failures = serve(), [MemoryError("no memory"), OSError(errno.EMFILE, "too many open files")]
+
+    def busy(name: str) -> bool:
+        if failures:
+            raise failures.pop()
+        return False
+
+    manager.busy = busy
+    handle = await begin(manager, spec, enable_handoff=True, enable_checkpoint_at_idle=True, idle_timeout=0.2)
+    await until(lambda: handle.instance.state == State.CHECKPOINTED)
+    assert caplog.text.count("background task failed") == 2
+    other = serve("second")
+    await other.attach("box", spec, patience=LONG)  # hand-off works, too
 
 
 @pytest.mark.runsc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import json
 import os
@@ -649,6 +650,27 @@ def test_what_was_on_its_way_when_it_fell_asleep_arrives_whole_though_it_could_n
     notebook.wake()
     assert "".join(notebook.outputs(request)) == "".join(f"{number:07d}\n" for number in range(2_000_000))
     assert notebook.run("6 * 7") == "42"
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.EMFILE, "Too many open files"), MemoryError("no memory")])
+def test_cell_is_answered_when_wake_fails_unexpectedly(
+    open_notebook: Open, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+
+    def fail() -> None:
+        raise failure
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(os, "pipe", fail)
+        request = notebook.kc.execute("x += 1")
+        refused = notebook.reply(request)
+    assert refused["ename"] == "KernelNotWoken"
+    assert str(failure) in refused["evalue"]
+    assert list(notebook.outputs(request)) == ["KernelNotWoken"]
+    assert notebook.run("x") == "1"
 
 
 # -- elsewhere ---------------------------------------------------------------------------------------------------------
