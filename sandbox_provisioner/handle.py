@@ -332,12 +332,14 @@ class SandboxHandle:
 
     async def release(self) -> None:
         """End it on this server without saving anything, and let others have it."""
-        await self.instance.delete()
-        if self.cleanup_task:
-            self.cleanup_task.cancel()
-            await asyncio.gather(self.cleanup_task, return_exceptions=True)
-        if self._ledger:
-            await self._ledger.lease.release()
+        try:
+            await self.instance.delete()
+            if self.cleanup_task:
+                self.cleanup_task.cancel()
+                await asyncio.gather(self.cleanup_task, return_exceptions=True)
+        finally:
+            if self._ledger:  # also if the sandbox could not be ended: nothing else ends the lease's renewal
+                await asyncio.shield(self._ledger.lease.release())
 
     async def regain(self, owner: Owner) -> None:
         """Get a lost lease again, if nobody had the sandbox in between; FencedError, LeaseHeldError if somebody did."""

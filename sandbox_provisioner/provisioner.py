@@ -150,7 +150,7 @@ class SandboxProvisioner(SandboxSettings):
             self.ports_cached = True
             return await super().pre_launch(**kwargs)
         except BaseException:
-            await self._release()
+            await asyncio.shield(self._release())
             raise
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
@@ -160,7 +160,7 @@ class SandboxProvisioner(SandboxSettings):
         except BaseException as error:
             if isinstance(error, SandboxError):
                 self.log.error("Kernel %s was not started: %s", self.kernel_id, error)
-            await self._release()
+            await asyncio.shield(self._release())
             raise
         return self.connection_info
 
@@ -186,7 +186,7 @@ class SandboxProvisioner(SandboxSettings):
         self._releasing = True
         if IO.held_by(self):
             await IO.run(self._close(forget))
-            IO.release(self)
+            await IO.release(self)
         self._claim = None
         self._launched = False
 
@@ -209,8 +209,11 @@ class SandboxProvisioner(SandboxSettings):
         await self._close(forget=False)
 
     def abandon(self) -> None:
-        """Leave a persistent kernel running when the server ends, for the next server to save it."""
-        IO.release(self)
+        """Leave a persistent kernel running when the server ends, for the next server to save it.
+
+        Nothing is waited for: an upload under way may take long, and it ends with this process.
+        """
+        IO.drop(self)
         self._claim = None
         self._launched = False
 
@@ -300,11 +303,18 @@ class SandboxProvisioner(SandboxSettings):
     async def _make_claim(self, wanted: Wanted) -> None:
         settings, runsc = persistence.settings(self.storage_dir), find(self.runsc)
         patience = self.handoff_timeout if self.enable_handoff else 0.0
-        claim = await IO.run(Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience))
+
+        async def make() -> None:
+            """Set the claim in the I/O thread: a caller that is cancelled meanwhile finds it there and releases it."""
+            self._claim = await Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience)
+
+        await IO.run(make())
+        claim = self._claim
+        assert claim is not None
         claim.manager.on_saving = lambda sandbox_id: self._kernel.saving()
         claim.manager.on_saved = self._saved
         claim.manager.on_gone = self._gone
-        self._claim, self._kernel.manager = claim, claim.manager
+        self._kernel.manager = claim.manager
 
     def _saved(self, sandbox_id: str) -> None:
         """In the I/O thread: it was hibernated."""

@@ -312,6 +312,24 @@ def test_an_interrupt_finds_the_main_thread_among_many_that_wake_with_it(open_no
     notebook.end()
 
 
+def test_request_sent_during_cancelled_hibernate_is_answered(notebook: Notebook) -> None:
+    notebook.drain()
+    provisioner = notebook.km.provisioner
+
+    async def hibernate_and_cancel() -> str:
+        hibernating = asyncio.create_task(provisioner.hibernate())
+        while not provisioner._kernel.relay.resting:
+            await asyncio.sleep(0.001)
+        request = notebook.kc.execute("6 * 7")
+        hibernating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hibernating
+        return request
+
+    request = asyncio.run(hibernate_and_cancel())
+    assert notebook.reply(request)["status"] == "ok"
+
+
 def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:
     provisioner = notebook.km.provisioner
     notebook.run("x = 1")
