@@ -71,6 +71,13 @@ class Claim:
             enable_checkpoint_at_idle=features.enable_checkpoint_at_idle,
             sandbox_id=wanted.sandbox_id,
         )
+        async with _making.setdefault(wanted, asyncio.Lock()):  # the next one finds that this one has the sandbox
+            return await cls._make(wanted, config, runsc, server, features, patience)
+
+    @classmethod
+    async def _make(
+        cls, wanted: Wanted, config: GCSConfig, runsc: Runsc, server: str, features: Features, patience: float
+    ) -> Claim:
         manager, book = SandboxManager(config, runsc, server, share_stores(config)), registry()
         known = await asyncio.to_thread(_known, book, manager.stores, wanted)
         record = known if known else await asyncio.to_thread(_derived, book, manager.stores, wanted)
@@ -135,6 +142,9 @@ class Claim:
         with suppress(SandboxError):
             self.record = await asyncio.to_thread(self._registry.touch, self.record.id)
 
+
+_making: WeakValueDictionary[Wanted, asyncio.Lock] = WeakValueDictionary()
+"""Held while a claim is made; of the I/O thread's loop."""
 
 _here: WeakValueDictionary[UUID, Claim] = WeakValueDictionary()
 """The last claim that this process made on each sandbox."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+from weakref import WeakValueDictionary
 
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_core.utils import ensure_async
@@ -39,6 +41,12 @@ LOOK_EVERY = 5.0
 
 SOCKETS = 16_384
 """How many the server may have to all its kernels: a notebook has six, and ZeroMQ's own limit of 1023 ends at 170."""
+
+JUST_NOW = 1.0
+"""Seconds in which a request that began before another one's start had ended may still arrive."""
+
+StartKey = tuple[str, str, frozenset[tuple[str, str]]]
+"""A kernel's name, its notebook, and the variables that choose its sandbox."""
 
 _culling: ContextVar[str] = ContextVar("culling", default="")
 """The kernel that the culler looks at just now, in whose place a shutdown is a hibernation."""
@@ -68,10 +76,29 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self._recovery: asyncio.Task[None] | None = None
         self._looking: PeriodicCallback | None = None
+        self._starts: WeakValueDictionary[StartKey, asyncio.Lock] = WeakValueDictionary()
+        self._newest: dict[StartKey, tuple[str, float]] = {}
 
     # -- called by the server ----------------------------------------------------------------------------------------
 
     async def _async_start_kernel(self, **kwargs: Any) -> str:
+        """Start a kernel and return its id. Two requests at once for one notebook and kernel share one start."""
+        key = self._start_key(kwargs)
+        if key is None:
+            return await self._start(kwargs)
+        starting = self._starts.setdefault(key, asyncio.Lock())
+        waited = starting.locked()
+        async with starting:
+            if shared := await self._just_started(key, waited):
+                return shared
+            kernel_id = await self._start(kwargs)
+            self._newest = {one: found for one, found in self._newest.items() if found[0] in self}
+            self._newest[key] = kernel_id, time.monotonic()
+            return kernel_id
+
+    start_kernel = _async_start_kernel  # type: ignore[assignment]
+
+    async def _start(self, kwargs: dict[str, Any]) -> str:
         """Start a kernel; the first sandboxed one waits until what a killed server left has been saved."""
         if self._sandboxed(kwargs.get("kernel_name")):
             if self._recovery is None:
@@ -91,7 +118,37 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             kernel.created = created
         return kernel_id
 
-    start_kernel = _async_start_kernel  # type: ignore[assignment]
+    def _start_key(self, kwargs: dict[str, Any]) -> StartKey | None:
+        """Return what two requests for the same notebook and sandboxed kernel have in common; None for any other."""
+        env, name = kwargs.get("env") or {}, kwargs.get("kernel_name") or self.default_kernel_name
+        notebook = env.get("JPY_SESSION_NAME", "")
+        if kwargs.get("kernel_id") or not notebook.endswith(".ipynb") or not self._sandboxed(name):
+            return None
+        asked = {(variable, env[variable]) for variable in env if "SANDBOX_" in variable}
+        return str(name), notebook, frozenset(asked)
+
+    async def _just_started(self, key: StartKey, waited: bool) -> str | None:
+        """Return the persistent kernel that another request started for ``key`` while this one was under way.
+
+        The other one's session may not be recorded yet. A later request is for a new kernel: the notebook's user
+        exchanges the old one, which is still there, for it.
+        """
+        kernel_id, when = self._newest.get(key, ("", 0.0))
+        if kernel_id not in self:
+            return None
+        with suppress(Exception):  # a start that failed is not shared
+            await asyncio.wrap_future(self.get_kernel(kernel_id).ready)
+        if self.persistent(kernel_id) is None:
+            return None
+        if not waited:
+            sessions = getattr(self.parent, "session_manager", None)
+            known = sessions is None or any(
+                session["kernel"] and session["kernel"]["id"] == kernel_id for session in await sessions.list_sessions()
+            )
+            if known or time.monotonic() - when > JUST_NOW:
+                return None
+        self.log.info("Kernel %s is shared with another request for the same notebook", kernel_id)
+        return kernel_id
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
         """Called by the culler for each kernel: the criteria are the server's own."""

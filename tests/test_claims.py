@@ -145,3 +145,9 @@ async def test_to_forget_is_to_delete_unless_another_has_it(make: Make) -> None:
     await again.give_up(forget=True)
     assert registry().list().records == []
     assert [info.name for info in again.manager.stores.metadata.list("sandboxes/")] == []
+
+
+async def test_claims_at_once_do_not_take_the_sandbox_from_each_other(make: Make) -> None:
+    first, second = await asyncio.gather(make(), make())
+    assert first.record.sandbox_id != second.record.sandbox_id
+    assert [claim.handle.lease.wanted.is_set() for claim in (first, second)] == [False, False]
