@@ -35,6 +35,7 @@ from .provisioner import SandboxProvisioner
 from .recovery import Recovered
 from .runsc import find
 from .standby import STANDBY
+from .workers import bulk
 
 LOOK_EVERY = 5.0
 """Seconds in which a notebook's new name is known, and a kernel that moved to another server is gone from here."""
@@ -99,14 +100,16 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     start_kernel = _async_start_kernel  # type: ignore[assignment]
 
     async def _start(self, kwargs: dict[str, Any]) -> str:
-        """Start a kernel; the first sandboxed one waits until what a killed server left has been saved."""
+        """Start a kernel. The first sandboxed one begins to save what killed servers left, and does not wait for it.
+
+        A start waits only for the sandbox that it is for: see ``SandboxManager.attach``.
+        """
         if self._sandboxed(kwargs.get("kernel_name")):
             if self._recovery is None:
                 _heed_interrupts(self.parent)
                 self._recovery = asyncio.create_task(self._recover())
                 self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
                 self._looking.start()
-            await asyncio.shield(self._recovery)
         created = datetime.now(UTC)
         try:
             kernel_id = str(await super()._async_start_kernel(**kwargs))
@@ -239,7 +242,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             return recovered
 
         try:
-            for one in await asyncio.to_thread(work):
+            for one in await bulk(work):
                 state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
                 self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
         except SandboxError as error:

@@ -131,7 +131,7 @@ class SandboxManager:
         features = self._able(features)
         async with self._lock(sandbox_id):
             self._require_unknown(sandbox_id)
-            for one in await self._recovery.save(lambda note: note.sandbox_id == sandbox_id):
+            for one in await self._recovery.save(sandbox_id):
                 if one.runs_on:
                     raise SandboxError(
                         f"Sandbox {sandbox_id} runs on since its server was killed, and was not saved: {one.problem}",

@@ -109,8 +109,9 @@ class RuntimeFolder:
         return cls(path, lock)
 
     def mark_rescued(self) -> None:
-        """Say, to other scans, that this process saves the sandbox: the owner of a locked folder may be dead."""
-        (self.path / RESCUED).touch(mode=0o600)
+        """Tell other scans that this process, which has the lock, is not the sandbox's owner, but saves it."""
+        with suppress(OSError):  # a full disk
+            (self.path / RESCUED).touch(mode=0o600)
 
     def write_note(self, note: Mapping[str, Any]) -> None:
         """Say what this sandbox is, to whoever finds it without its server."""
@@ -194,9 +195,9 @@ def scan(wanted: Wanted) -> tuple[list[RuntimeFolder], list[Path]]:
                 if (path / RESCUED).exists() and wanted(read_note(path)):
                     rescued.append(path)
             elif wanted(note := folder.read_note()):
+                found.append(folder)
                 if note is not None:
                     folder.mark_rescued()
-                found.append(folder)
             else:
                 folder.let_go()
     finally:

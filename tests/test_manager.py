@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +30,7 @@ from sandbox_provisioner.errors import (
 from sandbox_provisioner.handle import SandboxHandle
 from sandbox_provisioner.manager import Features, SandboxManager
 from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import kill_processes
+from sandbox_provisioner.runtime import kill_processes, read_note, runtime_root, sweep
 from sandbox_provisioner.states import State
 
 Serve = Callable[..., SandboxManager]
@@ -254,6 +257,67 @@ async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, r
     handle = await manager.attach("a", spec)
     await manager.restore("a")
     assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
+async def test_attach_sees_an_orphan_during_other_scans(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
+) -> None:
+    """Scans lock each folder for a moment; however many there are, no orphan is overlooked."""
+    fall_victim(spec, runsc, tmp_path / "storage", "a")
+    manager, enough = serve(), threading.Event()
+
+    def scan_on() -> None:
+        while not enough.is_set():
+            sweep()
+
+    with ThreadPoolExecutor(3) as others:
+        scans = [others.submit(scan_on) for _ in range(3)]
+        try:
+            handle = await manager.attach("a", spec)
+        finally:
+            enough.set()
+        assert [scan.result() for scan in scans] == [None] * 3
+    await manager.restore("a")
+    assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
+async def test_attach_waits_for_a_rescue_by_another(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
+) -> None:
+    """Another thread of this process, as a server has it, or another process."""
+    fall_victim(spec, runsc, tmp_path / "storage", "a", "b")
+    for name, rescuer in (("a", asyncio.to_thread), ("b", in_child)):
+        manager = serve()
+        recovering = asyncio.create_task(rescuer(recover, runsc, tmp_path / "storage", name))  # type: ignore[operator]
+        (runtime,) = (path for path in runtime_root().iterdir() if (read_note(path) or {}).get("sandbox_id") == name)
+        await until(lambda marker=runtime / "rescued": marker.exists())  # type: ignore[misc]
+        handle = await manager.attach(name, spec, patience=LONG)
+        await manager.restore(name)
+        assert await tell(handle, "get") == name
+        await recovering
+
+
+def recover(runsc: Runsc, storage: Path, name: str) -> None:
+    """Save a killed server's sandbox; blocks."""
+
+    async def work() -> None:
+        manager = SandboxManager(GCSConfig(folder=storage), runsc, "rescuer")
+        (one,) = await manager._recovery.save(name)
+        assert one.saved
+
+    asyncio.run(work())
+
+
+async def in_child(function: Callable[..., None], *given: object) -> None:
+    """Call a function of this module in a process of its own."""
+    code = "import pickle, sys; function, given = pickle.loads(bytes.fromhex(sys.argv[1])); function(*given)"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, pickle.dumps((function, given)).hex(), env=env
+    )
+    assert await child.wait() == 0
 
 
 @pytest.mark.runsc
