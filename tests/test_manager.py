@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ from sandbox_provisioner.errors import (
 from sandbox_provisioner.handle import SandboxHandle
 from sandbox_provisioner.manager import Features, SandboxManager
 from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import kill_processes, read_note, runtime_root, sweep
+from sandbox_provisioner.runtime import kill_processes, read_note, runtime_root, scan
 from sandbox_provisioner.states import State
 
 Serve = Callable[..., SandboxManager]
@@ -260,24 +259,23 @@ async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, r
 
 
 @pytest.mark.runsc
-async def test_attach_sees_an_orphan_during_other_scans(
+async def test_attach_sees_an_orphan_that_another_scan_looks_at(
     serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
 ) -> None:
-    """Scans lock each folder for a moment; however many there are, no orphan is overlooked."""
     fall_victim(spec, runsc, tmp_path / "storage", "a")
-    manager, enough = serve(), threading.Event()
+    manager, looking, go_on = serve(), threading.Event(), threading.Event()
 
-    def scan_on() -> None:
-        while not enough.is_set():
-            sweep()
+    def look(note: object) -> bool:
+        looking.set()
+        return not go_on.wait(LONG)
 
-    with ThreadPoolExecutor(3) as others:
-        scans = [others.submit(scan_on) for _ in range(3)]
-        try:
-            handle = await manager.attach("a", spec)
-        finally:
-            enough.set()
-        assert [scan.result() for scan in scans] == [None] * 3
+    other = asyncio.create_task(asyncio.to_thread(scan, look))
+    await asyncio.to_thread(looking.wait, LONG)
+    attaching = asyncio.create_task(manager.attach("a", spec))
+    await asyncio.wait({attaching}, timeout=1)
+    go_on.set()
+    handle = await attaching
+    assert await other == ([], [])
     await manager.restore("a")
     assert await tell(handle, "get") == "a"
 
