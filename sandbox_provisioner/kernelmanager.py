@@ -199,6 +199,10 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Kernels that are awake: for a server that ends when there are none, hibernated ones are none."""
         return sum(1 for name in self.list_kernel_ids() if not ((found := self.persistent(name)) and found.asleep))
 
+    def __bool__(self) -> bool:
+        """True, however many kernels are awake: a server asks it before it shuts the kernels down."""
+        return True
+
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def persistent(self, kernel_id: str) -> SandboxProvisioner | None:
@@ -252,8 +256,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
     async def _look_around(self) -> None:
         for kernel_id in self.list_kernel_ids():
-            provisioner = self.persistent(kernel_id)
-            if provisioner and provisioner.moved:
+            provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
+            if isinstance(provisioner, SandboxProvisioner) and provisioner.moved:
                 self._tell_moved(kernel_id)
         await self._follow_notebooks()
 
@@ -264,6 +268,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             restarter.stop()
             restarter._fire_callbacks("dead")
         if kernel_id in self:
+            self.stop_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
             self.remove_kernel(kernel_id)
 
     async def _follow_notebooks(self) -> None:

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import signal
 import sys
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ class SandboxProvisioner(SandboxSettings):
         self._keeps_state = False
         self._touching: asyncio.Task[None] | None = None
         self._moved = ""
+        self._left: Future[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._launched = False
         self._launched_before = False
         self._releasing = False
@@ -92,6 +95,7 @@ class SandboxProvisioner(SandboxSettings):
 
     async def wait(self) -> int | None:
         """Wait until the kernel has ended and its sandbox is gone."""
+        await self._wait_until_left()
         if not self._launched:
             return 0
         status = await IO.run(self._kernel.ended())
@@ -136,6 +140,8 @@ class SandboxProvisioner(SandboxSettings):
             raise SandboxError(
                 f"The kernel is not here any more: {self._moved}.", "Open the notebook again to have it back."
             )
+        await self._wait_until_left()
+        self._left = None
         IO.hold(self, self._at_exit)
         self._releasing = False
         try:
@@ -184,6 +190,7 @@ class SandboxProvisioner(SandboxSettings):
 
     async def _release(self, forget: bool = False) -> None:
         self._releasing = True
+        await self._wait_until_left()
         if IO.held_by(self):
             await IO.run(self._close(forget))
             await IO.release(self)
@@ -365,8 +372,30 @@ class SandboxProvisioner(SandboxSettings):
         return {}
 
     def _gone(self, sandbox_id: str, reason: str) -> None:
+        """In the I/O thread: another server has the sandbox."""
+        self._left = Future()
+        self._left.set_running_or_notify_cancel()
         self._moved = reason
         self.log.warning("Kernel %s is not here any more: %s", self.kernel_id, reason)
+        self._leaving = asyncio.create_task(self._leave(self._left))
+
+    async def _leave(self, left: Future[None]) -> None:
+        """In the I/O thread: give back what the kernel had here, as its listeners and the file with its key."""
+        try:
+            await self._close(forget=False)
+        except Exception:
+            self.log.exception("Kernel %s: not everything was given back", self.kernel_id)
+        finally:
+            self.parent.cleanup_connection_file()
+            self._claim = None
+            self._launched = False
+            IO.drop(self)
+            left.set_result(None)
+
+    async def _wait_until_left(self) -> None:
+        """Wait until a kernel that moved to another server has left nothing here."""
+        if self._left:
+            await asyncio.shield(asyncio.wrap_future(self._left))
 
     def _not_woken(self, error: SandboxError) -> None:
         """In the I/O thread: say why in the notebook; the next cell tries again."""

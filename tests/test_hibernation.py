@@ -202,6 +202,23 @@ def test_a_kernel_that_cannot_be_woken_says_why_in_the_notebook_and_is_tried_aga
     notebook.close()
 
 
+def test_stopped_server_releases_the_lease_of_a_hibernated_kernel(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for place in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
+        monkeypatch.setenv(f"{place}_MOUNT_PATH", str(shared))
+    server = serve(*CULLING)
+    notebook = Notebook(server, sandboxed())
+    notebook.close()
+    until(lambda: sandboxes(runtime) == [])
+    assert list(shared.rglob("lock*")) != []
+    server.stop()
+    assert list(shared.rglob("lock*")) == []
+    assert not (server.runtime / f"kernel-{notebook.kernel_id}.json").exists()
+
+
 @pytest.mark.parametrize("handoff", [False, True])
 def test_two_opens_at_once_share_one_kernel(serve: Serve, sandboxed: Sandboxed, handoff: bool) -> None:
     server, kernel = serve(), sandboxed(enable_handoff=handoff)

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 from conftest import LONG, READY, Notebook, Open, leftovers
@@ -33,7 +34,9 @@ from sandbox_provisioner.errors import (
     LeaseHeldError,
     SandboxError,
 )
+from sandbox_provisioner.iothread import IO
 from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.relay import CHANNELS
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.runtime import runtime_root
 
@@ -786,3 +789,24 @@ def test_a_notebook_is_handed_over_with_its_state(
     notebook.end()
     assert images(data)
     assert other.ask("x") == "2"
+
+
+def test_hand_off_leaves_no_listener_file_or_thread(
+    open_notebook: Open, elsewhere: Callable[..., Elsewhere], data: Path
+) -> None:
+    notebook = open_notebook(enable_handoff=True)
+    km, provisioner = notebook.km, notebook.km.provisioner
+    ports = {getattr(km, f"{channel}_port") for channel in CHANNELS}
+    assert ports <= listening() and Path(km.connection_file).exists()
+    other = elsewhere(enable_handoff=True)
+    other.ready()
+    until(lambda: not IO.held_by(provisioner))
+    assert not ports & listening()
+    assert not Path(km.connection_file).exists()
+    assert not km.is_alive()
+    notebook.end()
+
+
+def listening() -> set[int]:
+    """The ports that this process listens on."""
+    return {found.laddr.port for found in psutil.Process().connections() if found.status == psutil.CONN_LISTEN}
