@@ -41,6 +41,7 @@ from .staging import staging
 from .states import Action, State, after
 from .storage.base import Advance, nothing
 from .stores import Shelf, Stores, required_shelf
+from .workers import bulk, control
 
 RESEED_SECONDS = 10.0
 MAX_SAVEPOINTS = 64
@@ -261,7 +262,7 @@ class SandboxHandle:
             if slept_here:  # whoever attached or rewound it has looked already
                 await _require_fit(self.metadata, source, self.instance.runsc, stores)
             try:
-                image = await asyncio.to_thread(checkpoints.fetch, store, source.artifact, folder, work.advance)
+                image = await control(checkpoints.fetch, store, source.artifact, folder, work.advance)
             except CorruptObjectError as error:
                 error.offer_older(self.metadata.previous not in (None, source))
                 raise
@@ -298,7 +299,7 @@ class SandboxHandle:
             image = folder / "image"
             files = await capture.prepare(self.instance, stores.fingerprints)
             await self.instance.copy(image)
-            artifact = await asyncio.to_thread(checkpoints.save, stores.required_checkpoints(), below, image, advance)
+            artifact = await bulk(checkpoints.save, stores.required_checkpoints(), below, image, advance)
         return capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began)
 
     async def drop_savepoint(self, name: str) -> None:
@@ -381,7 +382,7 @@ class SandboxHandle:
             image = folder / "image"
 
             async def commit() -> None:
-                artifact = await asyncio.to_thread(checkpoints.save, store, below, image, work.advance)
+                artifact = await bulk(checkpoints.save, store, below, image, work.advance)
                 made.append(capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began))
                 garbage.update(await self._change(lambda document: document.saved(made[0], now())))
 
@@ -439,7 +440,7 @@ class SandboxHandle:
         Only what was there before the change counts, because after it another server may have made its own.
         """
         store = self._kept_in().required_checkpoints()
-        found = await asyncio.to_thread(artifacts, store, checkpoints_prefix(self.sandbox_id))
+        found = await control(artifacts, store, checkpoints_prefix(self.sandbox_id))
         await self._book().change(change)
         return found - self.metadata.kept
 
@@ -447,7 +448,7 @@ class SandboxHandle:
         store = self._kept_in().required_checkpoints()
         with suppress(StorageError):  # the next one collects
             for name in garbage:
-                await asyncio.to_thread(store.delete_all, name)
+                await bulk(store.delete_all, name)
 
     def _book(self) -> Ledger:
         if self._ledger is None:
@@ -461,7 +462,7 @@ class SandboxHandle:
 
 
 async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores) -> None:
-    reasons = await asyncio.to_thread(checkpoints.obstacles, source, runsc, stores.fingerprints)
+    reasons = await control(checkpoints.obstacles, source, runsc, stores.fingerprints)
     if reasons:
         offered = document.previous is not None and source is not document.previous
         raise IncompatibleError(document.sandbox_id, reasons, offered)

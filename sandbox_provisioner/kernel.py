@@ -30,6 +30,7 @@ from .process import Process
 from .relay import ChannelRelay
 from .runtime import sweep
 from .states import State
+from .workers import bulk
 
 log = logging.getLogger(__name__)
 
@@ -282,7 +283,9 @@ class SandboxedKernel:
             self.on_trouble(error)
         except Exception as error:
             log.exception("A kernel could not be woken")
-            self.on_trouble(SandboxError(f"{type(error).__name__}: {error}.", "The server's log has more. Run the cell again."))
+            self.on_trouble(
+                SandboxError(f"{type(error).__name__}: {error}.", "The server's log has more. Run the cell again.")
+            )
 
     @staticmethod
     async def _identified(sandbox: GVisorSandbox, start: Start, begin: Begin) -> GuestProcess:
@@ -412,4 +415,4 @@ _sweeping: dict[int, asyncio.Task[list[str]]] = {}
 def _sweep_once() -> None:
     """On this process's first launch, remove in the background what dead servers left."""
     if os.getpid() not in _sweeping:
-        _sweeping[os.getpid()] = asyncio.create_task(asyncio.to_thread(sweep))
+        _sweeping[os.getpid()] = asyncio.create_task(bulk(sweep))

@@ -180,12 +180,13 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Called when the server stops: persistent kernels are saved, all others end."""
         if self._looking:
             self._looking.stop()
-        await self._follow_notebooks()
         kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
         saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items()]
         if saving:
             self.log.info("Saving %d kernels ...", len(saving))
-            await asyncio.wait(saving, timeout=self.hibernate_deadline)
+            following = asyncio.create_task(self._follow_notebooks())
+            await asyncio.wait([following, *saving], timeout=self.hibernate_deadline)
+            following.cancel()
         for kernel_id, provisioner in kept.items():
             provisioner.keep_state()
             if not provisioner.asleep:
@@ -276,11 +277,20 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         sessions = getattr(self.parent, "session_manager", None)
         if sessions is None:
             return
+        following = []
         for session in await sessions.list_sessions():
             provisioner = self.persistent(session["kernel"]["id"])
             if provisioner and session["type"] == "notebook":
-                with suppress(SandboxError):
-                    await provisioner.follow(to_os_path(session["path"], self.root_dir))
+                following.append(self._follow(provisioner, to_os_path(session["path"], self.root_dir)))
+        await asyncio.gather(*following)
+
+    async def _follow(self, provisioner: SandboxProvisioner, path: str) -> None:
+        try:
+            await provisioner.follow(path)
+        except Exception as error:  # the next look tries again, and the others must not wait for that
+            self.log.warning(
+                "Sandbox of kernel %s: the new name %s was not stored: %s", provisioner.kernel_id, path, error
+            )
 
     def _forget_failed_starts(self) -> None:
         """jupyter_client keeps the ids of failed starts, and a server that stops would wait for them for ever."""

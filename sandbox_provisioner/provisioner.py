@@ -43,6 +43,7 @@ from .settings import SandboxSettings
 from .standby import STANDBY
 from .variables import filtered
 from .words import printable
+from .workers import control
 
 STABLE_START = 20.0
 TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileNotFoundError)
@@ -435,7 +436,7 @@ class SandboxProvisioner(SandboxSettings):
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
         runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd"))
         launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
-        prospect = await IO.run(asyncio.to_thread(prospects.find, launch, runsc, self))
+        prospect = await IO.run(control(prospects.find, launch, runsc, self))
         self._require_wanted()
         await IO.run(self._begin(launch, runsc, prospect, kwargs))
         self._launched = self._launched_before = True
@@ -451,7 +452,7 @@ class SandboxProvisioner(SandboxSettings):
         await self._start_in(launch.spec, launch, runsc, kwargs)
         if prospect and self.template == "build":
             with suppress(OSError):  # it is tried again with the next start
-                await asyncio.to_thread(prospect.build)
+                await control(prospect.build)
 
     def _require_wanted(self) -> None:
         """A start that failed because the kernel was ended meanwhile is not tried in another way."""
