@@ -104,12 +104,11 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
         A start waits only for the sandbox that it is for: see ``SandboxManager.attach``.
         """
-        if self._sandboxed(kwargs.get("kernel_name")):
-            if self._recovery is None:
-                _heed_interrupts(self.parent)
-                self._recovery = asyncio.create_task(self._recover())
-                self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
-                self._looking.start()
+        if self._recovery is None and self._sandboxed(kwargs.get("kernel_name")):
+            _heed_interrupts(self.parent)
+            self._recovery = asyncio.create_task(self._recover())
+            self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
+            self._looking.start()
         created = datetime.now(UTC)
         try:
             kernel_id = str(await super()._async_start_kernel(**kwargs))

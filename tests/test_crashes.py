@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cell import tell
+from cell import LONG, tell
 from gcs_server import GCS
 
 from sandbox_provisioner.bundle import BundleSpec

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from sandbox_provisioner import workers
-from sandbox_provisioner.workers import BULK, Workers, bulk, control, finished
+from sandbox_provisioner.workers import BULK, CONTROL, Workers, bulk, control, finished
 
 LIMIT = 20
 
@@ -26,6 +26,14 @@ def few() -> Iterator[Workers]:
     yield few
     few.retire()
     assert "few" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    """Other tests count threads."""
+    yield
+    for group in (BULK, CONTROL):
+        group.retire()
 
 
 async def test_results_errors_and_context_come_back(few: Workers) -> None:
