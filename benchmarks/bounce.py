@@ -105,7 +105,7 @@ class Relayed(Echo):
     def __exit__(self, *_: object) -> None:
         self._client.close()
         asyncio.run(IO.run(self._disconnect()))
-        IO.release(self)
+        asyncio.run(IO.release(self))
         super().__exit__()
 
     async def _connect(self) -> None:

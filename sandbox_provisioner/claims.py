@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .records import SandboxRecord
 from .registry import Facts, PersistentSandboxRegistry
 from .runsc import Runsc
 from .stores import Stores, share_stores
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = UUID("5a0f7c0e-6a55-4f1c-9b7d-0d6f0c1a2b3c")
 UNKNOWN = BundleSpec(python=sys.executable, home="/home", user="user")
@@ -68,23 +71,42 @@ class Claim:
             enable_checkpoint_at_idle=features.enable_checkpoint_at_idle,
             sandbox_id=wanted.sandbox_id,
         )
+        async with _making.setdefault(wanted, asyncio.Lock()):  # the next one finds that this one has the sandbox
+            return await cls._make(wanted, config, runsc, server, features, patience)
+
+    @classmethod
+    async def _make(
+        cls, wanted: Wanted, config: GCSConfig, runsc: Runsc, server: str, features: Features, patience: float
+    ) -> Claim:
         manager, book = SandboxManager(config, runsc, server, share_stores(config)), registry()
         known = await asyncio.to_thread(_known, book, manager.stores, wanted)
         record = known if known else await asyncio.to_thread(_derived, book, manager.stores, wanted)
         if not wanted.sandbox_id and _in_use_here(record):  # the notebook changes its kernel for a new one
             known = record = await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts)
         claim = cls(manager, book, record)
-        await claim._attach(wanted, features, patience)
-        path = claim.handle.metadata.notebook_path
-        if known is None and wanted.notebook_path and path != wanted.notebook_path:
-            await claim.give_up(forget=False)  # it followed its notebook to another name, on another server
-            claim = cls(manager, book, await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts))
+        try:
             await claim._attach(wanted, features, patience)
-        elif wanted.notebook_path and path != wanted.notebook_path:
-            await claim.handle.change(notebook_path=wanted.notebook_path)
-        claim.record = await asyncio.to_thread(book.record, claim.record.sandbox_id, manager.stores, **wanted.facts)
+            path = claim.handle.metadata.notebook_path
+            if known is None and wanted.notebook_path and path != wanted.notebook_path:
+                await claim.give_up(forget=False)  # it followed its notebook to another name, on another server
+                claim = cls(manager, book, await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts))
+                await claim._attach(wanted, features, patience)
+            elif wanted.notebook_path and path != wanted.notebook_path:
+                await claim.handle.change(notebook_path=wanted.notebook_path)
+            claim.record = await asyncio.to_thread(book.record, claim.record.sandbox_id, manager.stores, **wanted.facts)
+        except BaseException:
+            await asyncio.shield(claim._undo())
+            raise
         _here[claim.record.id] = claim
         return claim
+
+    async def _undo(self) -> None:
+        """Release the sandbox after a failed start, so that the lease is not renewed for ever. Errors are logged."""
+        try:
+            if self.record.sandbox_id in self.manager.handles:
+                await self.manager.release(self.record.sandbox_id)
+        except Exception:
+            log.exception("Sandbox %s was not released after a failed start", self.record.sandbox_id)
 
     async def _attach(self, wanted: Wanted, features: Features, patience: float) -> None:
         about = Identity(wanted.kernel_name, wanted.notebook_path, wanted.user)
@@ -120,6 +142,9 @@ class Claim:
         with suppress(SandboxError):
             self.record = await asyncio.to_thread(self._registry.touch, self.record.id)
 
+
+_making: WeakValueDictionary[Wanted, asyncio.Lock] = WeakValueDictionary()
+"""Held while a claim is made; of the I/O thread's loop."""
 
 _here: WeakValueDictionary[UUID, Claim] = WeakValueDictionary()
 """The last claim that this process made on each sandbox."""

@@ -7,7 +7,6 @@ its leads nowhere but into the folders that it was given, and what it says is bo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from .fingerprints import DIGEST, LARGE, Fingerprints
 from .folders import within
 from .guesttool import GuestTool
 from .gvisor import GVisorSandbox
+from .workers import bulk
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,7 +76,7 @@ async def inventory(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[
             if len(text) > MOST_TEXT:
                 raise GuestError(f"The sandbox says that more files are in use than fit into {MOST_TEXT:,} bytes.")
         await tool.finish()
-    return await asyncio.to_thread(examine, bytes(text), sandbox.spec, fingerprints)
+    return await bulk(examine, bytes(text), sandbox.spec, fingerprints)
 
 
 def examine(text: bytes, spec: BundleSpec, fingerprints: Fingerprints) -> dict[str, FilePrint]:

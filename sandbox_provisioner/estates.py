@@ -24,6 +24,7 @@ from .names import artifacts, checkpoints_prefix, doomed_name, lock_name, metada
 from .staging import staging
 from .storage.base import Advance, ObjectStore, nothing
 from .stores import Stores
+from .workers import bulk
 
 RESEED = "reseed"
 """Among the contents of a checkpoint: it is a copy, which must not have the same random numbers as the original."""
@@ -94,7 +95,7 @@ async def copy_checkpoint(
     checkpoints.check_names(source.artifact, checkpoints_prefix(sandbox_id))
     below = f"{checkpoints_prefix(new_id)}{checkpoints.new_name()}/"
     with staging(stores.staging) as folder:
-        artifact = await asyncio.to_thread(checkpoints.copy, store, source.artifact, folder / "image", below, advance)
+        artifact = await bulk(checkpoints.copy, store, source.artifact, folder / "image", below, advance)
     return replace(source, artifact=artifact)
 
 
@@ -126,7 +127,7 @@ async def drop_savepoint(stores: Stores, sandbox_id: str, name: str, owner: Owne
         await book.sign()
         await book.change(lambda document: document.without_savepoint(name))
         if dropped.artifact.name not in book.metadata.kept:
-            await asyncio.to_thread(store.delete_all, dropped.artifact.name)
+            await bulk(store.delete_all, dropped.artifact.name)
 
 
 async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only_empty: bool = False) -> int:
@@ -152,7 +153,7 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only
                 generation = (await asyncio.to_thread(stores.metadata.info, name)).generation
             await asyncio.to_thread(_doom, stores, sandbox_id)
             await asyncio.to_thread(stores.metadata.delete, name, generation)
-        freed = await asyncio.to_thread(_delete, stores, sandbox_id, found)
+        freed = await bulk(_delete, stores, sandbox_id, found)
     await lease.release()
     return freed
 
@@ -164,7 +165,7 @@ async def destroy_remains(stores: Stores, sandbox_id: str, owner: Owner) -> None
             await asyncio.to_thread(_spare, stores, sandbox_id)
         else:
             found = await asyncio.to_thread(_all_artifacts, stores, sandbox_id)
-            await asyncio.to_thread(_delete, stores, sandbox_id, found)
+            await bulk(_delete, stores, sandbox_id, found)
     await lease.release()
 
 

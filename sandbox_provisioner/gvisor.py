@@ -29,6 +29,7 @@ from .process import LocalProcess
 from .runsc import SETUP_HINT, Runsc, checked, explain, plain_words
 from .runtime import RuntimeFolder, kill_processes
 from .states import Action, State, after
+from .workers import CONTROL, bulk, control, finished
 
 log = logging.getLogger(__name__)
 
@@ -150,9 +151,9 @@ class GVisorSandbox:
                 await self._write_image(partial, image)
                 await commit()
             except BaseException:
+                await finished(self._carry_on())
                 for folder in (partial, image):
-                    shutil.rmtree(folder, ignore_errors=True)
-                await asyncio.shield(self._carry_on())
+                    await finished(bulk(shutil.rmtree, folder, ignore_errors=True))
                 raise
             self._enter(Action.CHECKPOINT)
             self.link.detach()
@@ -166,10 +167,10 @@ class GVisorSandbox:
             try:
                 await self._write_image(partial, image)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                await finished(bulk(shutil.rmtree, partial, ignore_errors=True))
                 raise
             finally:
-                await asyncio.shield(self._carry_on())
+                await finished(self._carry_on())
 
     async def execute(
         self,
@@ -195,7 +196,7 @@ class GVisorSandbox:
         self._doomed = True
         if self._acting.locked() and self._main and self._folder:
             self._main.send_signal(SIGKILL)  # what is under way fails at once
-            kill_processes(self._folder.state)
+            await control(kill_processes, self._folder.state)
         async with self._acting:
             self._enter(Action.DELETE)
             self.link.lose(LinkClosedError("it was deleted."))
@@ -207,7 +208,7 @@ class GVisorSandbox:
         self._words.clear()
         self.container_id = uuid4().hex[:12]
         try:
-            folder = self._prepare()
+            folder = await finished(control(self._prepare))
             await self._run_main(command, *arguments, f"--bundle={folder.bundle}", self.container_id)
             if self._doomed:
                 raise LinkClosedError(f"Sandbox {self.sandbox_id} was deleted while it started.")
@@ -231,12 +232,17 @@ class GVisorSandbox:
 
     async def _run_main(self, command: str, *arguments: str) -> None:
         guest_in, to_guest = os.pipe()
-        from_guest, guest_out = os.pipe()
+        try:
+            from_guest, guest_out = os.pipe()
+        except OSError:
+            os.close(guest_in)
+            os.close(to_guest)
+            raise
         for pipe in (to_guest, from_guest):
             with suppress(OSError):  # a courtesy that the user's pipe quota may refuse
                 fcntl(pipe, F_SETPIPE_SZ, PIPE_SIZE)
-        await self.link.attach(to_guest, from_guest)
         try:
+            await self.link.attach(to_guest, from_guest)
             self._main = LocalProcess.start(self._argv(command, *arguments), stdin=guest_in, stdout=guest_out)
         except OSError as error:
             raise self._unusable(error) from error
@@ -285,7 +291,8 @@ class GVisorSandbox:
     def _link_lost(self, error: Exception) -> None:
         """A guest that we do not talk to any more does not run any more."""
         if self._state == State.RUNNING and self._folder:
-            kill_processes(self._folder.state)
+            state = self._folder.state
+            CONTROL.submit(lambda: kill_processes(state))
 
     # -- checkpointing -------------------------------------------------------------------------------------------
 
@@ -303,7 +310,7 @@ class GVisorSandbox:
         try:
             async with asyncio.timeout(CHECKPOINT_TIMEOUT):
                 await asyncio.sleep(ORPHAN_NOTICES)
-                while self._folder.runs(b"pause", b"checkpoint", b"resume"):
+                while await control(self._folder.runs, b"pause", b"checkpoint", b"resume"):
                     await asyncio.sleep(ORPHAN_NOTICES)
         except TimeoutError:
             raise SandboxError(f"A command of sandbox {self.sandbox_id}'s dead server does not end.") from None
@@ -373,7 +380,7 @@ class GVisorSandbox:
             main.send_signal(SIGKILL)
         if folder:
             try:
-                await asyncio.to_thread(folder.remove)
+                await control(folder.remove)
             except RuntimeError:  # the interpreter is exiting, and starts no more threads
                 folder.remove()
         if main:

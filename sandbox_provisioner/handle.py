@@ -43,6 +43,7 @@ from .staging import staging
 from .states import Action, State, after
 from .storage.base import Advance, nothing
 from .stores import Shelf, Stores, required_shelf
+from .workers import bulk, control
 
 RESEED_SECONDS = 10.0
 MAX_SAVEPOINTS = 64
@@ -143,7 +144,7 @@ class SandboxHandle:
         ``spec`` and ``platform`` are for one without. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
         IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
         """
-        await asyncio.to_thread(_require_document, stores, sandbox_id)  # spares the lease of one that is to be created
+        await control(_require_document, stores, sandbox_id)  # spares the lease of one that is to be created
         async with leased(sandbox_id, stores, owner, patience) as lease:
             book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
             source = book.metadata.previous if previous else book.metadata.checkpoint
@@ -276,7 +277,7 @@ class SandboxHandle:
             if slept_here:  # whoever attached or rewound it has looked already
                 await _require_fit(self.metadata, source, self.instance.runsc, stores)
             try:
-                image = await asyncio.to_thread(checkpoints.fetch, store, source.artifact, folder, work.advance)
+                image = await control(checkpoints.fetch, store, source.artifact, folder, work.advance)
             except CorruptObjectError as error:
                 error.offer_older(self.metadata.previous not in (None, source))
                 raise
@@ -313,7 +314,7 @@ class SandboxHandle:
             image = folder / "image"
             files = await capture.prepare(self.instance, stores.fingerprints)
             await self.instance.copy(image)
-            artifact = await asyncio.to_thread(checkpoints.save, stores.required_checkpoints(), below, image, advance)
+            artifact = await bulk(checkpoints.save, stores.required_checkpoints(), below, image, advance)
         return capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began)
 
     async def drop_savepoint(self, name: str) -> None:
@@ -347,12 +348,14 @@ class SandboxHandle:
 
     async def release(self) -> None:
         """End it on this server without saving anything, and let others have it."""
-        await self.instance.delete()
-        if self.cleanup_task:
-            self.cleanup_task.cancel()
-            await asyncio.gather(self.cleanup_task, return_exceptions=True)
-        if self._ledger:
-            await self._ledger.lease.release()
+        try:
+            await self.instance.delete()
+            if self.cleanup_task:
+                self.cleanup_task.cancel()
+                await asyncio.gather(self.cleanup_task, return_exceptions=True)
+        finally:
+            if self._ledger:  # also if the sandbox could not be ended: nothing else ends the lease's renewal
+                await asyncio.shield(self._ledger.lease.release())
 
     async def regain(self, owner: Owner) -> None:
         """Get a lost lease again, if nobody had the sandbox in between; FencedError, LeaseHeldError if somebody did."""
@@ -394,7 +397,7 @@ class SandboxHandle:
             image = folder / "image"
 
             async def commit() -> None:
-                artifact = await asyncio.to_thread(checkpoints.save, store, below, image, work.advance)
+                artifact = await bulk(checkpoints.save, store, below, image, work.advance)
                 made.append(capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began))
                 garbage.update(await self._change(lambda document: document.saved(made[0], now())))
 
@@ -453,14 +456,14 @@ class SandboxHandle:
         """
         store, found = self._kept_in().checkpoints, set[str]()
         if store:
-            found = await asyncio.to_thread(artifacts, store, checkpoints_prefix(self.sandbox_id))
+            found = await control(artifacts, store, checkpoints_prefix(self.sandbox_id))
         await self._book().change(change)
         return found - self.metadata.kept
 
     async def _delete(self, garbage: set[str]) -> None:
         with suppress(StorageError):  # the next one collects
             for name in garbage:
-                await asyncio.to_thread(self._kept_in().required_checkpoints().delete_all, name)
+                await bulk(self._kept_in().required_checkpoints().delete_all, name)
 
     def _book(self) -> Ledger:
         if self._ledger is None:
@@ -489,12 +492,12 @@ async def _undo(creating: asyncio.Task[Ledger], stores: Stores) -> None:
     book = creating.result()
     made = book.metadata
     with suppress(StorageError):  # then it is an empty sandbox, which can be opened
-        await asyncio.to_thread(stores.metadata.delete, metadata_name(made.sandbox_id), book.generation)
+        await control(stores.metadata.delete, metadata_name(made.sandbox_id), book.generation)
         JOURNAL.write(Entry(made.sandbox_id, What.DELETED, kernel_name=made.kernel_name, user=made.user))
 
 
 async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores) -> None:
-    reasons = await asyncio.to_thread(checkpoints.obstacles, source, runsc, stores.fingerprints)
+    reasons = await control(checkpoints.obstacles, source, runsc, stores.fingerprints)
     if reasons:
         offered = document.previous is not None and source is not document.previous
         raise IncompatibleError(document.sandbox_id, reasons, offered)

@@ -12,7 +12,11 @@ import atexit
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
+
+from .workers import BULK, CONTROL, finished
 
 T = TypeVar("T")
 
@@ -26,7 +30,7 @@ class IOThread:
         self._guard = threading.Lock()
         self._holders: dict[object, Callable[[], Awaitable[object]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._ended: Future[threading.Thread] = _uncancellable()
         self._inherited: list[object] = []
 
     def begin_anew(self) -> None:
@@ -37,7 +41,7 @@ class IOThread:
         self._inherited += [self._loop, self._holders]
         self._guard = threading.Lock()
         self._holders = {}
-        self._loop = self._thread = None
+        self._loop = None
 
     def hold(self, holder: object, at_exit: Callable[[], Awaitable[object]]) -> None:
         """Start the thread if need be and keep it; ``at_exit`` is called in it if the interpreter ends first."""
@@ -45,34 +49,71 @@ class IOThread:
             self._holders[holder] = at_exit
             if self._loop is None:
                 started = threading.Event()
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._serve, args=(self._loop, started), name="sandbox-io", daemon=True
-                )
-                self._thread.start()
+                self._loop, self._ended = asyncio.new_event_loop(), _uncancellable()
+                threading.Thread(
+                    target=self._serve, args=(self._loop, started, self._ended), name="sandbox-io", daemon=True
+                ).start()
                 started.wait()
 
     def held_by(self, holder: object) -> bool:
         """Whether ``holder`` holds it."""
         return holder in self._holders
 
-    def release(self, holder: object) -> None:
-        """Let go, from any thread but this one; the last to do so ends the thread and waits for its end."""
+    def drop(self, holder: object) -> Future[threading.Thread] | None:
+        """Remove a holder, from any thread; the last one's removal ends the thread.
+
+        Returns None if the thread goes on, else a future that has the thread when only ``join`` is left to do.
+        """
         with self._guard:
             self._holders.pop(holder, None)
-            if self._holders or self._loop is None or self._thread is None:
-                return
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
+            if self._holders or self._loop is None:
+                return None
+            loop, ended = self._loop, self._ended
+            self._loop = None
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        return ended
+
+    async def release(self, holder: object) -> None:
+        """Remove a holder, from any thread but this one; the last to do so waits, without blocking, for its end."""
+        if ended := self.drop(holder):
+            thread = await asyncio.shield(asyncio.wrap_future(ended))
+            thread.join()  # it returns at once
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` in the thread and wait for it on the caller's loop; cancelling reaches it."""
-        if self._loop is None:
+        """Run ``coroutine`` in the thread and wait for it on the caller's loop.
+
+        Cancelling the caller cancels the coroutine, and returns when that has ended.
+        """
+        loop = self._loop
+        if loop is None:
             coroutine.close()
             raise RuntimeError("hold the I/O thread before running anything in it")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        tasks: list[asyncio.Task[T]] = []
+        ended: Future[None] = _uncancellable()
+
+        def note_end(task: asyncio.Task[T]) -> None:
+            if not task.cancelled():
+                task.exception()  # seen: a cancelled caller does not ask for it
+            ended.set_result(None)
+
+        def begin() -> None:
+            tasks.append(loop.create_task(coroutine))
+            tasks[0].add_done_callback(note_end)
+
+        try:
+            loop.call_soon_threadsafe(begin)
+        except RuntimeError:
+            coroutine.close()
+            raise
+        waiting = asyncio.wrap_future(ended)
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            with suppress(RuntimeError):  # the thread has ended, and all work with it
+                loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await finished(asyncio.wait({waiting}))
+            raise
+        return tasks[0].result()
 
     def close(self) -> None:
         """End everything that is still held; called when the interpreter exits."""
@@ -89,22 +130,35 @@ class IOThread:
         except TimeoutError:
             pass
         for holder in holders:
-            self.release(holder)
+            if ended := self.drop(holder):
+                with suppress(TimeoutError):
+                    ended.result(EXIT_DEADLINE).join()
 
     @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop, started: threading.Event) -> None:
+    def _serve(loop: asyncio.AbstractEventLoop, started: threading.Event, ended: Future[threading.Thread]) -> None:
         asyncio.set_event_loop(loop)
         loop.call_soon(started.set)
         try:
             loop.run_forever()
         finally:
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(asyncio.sleep(0))  # what was about to begin begins, and is cancelled with the rest
+            while tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()
+            for workers in (CONTROL, BULK):
+                workers.retire()
+            ended.set_result(threading.current_thread())
+
+
+def _uncancellable() -> Future[Any]:
+    """Return a future that a waiter cannot cancel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 IO = IOThread()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import select
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -30,6 +31,9 @@ from .process import Process
 from .relay import ChannelRelay
 from .runtime import sweep
 from .states import State
+from .workers import bulk
+
+log = logging.getLogger(__name__)
 
 LAST_OUTPUT = 1.0
 """Seconds that an ended kernel's last messages and output have to get through."""
@@ -289,10 +293,16 @@ class SandboxedKernel:
             self._waking = asyncio.create_task(self._wake_up())
 
     async def _wake_up(self) -> None:
+        """Wake the kernel for a client. Any failure is reported, so that the client gets an answer."""
         try:
             await self.wake()
         except SandboxError as error:
             self.on_trouble(error)
+        except Exception as error:
+            log.exception("A kernel could not be woken")
+            self.on_trouble(
+                SandboxError(f"{type(error).__name__}: {error}.", "The server's log has more. Run the cell again.")
+            )
 
     @staticmethod
     async def _identified(sandbox: GVisorSandbox, start: Start, begin: Begin) -> GuestProcess:
@@ -429,4 +439,4 @@ _sweeping: dict[int, asyncio.Task[list[str]]] = {}
 def _sweep_once() -> None:
     """On this process's first launch, remove in the background what dead servers left."""
     if os.getpid() not in _sweeping:
-        _sweeping[os.getpid()] = asyncio.create_task(asyncio.to_thread(sweep))
+        _sweeping[os.getpid()] = asyncio.create_task(bulk(sweep))

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+from weakref import WeakValueDictionary
 
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_core.utils import ensure_async
@@ -33,12 +35,19 @@ from .provisioner import SandboxProvisioner
 from .recovery import Recovered
 from .runsc import find
 from .standby import STANDBY
+from .workers import bulk
 
 LOOK_EVERY = 5.0
 """Seconds in which a notebook's new name is known, and a kernel that moved to another server is gone from here."""
 
 SOCKETS = 16_384
 """How many the server may have to all its kernels: a notebook has six, and ZeroMQ's own limit of 1023 ends at 170."""
+
+JUST_NOW = 1.0
+"""Seconds in which a request that began before another one's start had ended may still arrive."""
+
+StartKey = tuple[str, str, frozenset[tuple[str, str]]]
+"""A kernel's name, its notebook, and the variables that choose its sandbox."""
 
 _culling: ContextVar[str] = ContextVar("culling", default="")
 """The kernel that the culler looks at just now, in whose place a shutdown is a hibernation."""
@@ -68,18 +77,38 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self._recovery: asyncio.Task[None] | None = None
         self._looking: PeriodicCallback | None = None
+        self._starts: WeakValueDictionary[StartKey, asyncio.Lock] = WeakValueDictionary()
+        self._newest: dict[StartKey, tuple[str, float]] = {}
 
     # -- called by the server ----------------------------------------------------------------------------------------
 
     async def _async_start_kernel(self, **kwargs: Any) -> str:
-        """Start a kernel; the first sandboxed one waits until what a killed server left has been saved."""
-        if self._sandboxed(kwargs.get("kernel_name")):
-            if self._recovery is None:
-                _heed_interrupts(self.parent)
-                self._recovery = asyncio.create_task(self._recover())
-                self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
-                self._looking.start()
-            await asyncio.shield(self._recovery)
+        """Start a kernel and return its id. Two requests at once for one notebook and kernel share one start."""
+        key = self._start_key(kwargs)
+        if key is None:
+            return await self._start(kwargs)
+        starting = self._starts.setdefault(key, asyncio.Lock())
+        waited = starting.locked()
+        async with starting:
+            if shared := await self._just_started(key, waited):
+                return shared
+            kernel_id = await self._start(kwargs)
+            self._newest = {one: found for one, found in self._newest.items() if found[0] in self}
+            self._newest[key] = kernel_id, time.monotonic()
+            return kernel_id
+
+    start_kernel = _async_start_kernel  # type: ignore[assignment]
+
+    async def _start(self, kwargs: dict[str, Any]) -> str:
+        """Start a kernel. The first sandboxed one begins to save what killed servers left, and does not wait for it.
+
+        A start waits only for the sandbox that it is for: see ``SandboxManager.attach``.
+        """
+        if self._recovery is None and self._sandboxed(kwargs.get("kernel_name")):
+            _heed_interrupts(self.parent)
+            self._recovery = asyncio.create_task(self._recover())
+            self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
+            self._looking.start()
         created = datetime.now(UTC)
         try:
             kernel_id = str(await super()._async_start_kernel(**kwargs))
@@ -91,7 +120,37 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             kernel.created = created
         return kernel_id
 
-    start_kernel = _async_start_kernel  # type: ignore[assignment]
+    def _start_key(self, kwargs: dict[str, Any]) -> StartKey | None:
+        """Return what two requests for the same notebook and sandboxed kernel have in common; None for any other."""
+        env, name = kwargs.get("env") or {}, kwargs.get("kernel_name") or self.default_kernel_name
+        notebook = env.get("JPY_SESSION_NAME", "")
+        if kwargs.get("kernel_id") or not notebook.endswith(".ipynb") or not self._sandboxed(name):
+            return None
+        asked = {(variable, env[variable]) for variable in env if "SANDBOX_" in variable}
+        return str(name), notebook, frozenset(asked)
+
+    async def _just_started(self, key: StartKey, waited: bool) -> str | None:
+        """Return the persistent kernel that another request started for ``key`` while this one was under way.
+
+        The other one's session may not be recorded yet. A later request is for a new kernel: the notebook's user
+        exchanges the old one, which is still there, for it.
+        """
+        kernel_id, when = self._newest.get(key, ("", 0.0))
+        if kernel_id not in self:
+            return None
+        with suppress(Exception):  # a start that failed is not shared
+            await asyncio.wrap_future(self.get_kernel(kernel_id).ready)
+        if self.persistent(kernel_id) is None:
+            return None
+        if not waited:
+            sessions = getattr(self.parent, "session_manager", None)
+            known = sessions is None or any(
+                session["kernel"] and session["kernel"]["id"] == kernel_id for session in await sessions.list_sessions()
+            )
+            if known or time.monotonic() - when > JUST_NOW:
+                return None
+        self.log.info("Kernel %s is shared with another request for the same notebook", kernel_id)
+        return kernel_id
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
         """Called by the culler for each kernel: the criteria are the server's own, with our answer to "is it busy?"."""
@@ -123,12 +182,13 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Called when the server stops: persistent kernels are saved, all others end."""
         if self._looking:
             self._looking.stop()
-        await self._follow_notebooks()
         kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
         saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items() if found.can_save]
         if saving:
             self.log.info("Saving %d kernels ...", len(saving))
-            await asyncio.wait(saving, timeout=self.hibernate_deadline)
+            following = asyncio.create_task(self._follow_notebooks())
+            await asyncio.wait([following, *saving], timeout=self.hibernate_deadline)
+            following.cancel()
         for kernel_id, provisioner in kept.items():
             provisioner.keep_state()
             if not provisioner.can_save:
@@ -143,6 +203,10 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     def __len__(self) -> int:
         """Kernels that are awake: for a server that ends when there are none, hibernated ones are none."""
         return sum(1 for name in self.list_kernel_ids() if not ((found := self.persistent(name)) and found.asleep))
+
+    def __bool__(self) -> bool:
+        """True, however many kernels are awake: a server asks it before it shuts the kernels down."""
+        return True
 
     def kernel_model(self, kernel_id: str) -> dict[str, Any]:
         """Called for ``/api/kernels``: a sandboxed kernel's state is ours, not that of its last status message."""
@@ -185,6 +249,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             await provisioner.hibernate()
         except SandboxError as error:
             self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
+        except Exception:
+            self.log.exception("Kernel %s was not hibernated, and runs on", kernel_id)
 
     def _leave_running(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
         """One that could not be saved in time is not ended either: it is saved when the next server starts."""
@@ -205,7 +271,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             return recovered
 
         try:
-            for one in await asyncio.to_thread(work):
+            for one in await bulk(work):
                 state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
                 self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
         except SandboxError as error:
@@ -215,8 +281,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
     async def _look_around(self) -> None:
         for kernel_id in self.list_kernel_ids():
-            provisioner = self.persistent(kernel_id)
-            if provisioner and provisioner.moved:
+            provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
+            if isinstance(provisioner, SandboxProvisioner) and provisioner.moved:
                 self._tell_moved(kernel_id)
         await self._follow_notebooks()
 
@@ -227,6 +293,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             restarter.stop()
             restarter._fire_callbacks("dead")
         if kernel_id in self:
+            self.stop_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
             self.remove_kernel(kernel_id)
 
     async def _follow_notebooks(self) -> None:
@@ -234,11 +301,20 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         sessions = getattr(self.parent, "session_manager", None)
         if sessions is None:
             return
+        following = []
         for session in await sessions.list_sessions():
             provisioner = self.persistent(session["kernel"]["id"])
             if provisioner and session["type"] == "notebook":
-                with suppress(SandboxError):
-                    await provisioner.follow(to_os_path(session["path"], self.root_dir))
+                following.append(self._follow(provisioner, to_os_path(session["path"], self.root_dir)))
+        await asyncio.gather(*following)
+
+    async def _follow(self, provisioner: SandboxProvisioner, path: str) -> None:
+        try:
+            await provisioner.follow(path)
+        except Exception as error:  # the next look tries again, and the others must not wait for that
+            self.log.warning(
+                "Sandbox of kernel %s: the new name %s was not stored: %s", provisioner.kernel_id, path, error
+            )
 
     def _forget_failed_starts(self) -> None:
         """jupyter_client keeps the ids of failed starts, and a server that stops would wait for them for ever."""

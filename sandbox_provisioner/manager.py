@@ -30,6 +30,7 @@ from .recovery import Recovered, Recovery
 from .runsc import Runsc
 from .states import State
 from .stores import Stores, open_shelf, open_stores
+from .workers import finished
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class SandboxManager:
         features = self._able(features)
         async with self._lock(sandbox_id):
             self._require_unknown(sandbox_id)
-            for one in await self._recovery.save(lambda note: note.sandbox_id == sandbox_id):
+            for one in await self._recovery.save(sandbox_id):
                 if one.runs_on:
                     raise SandboxError(
                         f"Sandbox {sandbox_id} runs on since its server was killed, and was not saved: {one.problem}",
@@ -172,11 +173,17 @@ class SandboxManager:
             self.touch(sandbox_id)
 
     async def checkpoint(self, sandbox_id: str) -> Checkpoint:
-        """Save its memory and end it; it stays ours, to be restored."""
+        """Save its memory and end it; it stays ours, to be restored.
+
+        A caller that is cancelled waits until it is saved: requests that came meanwhile wake it.
+        """
         async with self._lock(sandbox_id):
-            self.on_saving(sandbox_id)
-            made = await self.get(sandbox_id).checkpoint()
-        self.on_saved(sandbox_id)
+            return await finished(self._save(self.get(sandbox_id)))
+
+    async def _save(self, handle: SandboxHandle) -> Checkpoint:
+        self.on_saving(handle.sandbox_id)
+        made = await handle.checkpoint()
+        self.on_saved(handle.sandbox_id)
         return made
 
     async def restore(self, sandbox_id: str) -> None:
@@ -350,8 +357,13 @@ class SandboxManager:
             except SandboxError as error:
                 log.error("Sandbox %s: %s", handle.sandbox_id, error)
                 await asyncio.sleep(PAUSE)
+            except Exception:
+                log.exception("Sandbox %s: a background task failed and is retried", handle.sandbox_id)
+                await asyncio.sleep(PAUSE)
             finally:
                 wanted.cancel()
+            if self.handles.get(handle.sandbox_id) is not handle:
+                return  # the failure came after the sandbox had been given up
 
     def _idle_in(self, handle: SandboxHandle) -> float | None:
         """Seconds until the sandbox will have been idle for long enough; None if that is never."""
@@ -366,9 +378,7 @@ class SandboxManager:
             if handle.instance.state != State.RUNNING or self._idle_in(handle) != 0:
                 return
             handle.last_activity = time.monotonic()  # a failure is tried again after as long a time
-            self.on_saving(handle.sandbox_id)
-            await handle.checkpoint()
-        self.on_saved(handle.sandbox_id)
+            await finished(self._save(handle))
 
     async def _regain(self, handle: SandboxHandle) -> None:
         """A lease that ran out while storage could not be reached is no reason to end anything that nobody took."""

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import signal
 import sys
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from .settings import SandboxSettings
 from .standby import STANDBY
 from .variables import filtered
 from .words import printable
+from .workers import control
 
 STABLE_START = 20.0
 MAX_SOCKET_PATH = 107
@@ -81,6 +83,8 @@ class SandboxProvisioner(SandboxSettings):
         self._keeps_state = False
         self._touching: asyncio.Task[None] | None = None
         self._moved = ""
+        self._left: Future[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._launched = False
         self._launched_before = False
         self._releasing = False
@@ -98,6 +102,7 @@ class SandboxProvisioner(SandboxSettings):
 
     async def wait(self) -> int | None:
         """Wait until the kernel has ended and its sandbox is gone."""
+        await self._wait_until_left()
         if not self._launched:
             return 0
         status = await IO.run(self._kernel.ended())
@@ -143,6 +148,8 @@ class SandboxProvisioner(SandboxSettings):
             raise SandboxError(
                 f"The kernel is not here any more: {self._moved}.", "Open the notebook again to have it back."
             )
+        await self._wait_until_left()
+        self._left = None
         IO.hold(self, self._at_exit)
         self._releasing = False
         try:
@@ -157,7 +164,7 @@ class SandboxProvisioner(SandboxSettings):
             self.ports_cached = True
             return await super().pre_launch(**kwargs)
         except BaseException:
-            await self._release()
+            await asyncio.shield(self._release())
             raise
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
@@ -167,7 +174,7 @@ class SandboxProvisioner(SandboxSettings):
         except BaseException as error:
             if isinstance(error, SandboxError):
                 self.log.error("Kernel %s was not started: %s", self.kernel_id, error)
-            await self._release()
+            await asyncio.shield(self._release())
             raise
         return self.connection_info
 
@@ -191,9 +198,10 @@ class SandboxProvisioner(SandboxSettings):
 
     async def _release(self, forget: bool = False) -> None:
         self._releasing = True
+        await self._wait_until_left()
         if IO.held_by(self):
             await IO.run(self._close(forget))
-            IO.release(self)
+            await IO.release(self)
         self._claim = None
         self._launched = False
 
@@ -216,8 +224,11 @@ class SandboxProvisioner(SandboxSettings):
         await self._close(forget=False)
 
     def abandon(self) -> None:
-        """Leave a persistent kernel running when the server ends, for the next server to save it."""
-        IO.release(self)
+        """Leave a persistent kernel running when the server ends, for the next server to save it.
+
+        Nothing is waited for: an upload under way may take long, and it ends with this process.
+        """
+        IO.drop(self)
         self._claim = None
         self._launched = False
 
@@ -338,12 +349,19 @@ class SandboxProvisioner(SandboxSettings):
     async def _make_claim(self, wanted: Wanted) -> None:
         settings, runsc = persistence.settings(self.storage_dir), find(self.runsc)
         patience = self.handoff_timeout if self.enable_handoff else 0.0
-        claim = await IO.run(Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience))
+
+        async def make() -> None:
+            """Set the claim in the I/O thread: a caller that is cancelled meanwhile finds it there and releases it."""
+            self._claim = await Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience)
+
+        await IO.run(make())
+        claim = self._claim
+        assert claim is not None
         claim.manager.on_saving = lambda sandbox_id: self._kernel.saving()
         claim.manager.on_saved = self._saved
         claim.manager.on_gone = self._gone
         claim.manager.busy = lambda sandbox_id: self.busy
-        self._claim, self._kernel.manager = claim, claim.manager
+        self._kernel.manager = claim.manager
 
     def _saved(self, sandbox_id: str) -> None:
         """In the I/O thread: it was hibernated."""
@@ -395,8 +413,30 @@ class SandboxProvisioner(SandboxSettings):
         return {}
 
     def _gone(self, sandbox_id: str, reason: str) -> None:
+        """In the I/O thread: another server has the sandbox."""
+        self._left = Future()
+        self._left.set_running_or_notify_cancel()
         self._moved = reason
         self.log.warning("Kernel %s is not here any more: %s", self.kernel_id, reason)
+        self._leaving = asyncio.create_task(self._leave(self._left))
+
+    async def _leave(self, left: Future[None]) -> None:
+        """In the I/O thread: give back what the kernel had here, as its listeners and the file with its key."""
+        try:
+            await self._close(forget=False)
+        except Exception:
+            self.log.exception("Kernel %s: not everything was given back", self.kernel_id)
+        finally:
+            self.parent.cleanup_connection_file()
+            self._claim = None
+            self._launched = False
+            IO.drop(self)
+            left.set_result(None)
+
+    async def _wait_until_left(self) -> None:
+        """Wait until a kernel that moved to another server has left nothing here."""
+        if self._left:
+            await asyncio.shield(asyncio.wrap_future(self._left))
 
     def _not_woken(self, error: SandboxError) -> None:
         """In the I/O thread: say why in the notebook; the next cell tries again."""
@@ -463,7 +503,7 @@ class SandboxProvisioner(SandboxSettings):
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
         runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd"))
         launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
-        prospect = await IO.run(asyncio.to_thread(prospects.find, launch, runsc, self))
+        prospect = await IO.run(control(prospects.find, launch, runsc, self))
         self._require_wanted()
         await IO.run(self._begin(launch, runsc, prospect, kwargs))
         self._launched = self._launched_before = True
@@ -479,7 +519,7 @@ class SandboxProvisioner(SandboxSettings):
         await self._start_in(launch.spec, launch, runsc, kwargs)
         if prospect and self.template == "build":
             with suppress(OSError):  # it is tried again with the next start
-                await asyncio.to_thread(prospect.build)
+                await control(prospect.build)
 
     def _require_wanted(self) -> None:
         """A start that failed because the kernel was ended meanwhile is not tried in another way."""

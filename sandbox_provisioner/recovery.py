@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from . import checkpoints, estates
 from .errors import LeaseHeldError, SandboxError, SandboxNotFoundError
@@ -13,13 +16,17 @@ from .handle import SandboxHandle
 from .lock.base import Owner
 from .metadata import Note, decode_note
 from .runsc import Runsc
-from .runtime import RuntimeFolder, left_behind
+from .runtime import RuntimeFolder, scan
 from .staging import collect
 from .stores import Stores
+from .workers import control, finished
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
+LOOK_EVERY = 0.1
+OTHERS_TAKE = 900.0
+"""Seconds that a rescue by another process may take, until a start that waits for it is refused."""
 PATIENCE = 120.0
 """Seconds to wait for the lease of a server that was killed; a dead process on this machine has none."""
 
@@ -42,17 +49,63 @@ class Recovery:
     stores: Stores
     owner: Callable[[], Owner]
 
-    async def save(self, wanted: Callable[[Note], bool] = lambda note: True) -> list[Recovered]:
-        """Save those that are wanted, at most a few at a time."""
-        found = []
-        for folder in await asyncio.to_thread(lambda: list(left_behind())):
-            note = _read(folder)
-            if note and note.where == self.stores.metadata.where and wanted(note):
-                found.append((folder, note))
-            else:
+    async def save(self, sandbox_id: str = "") -> list[Recovered]:
+        """Save the sandboxes of killed servers, at most a few at a time; only one of them if an id is given.
+
+        If another thread or process saves that one just now, it is waited for. SandboxError if that takes too long.
+        """
+        found: list[tuple[RuntimeFolder, Note]] = []
+        try:
+            await self._find(sandbox_id, found)
+            few, keys = asyncio.Semaphore(AT_ONCE), [self._key(note.sandbox_id) for _, note in found]
+            ended: Future[None] = Future()
+            _under_way.update(dict.fromkeys(keys, ended))
+            try:
+                return await asyncio.gather(*(self._rescue(folder, note, few) for folder, note in found))
+            finally:
+                ended.set_result(None)
+                for key in keys:
+                    _under_way.pop(key, None)
+        except BaseException:
+            for folder, _ in found:
                 folder.let_go()
-        few = asyncio.Semaphore(AT_ONCE)
-        return await asyncio.gather(*(self._rescue(folder, note, few) for folder, note in found))
+            raise
+
+    async def _find(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> None:
+        """Add the folders to rescue to ``found``, when nobody else is rescuing the sandbox of the given id."""
+        give_up = time.monotonic() + OTHERS_TAKE
+        while True:
+            rescued = await finished(control(self._scan, sandbox_id, found))
+            other = _under_way.get(self._key(sandbox_id))
+            if found or not sandbox_id or not (rescued or other):
+                return
+            if time.monotonic() > give_up:
+                raise SandboxError(
+                    f"Sandbox {sandbox_id} runs on since its server was killed, and is still being saved.",
+                    "Try again when that has ended: nothing is lost.",
+                )
+            if other:
+                await asyncio.wait({asyncio.shield(asyncio.wrap_future(other))}, timeout=OTHERS_TAKE)
+            else:
+                await asyncio.sleep(LOOK_EVERY)
+
+    def _scan(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> bool:
+        """Add the folders of dead servers to ``found``; True if another thread or process has one of them. Blocks."""
+
+        def wanted(value: dict[str, Any] | None) -> bool:
+            note = _decode(value)
+            ours = note is not None and note.where == self.stores.metadata.where
+            return note is not None and ours and sandbox_id in ("", note.sandbox_id)
+
+        folders, rescued = scan(wanted)
+        for folder in folders:
+            note = _decode(folder.read_note())
+            assert note is not None
+            found.append((folder, note))
+        return bool(rescued)
+
+    def _key(self, sandbox_id: str) -> tuple[str, str]:
+        return self.stores.metadata.where, sandbox_id
 
     async def collect_garbage(self) -> None:
         """Delete what is left of sandboxes whose deletion was interrupted, and images that killed servers staged."""
@@ -68,7 +121,7 @@ class Recovery:
 
     async def _rescue(self, folder: RuntimeFolder, note: Note, few: asyncio.Semaphore) -> Recovered:
         async with few:
-            alive = folder.inhabited
+            alive = await control(lambda: folder.inhabited)
             try:
                 handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), PATIENCE)
                 try:
@@ -81,9 +134,9 @@ class Recovery:
                     await self._take_inventory(note)
                 return Recovered(note.sandbox_id, saved=alive)
             except SandboxNotFoundError:
-                await asyncio.to_thread(folder.remove)
+                await control(folder.remove)
                 return Recovered(note.sandbox_id, saved=False, problem="it was deleted")
-            except (SandboxError, OSError) as error:
+            except Exception as error:
                 folder.let_go()
                 log.error("Sandbox %s, whose server was killed, was not saved: %s", note.sandbox_id, error)
                 runs_on = alive and not isinstance(error, LeaseHeldError)  # whose holder went on without it
@@ -116,10 +169,13 @@ class Recovery:
             log.warning("Sandbox %s is saved, but what it depends on is not known: %s", note.sandbox_id, error)
 
 
-def _read(folder: RuntimeFolder) -> Note | None:
-    value = folder.read_note()
+_under_way: dict[tuple[str, str], Future[None]] = {}
+"""The rescues of this process, in all its threads, by storage and sandbox: the end of each."""
+
+
+def _decode(value: dict[str, Any] | None) -> Note | None:
     try:
-        return decode_note(value, str(folder.path)) if value else None
+        return decode_note(value, "its note") if value else None
     except SandboxError as error:
         log.error("A sandbox of a killed server cannot be saved: %s", error)
         return None

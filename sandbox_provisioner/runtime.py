@@ -16,7 +16,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .errors import ConfigurationError
 NAME = re.compile(r"\.?[0-9a-f]{12}")
 STALE_NEWBORN = 3600.0
 GONE_WITHIN = 5.0
-NOTE = "note.json"
+NOTE, RESCUED = "note.json", "rescued"
 
 
 def runtime_root() -> Path:
@@ -108,6 +108,11 @@ class RuntimeFolder:
             return None
         return cls(path, lock)
 
+    def mark_rescued(self) -> None:
+        """Tell other scans that this process, which has the lock, is not the sandbox's owner, but saves it."""
+        with suppress(OSError):  # a full disk
+            (self.path / RESCUED).touch(mode=0o600)
+
     def write_note(self, note: Mapping[str, Any]) -> None:
         """Say what this sandbox is, to whoever finds it without its server."""
         partial = self.path / f".{NOTE}"
@@ -116,11 +121,7 @@ class RuntimeFolder:
 
     def read_note(self) -> dict[str, Any] | None:
         """What was said of this sandbox; None if nothing was, or it cannot be understood."""
-        try:
-            note = json.loads((self.path / NOTE).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return note if isinstance(note, dict) else None
+        return read_note(self.path)
 
     @property
     def inhabited(self) -> bool:
@@ -156,23 +157,57 @@ def _let_go_of_all() -> None:
 os.register_at_fork(after_in_child=_let_go_of_all)
 
 
+def read_note(path: Path) -> dict[str, Any] | None:
+    """Read the note of the sandbox in the folder ``path``; None if there is none, or it cannot be understood."""
+    try:
+        note = json.loads((path / NOTE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) else None
+
+
 def sweep() -> list[str]:
     """Remove what dead owners left: processes, mounts, folders. Returns the names of the folders that went."""
-    swept = []
-    for folder in left_behind():
-        if folder.read_note() is None:
-            folder.remove()
-            swept.append(folder.path.name)
-        else:
-            folder.let_go()
-    return swept
+    found, _ = scan(lambda note: note is None)
+    for folder in found:
+        folder.remove()
+    return [folder.path.name for folder in found]
+
+
+Wanted = Callable[[dict[str, Any] | None], bool]
+
+
+def scan(wanted: Wanted) -> tuple[list[RuntimeFolder], list[Path]]:
+    """Lock the folders of dead owners whose note is ``wanted``. Returns them, and those that another rescues. Blocks.
+
+    Scans exclude each other, because one that looks at a folder locks it for a moment, and so would hide it from the
+    other. A folder that stays locked afterwards has an owner, or is marked as rescued.
+    """
+    root, found, rescued = runtime_root(), [], []
+    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in root.iterdir():
+            if not NAME.fullmatch(path.name):
+                continue
+            folder = RuntimeFolder.of_the_dead(path)
+            if folder is None:
+                if (path / RESCUED).exists() and wanted(read_note(path)):
+                    rescued.append(path)
+            elif wanted(note := folder.read_note()):
+                found.append(folder)
+                if note is not None:
+                    folder.mark_rescued()
+            else:
+                folder.let_go()
+    finally:
+        os.close(lock)
+    return found, rescued
 
 
 def left_behind() -> Iterator[RuntimeFolder]:
     """The folders of dead owners, each locked for us: remove it, or let it go."""
-    for path in runtime_root().iterdir():
-        if NAME.fullmatch(path.name) and (folder := RuntimeFolder.of_the_dead(path)):
-            yield folder
+    yield from scan(lambda note: True)[0]
 
 
 def kill_processes(state: Path) -> int:

@@ -12,6 +12,7 @@ from .metadata import GCSArtifact
 from .staging import staging
 from .storage.base import NEW, Advance, ObjectStore
 from .stores import Shelf
+from .workers import bulk
 
 FILE = "files.tar"
 MANIFEST = "manifest.json"
@@ -23,10 +24,10 @@ async def save(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advanc
     store = shelf.store
     if await asyncio.to_thread(manifest, store, below):
         raise SnapshotError(f"There is a snapshot {below} in {store.where} already.", "Choose another name.")
-    await asyncio.to_thread(store.delete_all, below)
+    await bulk(store.delete_all, below)
     with staging(shelf.staging) as folder:
         await archive.save(sandbox, folder / FILE, LARGEST)
-        record = await asyncio.to_thread(store.upload, folder / FILE, below + FILE, advance)
+        record = await bulk(store.upload, folder / FILE, below + FILE, advance)
     artifact = GCSArtifact(below, now(), {FILE: record})
     await asyncio.to_thread(store.write, below + MANIFEST, metadata.encode_artifact(artifact), NEW)
     return artifact
@@ -41,7 +42,7 @@ async def load(shelf: Shelf, below: str, sandbox: GVisorSandbox) -> None:
     if FILE not in artifact.files:
         raise CorruptObjectError(store.where, below + MANIFEST, f"it does not tell of {FILE}")
     with staging(shelf.staging) as folder:
-        await asyncio.to_thread(store.download, below + FILE, artifact.files[FILE], folder / FILE)
+        await bulk(store.download, below + FILE, artifact.files[FILE], folder / FILE)
         await archive.load(sandbox, folder / FILE)
 
 

@@ -5,33 +5,46 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from .storage.disk import disk_errors
+from .workers import BULK
 
 
 @contextmanager
 def staging(top: Path) -> Iterator[Path]:
-    """A new folder in ``top``, which is on the storage's own disk where there is one; gone when the block ends.
+    """A new folder in ``top``, which is on the storage's own disk where there is one; gone soon after the block ends.
 
-    It is locked for as long as its process lives. What others left is removed on the way.
+    It is locked for as long as its process lives. What others left is removed, too. Removing large images takes time,
+    so that is done in a thread: this may be used on an event loop.
     """
     folder = top / uuid4().hex[:12]
     with disk_errors(str(top), "make a folder"):
         top.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(top, fcntl.LOCK_EX) as _:
-            _collect(top)
+        with locked(top, fcntl.LOCK_SH):  # held alone only for as long as it takes to list and lock
             folder.mkdir(mode=0o700)
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
+    _later(lambda: _collect(top))
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        _later(lambda: _remove(folder, lock))
+
+
+def _later(work: Callable[[], None]) -> None:
+    try:
+        BULK.submit(work)
+    except RuntimeError:  # the interpreter is exiting, and starts no more threads
+        work()
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def collect(top: Path) -> None:
@@ -41,12 +54,16 @@ def collect(top: Path) -> None:
 
 
 def _collect(top: Path) -> None:
-    for path in top.iterdir():
-        try:
-            with locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            continue
+    """Remove the folders of dead processes, unless another one makes a folder just now."""
+    with ExitStack() as stack:
+        dead = []
+        with suppress(OSError), locked(top, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for path in top.iterdir():
+                with suppress(OSError):
+                    stack.enter_context(locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                    dead.append(path)
+        for path in dead:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class Standby:
         """End them all, from any other thread; the I/O thread may end then."""
         if IO.held_by(self):
             await IO.run(self.close())
-            IO.release(self)
+            await IO.release(self)
 
     def forget(self) -> None:
         """Called in a forked child: they are its parent's."""

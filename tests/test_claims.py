@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -14,8 +17,10 @@ from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import ConfigurationError, LeaseHeldError
 from sandbox_provisioner.manager import Features
 from sandbox_provisioner.persistence import registry
+from sandbox_provisioner.registry import PersistentSandboxRegistry
 from sandbox_provisioner.runsc import Runsc
 
+LIMIT = 20
 Make = Callable[..., Awaitable[Claim]]
 
 NOTEBOOK = Wanted("python3-sandbox", "/work/a.ipynb", user="me")
@@ -70,6 +75,34 @@ async def test_one_in_use_is_refused_with_its_owner(make: Make) -> None:
     await make(mine)
     with pytest.raises(LeaseHeldError, match="in use by server"):
         await make(mine)
+
+
+async def test_failed_claim_releases_the_lease(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+        full.setattr(PersistentSandboxRegistry, "record", fail)
+        await make()
+    await make()
+
+
+async def test_cancelled_claim_releases_the_lease(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(*args: object, **kwargs: object) -> None:
+        reached.set()
+        go_on.wait(LIMIT)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(PersistentSandboxRegistry, "record", wait)
+        making = asyncio.create_task(make())  # type: ignore[arg-type]
+        await asyncio.to_thread(reached.wait, LIMIT)
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        go_on.set()
+    await make()
 
 
 async def test_a_notebook_that_changes_its_kernel_for_the_same_gets_a_new_sandbox_and_keeps_that(make: Make) -> None:
@@ -132,3 +165,9 @@ async def test_to_forget_is_to_delete_unless_another_has_it(make: Make) -> None:
     await again.give_up(forget=True)
     assert registry().list().records == []
     assert [info.name for info in again.manager.stores.metadata.list("sandboxes/")] == []
+
+
+async def test_claims_at_once_do_not_take_the_sandbox_from_each_other(make: Make) -> None:
+    first, second = await asyncio.gather(make(), make())
+    assert first.record.sandbox_id != second.record.sandbox_id
+    assert [claim.handle.lease.wanted.is_set() for claim in (first, second)] == [False, False]

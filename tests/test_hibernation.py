@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,40 @@ def test_a_kernel_that_cannot_be_woken_says_why_in_the_notebook_and_is_tried_aga
                 notebook.run("x")
     assert notebook.run("x") == "1"
     notebook.close()
+
+
+def test_stopped_server_releases_the_lease_of_a_hibernated_kernel(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for place in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
+        monkeypatch.setenv(f"{place}_MOUNT_PATH", str(shared))
+    server = serve(*CULLING)
+    notebook = Notebook(server, sandboxed())
+    notebook.close()
+    until(lambda: sandboxes(runtime) == [])
+    assert list(shared.rglob("lock*")) != []
+    server.stop()
+    assert list(shared.rglob("lock*")) == []
+    assert not (server.runtime / f"kernel-{notebook.kernel_id}.json").exists()
+
+
+@pytest.mark.parametrize("handoff", [False, True])
+def test_two_opens_at_once_share_one_kernel(serve: Serve, sandboxed: Sandboxed, handoff: bool) -> None:
+    server, kernel = serve(), sandboxed(enable_handoff=handoff)
+    with ThreadPoolExecutor(3) as clients:
+        answers = list(clients.map(lambda _: server.open_notebook(kernel), range(3)))
+    assert [status for status, _ in answers] == [201] * 3, answers
+    assert len({session["kernel"]["id"] for _, session in answers}) == 1
+    session = answers[0][1]
+    assert len(server.ask("GET", "kernels")[1]) == 1
+    kc = server.ready_client(session["kernel"]["id"])
+    assert run(kc, "6 * 7") == "42"
+    kc.stop_channels()
+    status, changed = server.ask("PATCH", f"sessions/{session['id']}", {"kernel": {"name": kernel}})
+    assert status == 200
+    assert changed["kernel"]["id"] != session["kernel"]["id"]
 
 
 def test_other_kernels_are_culled_as_ever(serve: Serve) -> None:

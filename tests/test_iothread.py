@@ -45,7 +45,7 @@ def test_there_is_no_thread_until_somebody_holds_it(io: IOThread) -> None:
     io.hold("me", nothing)
     assert io.held_by("me")
     assert threading.active_count() == before + 1
-    io.release("me")
+    asyncio.run(io.release("me"))
     assert not io.held_by("me")
     assert threading.active_count() == before
 
@@ -59,9 +59,9 @@ def test_all_who_hold_it_share_one_thread_and_the_last_ends_it(io: IOThread) -> 
     io.hold("one", nothing)
     io.hold("two", nothing)
     thread, _ = asyncio.run(io.run(where()))
-    io.release("one")
+    asyncio.run(io.release("one"))
     assert asyncio.run(io.run(where()))[0] is thread
-    io.release("two")
+    asyncio.run(io.release("two"))
     assert not thread.is_alive()
 
 
@@ -70,16 +70,16 @@ def test_it_can_be_held_again(io: IOThread) -> None:
     for _ in range(3):
         io.hold("me", nothing)
         threads.append(asyncio.run(io.run(where()))[0])
-        io.release("me")
+        asyncio.run(io.release("me"))
     assert len(set(threads)) == 3
 
 
 def test_holding_twice_is_holding_and_releasing_twice_is_releasing(io: IOThread) -> None:
     io.hold("me", nothing)
     io.hold("me", nothing)
-    io.release("me")
-    io.release("me")
-    io.release("nobody")
+    asyncio.run(io.release("me"))
+    asyncio.run(io.release("me"))
+    asyncio.run(io.release("nobody"))
     assert not io.held_by("me")
 
 
@@ -109,7 +109,7 @@ def test_work_goes_on_between_two_calls(io: IOThread) -> None:
 
     task = asyncio.run(io.run(begin()))
     assert done.wait(LIMIT)
-    io.release("me")
+    asyncio.run(io.release("me"))
     assert task.done()
 
 
@@ -139,7 +139,66 @@ async def test_cancelling_the_caller_cancels_the_work(io: IOThread) -> None:
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert await asyncio.to_thread(cancelled.wait, LIMIT)
-    await asyncio.to_thread(io.release, "me")
+    await io.release("me")
+
+
+async def test_cancelled_caller_waits_for_cleanup(io: IOThread) -> None:
+    begun, cleaning, clean, cleaned = (threading.Event() for _ in range(4))
+
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await asyncio.to_thread(clean.wait, LIMIT)
+            cleaned.set()
+
+    io.hold("me", nothing)
+    caller = asyncio.create_task(io.run(endless()))
+    await asyncio.to_thread(begun.wait, LIMIT)
+    caller.cancel()
+    await asyncio.to_thread(cleaning.wait, LIMIT)
+    caller.cancel()  # a second time, which changes nothing
+    await asyncio.sleep(0)
+    clean.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert cleaned.is_set()
+    await io.release("me")
+
+
+async def test_cancelled_before_it_began_is_not_run(io: IOThread) -> None:
+    io.hold("me", nothing)
+    caller = asyncio.create_task(io.run(asyncio.sleep(LIMIT)))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await io.release("me")
+
+
+async def test_release_does_not_block_the_callers_loop(io: IOThread) -> None:
+    """The thread needs the caller's loop for its end here, and a release that blocks it would wait for ever."""
+    begun, free = threading.Event(), threading.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.to_thread(free.wait, LIMIT)
+
+    io.hold("me", nothing)
+    work = asyncio.create_task(io.run(stubborn()))
+    await asyncio.to_thread(begun.wait, LIMIT)
+    releasing = asyncio.create_task(io.release("me"))
+    await asyncio.sleep(0)
+    assert not releasing.done()
+    free.set()
+    await releasing
+    with pytest.raises(asyncio.CancelledError):
+        await work
 
 
 def test_the_end_of_the_thread_ends_what_still_runs_in_it(io: IOThread) -> None:
@@ -158,7 +217,7 @@ def test_the_end_of_the_thread_ends_what_still_runs_in_it(io: IOThread) -> None:
 
     io.hold("me", nothing)
     task = asyncio.run(io.run(begin()))
-    io.release("me")
+    asyncio.run(io.release("me"))
     assert ended.is_set()
     assert task.cancelled()
 
@@ -190,7 +249,7 @@ def test_many_threads_may_hold_and_release_at_once(io: IOThread) -> None:
             for _ in range(20):
                 io.hold(name, nothing)
                 assert asyncio.run(io.run(where()))[0].name == "sandbox-io"
-                io.release(name)
+                asyncio.run(io.release(name))
         except Exception as error:
             failures.append(error)
 
@@ -255,7 +314,7 @@ def test_a_forked_child_has_a_thread_of_its_own_and_leaves_its_parents_alone() -
             assert not IO.held_by("parent")
             IO.hold("child", nothing)
             print("child", asyncio.run(IO.run(where())), flush=True)
-            IO.release("child")
+            asyncio.run(IO.release("child"))
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
         print("parent", asyncio.run(IO.run(where())), flush=True)
@@ -274,7 +333,7 @@ def test_a_child_forked_while_another_thread_holds_the_guard_is_free() -> None:
         if not child:
             IO.hold("child", nothing)
             print(asyncio.run(IO.run(where())), flush=True)
-            IO.release("child")
+            asyncio.run(IO.release("child"))
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         IO._guard.release()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from cell import LONG, start_cell, tell
 
+from sandbox_provisioner import manager as manager_module
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (
@@ -25,7 +29,7 @@ from sandbox_provisioner.errors import (
 from sandbox_provisioner.handle import SandboxHandle
 from sandbox_provisioner.manager import Features, SandboxManager
 from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import kill_processes
+from sandbox_provisioner.runtime import kill_processes, read_note, runtime_root, scan
 from sandbox_provisioner.states import State
 
 Serve = Callable[..., SandboxManager]
@@ -222,6 +226,26 @@ async def test_an_idle_one_is_saved_and_a_busy_one_is_not(serve: Serve, spec: Bu
 
 
 @pytest.mark.runsc
+async def test_watch_survives_unexpected_error(
+    serve: Serve, spec: BundleSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manager_module, "PAUSE", 0.1)
+    manager, failures = serve(), [MemoryError("no memory"), OSError(errno.EMFILE, "too many open files")]
+
+    def busy(name: str) -> bool:
+        if failures:
+            raise failures.pop()
+        return False
+
+    manager.busy = busy
+    handle = await begin(manager, spec, enable_handoff=True, enable_checkpoint_at_idle=True, idle_timeout=0.2)
+    await until(lambda: handle.instance.state == State.CHECKPOINTED)
+    assert caplog.text.count("background task failed") == 2
+    other = serve("second")
+    await other.attach("box", spec, patience=LONG)  # hand-off works, too
+
+
+@pytest.mark.runsc
 async def test_a_shutdown_saves_all_and_says_what_it_could_not(serve: Serve, spec: BundleSpec) -> None:
     first = serve("first")
     for name in ("a", "b", "c"):
@@ -307,6 +331,66 @@ async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, r
     handle = await manager.attach("a", spec)
     await manager.restore("a")
     assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
+async def test_attach_sees_an_orphan_that_another_scan_looks_at(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
+) -> None:
+    fall_victim(spec, runsc, tmp_path / "storage", "a")
+    manager, looking, go_on = serve(), threading.Event(), threading.Event()
+
+    def look(note: object) -> bool:
+        looking.set()
+        return not go_on.wait(LONG)
+
+    other = asyncio.create_task(asyncio.to_thread(scan, look))
+    await asyncio.to_thread(looking.wait, LONG)
+    attaching = asyncio.create_task(manager.attach("a", spec))
+    await asyncio.wait({attaching}, timeout=1)
+    go_on.set()
+    handle = await attaching
+    assert await other == ([], [])
+    await manager.restore("a")
+    assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
+async def test_attach_waits_for_a_rescue_by_another(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
+) -> None:
+    """Another thread of this process, as a server has it, or another process."""
+    fall_victim(spec, runsc, tmp_path / "storage", "a", "b")
+    for name, rescuer in (("a", asyncio.to_thread), ("b", in_child)):
+        manager = serve()
+        recovering = asyncio.create_task(rescuer(recover, runsc, tmp_path / "storage", name))  # type: ignore[operator]
+        (runtime,) = (path for path in runtime_root().iterdir() if (read_note(path) or {}).get("sandbox_id") == name)
+        await until(lambda marker=runtime / "rescued": marker.exists())  # type: ignore[misc]
+        handle = await manager.attach(name, spec, patience=LONG)
+        await manager.restore(name)
+        assert await tell(handle, "get") == name
+        await recovering
+
+
+def recover(runsc: Runsc, storage: Path, name: str) -> None:
+    """Save a killed server's sandbox; blocks."""
+
+    async def work() -> None:
+        manager = SandboxManager(GCSConfig(folder=storage), runsc, "rescuer")
+        (one,) = await manager._recovery.save(name)
+        assert one.saved
+
+    asyncio.run(work())
+
+
+async def in_child(function: Callable[..., None], *given: object) -> None:
+    """Call a function of this module in a process of its own."""
+    code = "import pickle, sys; function, given = pickle.loads(bytes.fromhex(sys.argv[1])); function(*given)"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, pickle.dumps((function, given)).hex(), env=env
+    )
+    assert await child.wait() == 0
 
 
 @pytest.mark.runsc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 from conftest import LONG, READY, Notebook, Open, leftovers
@@ -32,7 +34,9 @@ from sandbox_provisioner.errors import (
     LeaseHeldError,
     SandboxError,
 )
+from sandbox_provisioner.iothread import IO
 from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.relay import CHANNELS
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.runtime import runtime_root
 
@@ -309,6 +313,24 @@ def test_an_interrupt_finds_the_main_thread_among_many_that_wake_with_it(open_no
         notebook.km.interrupt_kernel()
         assert list(outputs) == ["KeyboardInterrupt"]
     notebook.end()
+
+
+def test_request_sent_during_cancelled_hibernate_is_answered(notebook: Notebook) -> None:
+    notebook.drain()
+    provisioner = notebook.km.provisioner
+
+    async def hibernate_and_cancel() -> str:
+        hibernating = asyncio.create_task(provisioner.hibernate())
+        while not provisioner._kernel.relay.resting:
+            await asyncio.sleep(0.001)
+        request = notebook.kc.execute("6 * 7")
+        hibernating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hibernating
+        return request
+
+    request = asyncio.run(hibernate_and_cancel())
+    assert notebook.reply(request)["status"] == "ok"
 
 
 def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:
@@ -651,6 +673,27 @@ def test_what_was_on_its_way_when_it_fell_asleep_arrives_whole_though_it_could_n
     assert notebook.run("6 * 7") == "42"
 
 
+@pytest.mark.parametrize("failure", [OSError(errno.EMFILE, "Too many open files"), MemoryError("no memory")])
+def test_cell_is_answered_when_wake_fails_unexpectedly(
+    open_notebook: Open, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+
+    def fail() -> None:
+        raise failure
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(os, "pipe", fail)
+        request = notebook.kc.execute("x += 1")
+        refused = notebook.reply(request)
+    assert refused["ename"] == "KernelNotWoken"
+    assert str(failure) in refused["evalue"]
+    assert list(notebook.outputs(request)) == ["KernelNotWoken"]
+    assert notebook.run("x") == "1"
+
+
 # -- elsewhere ---------------------------------------------------------------------------------------------------------
 
 ELSEWHERE = """
@@ -746,3 +789,24 @@ def test_a_notebook_is_handed_over_with_its_state(
     notebook.end()
     assert images(data)
     assert other.ask("x") == "2"
+
+
+def test_hand_off_leaves_no_listener_file_or_thread(
+    open_notebook: Open, elsewhere: Callable[..., Elsewhere], data: Path
+) -> None:
+    notebook = open_notebook(enable_handoff=True)
+    km, provisioner = notebook.km, notebook.km.provisioner
+    ports = {getattr(km, f"{channel}_port") for channel in CHANNELS}
+    assert ports <= listening() and Path(km.connection_file).exists()
+    other = elsewhere(enable_handoff=True)
+    other.ready()
+    until(lambda: not IO.held_by(provisioner))
+    assert not ports & listening()
+    assert not Path(km.connection_file).exists()
+    assert not km.is_alive()
+    notebook.end()
+
+
+def listening() -> set[int]:
+    """The ports that this process listens on."""
+    return {found.laddr.port for found in psutil.Process().connections() if found.status == psutil.CONN_LISTEN}

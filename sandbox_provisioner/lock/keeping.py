@@ -12,12 +12,12 @@ import random
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ..errors import ConfigurationError, LeaseHeldError, LeaseLostError, SandboxError, StorageUnavailableError
 from ..storage.names import valid_name
+from ..workers import Workers
 from .base import Lease, Leases, Owner
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class KeptLeases(Leases):
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sandbox-lease")
+        self._threads = Workers("sandbox-lease", THREADS)
 
     @abstractmethod
     def _attempt(self, name: str, owner: Owner) -> Attempt:
@@ -161,7 +161,7 @@ class KeptLeases(Leases):
 
     async def _do(self, step: Callable[[], T]) -> T:
         """Run one step in a thread; who cancels this waits for its end, so that it can be undone."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, step)
+        running = asyncio.wrap_future(self._threads.submit(step))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -172,7 +172,7 @@ class KeptLeases(Leases):
 class KeptLease(Lease):
     """A lease and the task that keeps it."""
 
-    def __init__(self, name: str, owner: Owner, claim: Claim, pace: Pace, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, name: str, owner: Owner, claim: Claim, pace: Pace, threads: Workers) -> None:
         self.name = name
         self.owner = owner
         self.token = claim.token
@@ -244,4 +244,4 @@ class KeptLease(Lease):
         return self._claim.renewed + self._pace.lease_time
 
     async def _do(self, step: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, step)
+        return await self._threads.run(step)
