@@ -325,9 +325,10 @@ def _artifact(value: dict[str, Any]) -> GCSArtifact:
 
 def _file(value: dict[str, Any]) -> FileRecord:
     parts = tuple(_is(part, int) for part in _get(value, "parts", list))
-    record = FileRecord(_get(value, "size", int), _get(value, "part_size", int), parts)
-    if record.size < 0 or record.part_size < 1 or len(parts) != -(-record.size // record.part_size):
-        raise ValueError(f"a file of {record.size} bytes has not {len(parts)} parts of {record.part_size}")
+    digests = tuple(_is(digest, str) for digest in _get(value, "digests", list)) if "digests" in value else ()
+    record = FileRecord(_get(value, "size", int), _get(value, "part_size", int), parts, digests)
+    if record.problem:
+        raise ValueError(f"of a file, {record.problem}")
     return record
 
 

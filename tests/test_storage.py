@@ -220,6 +220,25 @@ def test_a_record_that_contradicts_itself_is_refused(
     assert not (tmp_path / "copy").exists()
 
 
+def test_download_refuses_other_bytes_with_the_same_crc(
+    store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path
+) -> None:
+    wanted = store.upload(a_file(b"data"), "wanted")
+    forged = replace(store.upload(a_file(b"evil"), "forged"), digests=wanted.digests)
+    with pytest.raises(CorruptObjectError, match="wrong checksum"):
+        store.download("forged", forged, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    if store.kind in ("local", "mounted"):
+        with pytest.raises(CorruptObjectError):
+            store.in_place("forged", forged)
+
+
+def test_records_without_digests_are_read(store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path) -> None:
+    record = replace(store.upload(a_file(b"data"), "file"), digests=())
+    store.download("file", record, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"data"
+
+
 def test_all_below_a_prefix_is_deleted_and_nothing_else(store: ObjectStore, a_file: Callable[[bytes], Path]) -> None:
     store.write("a/1", b"12345")
     store.write("a/b/2", b"123")
