@@ -25,6 +25,7 @@ from .errors import (
     StateError,
     StorageError,
     TooManySavepointsError,
+    UnsaveableError,
 )
 from .estates import RESEED, leased
 from .folders import require_itself
@@ -44,6 +45,8 @@ from .stores import Shelf, Stores, required_shelf
 
 RESEED_SECONDS = 10.0
 MAX_SAVEPOINTS = 64
+MOST_WITH_SAVEPOINT = ledger.MOST_DOCUMENT - 2 * capture.MOST_RECORDED
+"""Bytes that a new savepoint may make of a document: savepoints leave room for the next two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -398,13 +401,16 @@ class SandboxHandle:
     def _require_room(self) -> None:
         if len(self.metadata.savepoints) >= MAX_SAVEPOINTS:
             raise TooManySavepointsError(self.sandbox_id, MAX_SAVEPOINTS)
+        if self._book().size > MOST_WITH_SAVEPOINT:
+            problem = f"its record in storage has {self._book().size:,} bytes already: delete some of its savepoints"
+            raise UnsaveableError(self.sandbox_id, [problem])
 
     async def _savepoint(self, name: str) -> Checkpoint:
         with JOURNAL.doing(self.entry(What.SAVED)) as work:
             made = self._source if self.instance.state == State.CHECKPOINTED else None
             made = made or await self.copy(self.sandbox_id, advance=work.advance)
             work.size = made.size
-            garbage = await self._change(lambda document: document.with_savepoint(name, made))
+            garbage = await self._change(lambda document: document.with_savepoint(name, made), MOST_WITH_SAVEPOINT)
         await self._delete(garbage)
         return made
 
@@ -431,14 +437,14 @@ class SandboxHandle:
         self.describe(self.contents)
         self.cleanup_task = asyncio.create_task(self._delete(garbage))
 
-    async def _change(self, change: ledger.Change) -> set[str]:
+    async def _change(self, change: ledger.Change, most: int = ledger.MOST_DOCUMENT) -> set[str]:
         """Change the document; the artifacts that nobody needs then: proven ones' predecessors, failed attempts.
 
         Only what was there before the change counts, because after it another server may have made its own.
         """
         store = self._kept_in().required_checkpoints()
         found = await asyncio.to_thread(artifacts, store, checkpoints_prefix(self.sandbox_id))
-        await self._book().change(change)
+        await self._book().change(change, most)
         return found - self.metadata.kept
 
     async def _delete(self, garbage: set[str]) -> None:
