@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from .bundle import BundleSpec
 from .config import GCSConfig
-from .errors import SandboxError, SandboxExistsError, SandboxNotFoundError
+from .errors import ForeignSandboxError, SandboxError, SandboxExistsError, SandboxNotFoundError, SignatureError
 from .handle import Identity, SandboxHandle
 from .manager import Features, SandboxManager
 from .persistence import registry
@@ -34,6 +34,7 @@ class Wanted:
     sandbox_id: str = ""
     gcs: bool = False
     user: str = ""
+    shared_with: tuple[str, ...] = ()
 
     @property
     def facts(self) -> Facts:
@@ -69,12 +70,20 @@ class Claim:
             sandbox_id=wanted.sandbox_id,
         )
         manager, book = SandboxManager(config, runsc, server, share_stores(config)), registry()
+        before = await asyncio.to_thread(_identities, book)
         known = await asyncio.to_thread(_known, book, manager.stores, wanted)
         record = known if known else await asyncio.to_thread(_derived, book, manager.stores, wanted)
         if not wanted.sandbox_id and _in_use_here(record):  # the notebook changes its kernel for a new one
             known = record = await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts)
         claim = cls(manager, book, record)
-        await claim._attach(wanted, features, patience)
+        try:
+            await claim._attach(wanted, features, patience)
+        except (ForeignSandboxError, SignatureError):
+            if record.id not in before:  # the list of this user's sandboxes has none that is not this user's
+                await asyncio.to_thread(book.forget, record.id)
+            raise
+        if claim.handle.metadata.user == wanted.user and claim.handle.metadata.shared_with != wanted.shared_with:
+            await claim.handle.change(shared_with=wanted.shared_with)
         path = claim.handle.metadata.notebook_path
         if known is None and wanted.notebook_path and path != wanted.notebook_path:
             await claim.give_up(forget=False)  # it followed its notebook to another name, on another server
@@ -87,7 +96,7 @@ class Claim:
         return claim
 
     async def _attach(self, wanted: Wanted, features: Features, patience: float) -> None:
-        about = Identity(wanted.kernel_name, wanted.notebook_path, wanted.user)
+        about = Identity(wanted.kernel_name, wanted.notebook_path, wanted.user, shared_with=wanted.shared_with)
         sandbox_id = self.record.sandbox_id
         try:
             await self.manager.attach(sandbox_id, UNKNOWN, features, patience=patience)
@@ -128,6 +137,10 @@ _here: WeakValueDictionary[UUID, Claim] = WeakValueDictionary()
 def _in_use_here(record: SandboxRecord) -> bool:
     last = _here.get(record.id)
     return last is not None and record.sandbox_id in last.manager.handles
+
+
+def _identities(book: PersistentSandboxRegistry) -> set[UUID]:
+    return {record.id for record in book.list().records}
 
 
 def _known(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord | None:

@@ -57,6 +57,7 @@ class Identity:
     notebook_path: str = ""
     user: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    shared_with: tuple[str, ...] = ()
 
     def document(self, sandbox_id: str) -> GCSSandboxMetadata:
         """The first one of a new sandbox."""
@@ -117,7 +118,7 @@ class SandboxHandle:
         stores.required_checkpoints()
         first = (identity or Identity()).document(sandbox_id)
         async with leased(sandbox_id, stores, owner) as lease:
-            book = await Ledger.create(stores.metadata, metadata_name(sandbox_id), lease, first)
+            book = await Ledger.create(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, first)
         return cls._persistent(spec, runsc, platform, stores, book, None)
 
     @classmethod
@@ -139,14 +140,14 @@ class SandboxHandle:
         """
         stores.required_checkpoints()
         async with leased(sandbox_id, stores, owner, patience) as lease:
-            book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
+            book = await estates.open_document(stores, sandbox_id, lease)
             source = book.metadata.previous if previous else book.metadata.checkpoint
             if previous and source is None:
                 raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
             if source:
                 await _require_fit(book.metadata, source, runsc, stores)
                 spec, platform = source.spec, source.platform
-            await book.sign()
+            await estates.sign(book, stores)
         return cls._persistent(spec, runsc, platform, stores, book, source)
 
     @classmethod
@@ -155,9 +156,9 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """The sandbox that runs on in ``folder`` though its server died: ``checkpoint`` it."""
         async with leased(note.sandbox_id, stores, owner, patience) as lease:
-            book = await Ledger.open(stores.metadata, metadata_name(note.sandbox_id), lease, note.sandbox_id)
+            book = await estates.open_document(stores, note.sandbox_id, lease)
             outdated = note.outdated(book.metadata)
-            await book.sign()
+            await estates.sign(book, stores)
         handle = cls._persistent(note.spec, runsc, note.platform, stores, book, book.metadata.checkpoint)
         handle.contents, handle.outdated = note.contents, outdated
         handle.instance = GVisorSandbox.orphan(
