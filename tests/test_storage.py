@@ -266,6 +266,18 @@ def test_a_file_can_be_used_in_place_where_the_store_is_a_folder(
             store.in_place("checkpoints/1/file", replace(record, parts=(1,)))
 
 
+@pytest.mark.parametrize("open_to_others", ["", "checkpoints", "checkpoints/1", "checkpoints/1/file"])
+def test_file_that_others_can_change_is_copied_instead(
+    store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path, open_to_others: str
+) -> None:
+    record = store.upload(a_file(b"data"), "checkpoints/1/file")
+    if store.kind in ("local", "mounted"):
+        Path(store.where, open_to_others).chmod(0o777)
+    assert store.in_place("checkpoints/1/file", record) is None
+    store.download("checkpoints/1/file", record, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"data"
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_name_is_refused_by_every_method(
     store: ObjectStore, name: str, a_file: Callable[[bytes], Path], tmp_path: Path
