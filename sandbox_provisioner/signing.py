@@ -83,7 +83,7 @@ class Signer:
 
     def sign(self, name: str, data: bytes) -> bytes:
         """Return the document ``data``, a JSON object, with the signature that it has as the object ``name``."""
-        return b'{\n "signature": "%s %s",' % (self.key_id, self._mac(name, data)) + data[1:]
+        return b'{\n "signature": "%s %s",' % (_id(self._key), _mac(self._key, name, data)) + data[1:]
 
     def verify(self, name: str, where: str, sandbox_id: str, data: bytes) -> None:
         """Raise SignatureError unless the document ``data`` was signed, as the object ``name``, with our key.
@@ -91,15 +91,17 @@ class Signer:
         An unsigned document is accepted if the user's registry knows the sandbox from before documents were signed.
         """
         found = SIGNATURE.match(data)
-        if found and hmac.compare_digest(found[2], self._mac(name, b"{" + data[found.end() :])):
+        known = {_id(key): key for key in self._accepted}
+        key = known.get(found[1]) if found else None
+        if found and key and hmac.compare_digest(found[2], _mac(key, name, b"{" + data[found.end() :])):
             return
         if self._config.trust_storage:
             log.warning("Sandbox %s: %s in %s is not signed with this key; accepted", sandbox_id, name, where)
         elif not found:
             if not self._claims_us(data) or sandbox_id not in self.earlier:
                 raise SignatureError.unsigned(name, where, foreign=not self._claims_us(data))
-        elif found[1] != self.key_id:
-            raise SignatureError.other_key(name, where, found[1].decode(), self.key_id.decode(), str(self._key_file))
+        elif found[1] not in known:
+            raise SignatureError.other_key(name, where, found[1].decode(), _id(self._key).decode(), str(self._key_file))
         else:
             raise SignatureError.changed(name, where)
 
@@ -109,20 +111,18 @@ class Signer:
             raise ForeignSandboxError(sandbox_id, user, self.user)
 
     @cached_property
-    def key_id(self) -> bytes:
-        """By which a document says with which key it was signed."""
-        return hmac.digest(self._key, b"key id", "sha256").hex()[:16].encode()
-
-    @cached_property
     def _key(self) -> bytes:
         return (self._config.signing_key or read_or_make_key(self._key_file)).encode()
+
+    @cached_property
+    def _accepted(self) -> list[bytes]:
+        """The keys of the user's: a key that the variable replaced signed what was kept before."""
+        replaced = self._config.signing_key and os.path.lexists(self._key_file)
+        return [self._key, *([read_or_make_key(self._key_file).encode()] if replaced else [])]
 
     @property
     def _key_file(self) -> Path:
         return self._config.own / KEY
-
-    def _mac(self, name: str, data: bytes) -> bytes:
-        return hmac.digest(self._key, b"\n".join((PURPOSE, name.encode(), data)), "sha256").hex().encode()
 
     def _claims_us(self, data: bytes) -> bool:
         """Return whether an unsigned document names no user but us. One that cannot be read names none."""
@@ -131,6 +131,15 @@ class Signer:
         except (ValueError, RecursionError):
             return True
         return not isinstance(document, dict) or document.get("user", "") in ("", self.user)
+
+
+def _id(key: bytes) -> bytes:
+    """Return the name by which a document says with which key it was signed."""
+    return hmac.digest(key, b"key id", "sha256").hex()[:16].encode()
+
+
+def _mac(key: bytes, name: str, data: bytes) -> bytes:
+    return hmac.digest(key, b"\n".join((PURPOSE, name.encode(), data)), "sha256").hex().encode()
 
 
 def read_or_make_key(path: Path) -> str:

@@ -24,6 +24,7 @@ from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.snapshots import MANIFEST
 from sandbox_provisioner.storage.local import LocalStore
 from sandbox_provisioner.stores import Stores, open_stores
+from sandbox_provisioner.variables import filtered
 
 pytestmark = pytest.mark.runsc
 
@@ -271,6 +272,12 @@ def test_key_is_made_once_and_belongs_to_the_user_alone(tmp_path: Path, monkeypa
     with pytest.raises(SignatureError):
         open_stores(copied).signer.verify("b", "there", "box", signed)
 
+    # One whose key is replaced by the variable goes on accepting what the key in the user's own folder signed.
+    replaced = open_stores(GCSConfig(tmp_path / "storage", own=tmp_path / "own", signing_key=KEYS["ours"])).signer
+    replaced.verify("a", "there", "box", signed)
+    with pytest.raises(SignatureError, match="signed with the key"):
+        open_stores(config).signer.verify("a", "there", "box", replaced.sign("a", b"{}"))
+
     key.chmod(0o644)
     assert open_stores(config).signer.sign("a", b"{}") == signed
     assert key.stat().st_mode & 0o777 == 0o600
@@ -282,6 +289,11 @@ def test_key_is_made_once_and_belongs_to_the_user_alone(tmp_path: Path, monkeypa
     key.symlink_to("/etc/passwd")
     with pytest.raises(SandboxError):
         open_stores(config).signer.sign("a", b"{}")
+
+
+def test_key_is_not_passed_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_SIGNING_KEY", KEYS["ours"])
+    assert KEYS["ours"] not in filtered(dict(os.environ), ["SANDBOX_SIGNING_KEY"]).values()
 
 
 @pytest.mark.parametrize("key", ["short", "k" * 31])
