@@ -23,6 +23,7 @@ from frame import framed, readable, scratch, verdict
 from sandbox_provisioner import environment, metadata, names, records
 from sandbox_provisioner.bundle import BundleSpec, Mount
 from sandbox_provisioner.checkpoints import IMAGE_FILES, now
+from sandbox_provisioner.config import user_name
 from sandbox_provisioner.environment import FilePrint
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Stored, Summary, Tenancy
@@ -120,14 +121,15 @@ def keep(sandboxes: Persistence, number: int) -> None:
         last_used=now(),
         kernel_name=record.kernel_name,
         notebook_path=record.notebook_path,
-        user="me",
+        user=user_name(),
         settings=record.settings,
         tenancy=Tenancy(number, "Jupyter server 1234", False),
         checkpoint=checkpoint(storage, record.sandbox_id, "20261116T150625-40dd45b2"),
         previous=checkpoint(storage, record.sandbox_id, "20261116T140625-7b1d45e4"),
         savepoints={"before-training": checkpoint(storage, record.sandbox_id, "20261115T080102-11b2c3d4")},
     )
-    put(storage / names.metadata_name(record.sandbox_id), metadata.encode(document))
+    name = names.metadata_name(record.sandbox_id)
+    put(storage / name, sandboxes.stores.signer.sign(name, metadata.encode(document)))
     if number % 10 == 0:
         for file in (FILE, MANIFEST):
             put(storage / f"{names.snapshot_prefix(record.sandbox_id, 'clean')}{file}", b"files")

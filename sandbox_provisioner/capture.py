@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from .metadata import Checkpoint, GCSArtifact
 
 INVENTORY = 60.0
 """Seconds that a guest has to say which files it depends on."""
+MOST_RECORDED = 6 << 20
+"""Bytes that the list of these files may have in a document: as many files as are examined, with long names."""
 
 
 async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[str, Any]:
@@ -28,12 +31,21 @@ async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[st
             files = await environment.inventory(sandbox, fingerprints)
         if reasons := environment.unsaveable(files):
             raise UnsaveableError(sandbox.sandbox_id, reasons)
+        return await asyncio.to_thread(_bounded, sandbox.sandbox_id, environment.to_json(files))
     except BaseException as error:
         await asyncio.shield(sandbox.link.call(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
             raise UnsaveableError(sandbox.sandbox_id, ["it does not say which files it depends on"]) from error
         raise
-    return environment.to_json(files)
+
+
+def _bounded(sandbox_id: str, files: dict[str, Any]) -> dict[str, Any]:
+    """Return the list of files itself; UnsaveableError if a guest has made it too long to be recorded. Blocks."""
+    size = len(json.dumps(files, indent=1))
+    if size > MOST_RECORDED:
+        problem = f"the list of the {len(files):,} files that it uses has {size:,} bytes, {MOST_RECORDED:,} at most"
+        raise UnsaveableError(sandbox_id, [f"{problem} can be recorded"])
+    return files
 
 
 def recorded(

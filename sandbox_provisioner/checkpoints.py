@@ -41,7 +41,7 @@ def fetch(store: ObjectStore, artifact: GCSArtifact, folder: Path, advance: Adva
     """A folder with the verified image: the stored one itself, or a copy in ``folder``. Blocks."""
     try:
         in_place = [store.in_place(artifact.name + name, record) for name, record in artifact.files.items()]
-        if in_place and (first := in_place[0]):
+        if in_place and all(in_place) and (first := in_place[0]):
             return first.parent
         for name, record in artifact.files.items():
             store.download(artifact.name + name, record, folder / name, advance)

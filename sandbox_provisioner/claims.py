@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from .bundle import BundleSpec
 from .config import GCSConfig
-from .errors import SandboxError, SandboxExistsError, SandboxNotFoundError
+from .errors import ForeignSandboxError, SandboxError, SandboxExistsError, SandboxNotFoundError, SignatureError
 from .handle import Identity, SandboxHandle
 from .manager import Features, SandboxManager
 from .persistence import registry
@@ -37,6 +37,7 @@ class Wanted:
     sandbox_id: str = ""
     gcs: bool = False
     user: str = ""
+    shared_with: tuple[str, ...] = ()
 
     @property
     def facts(self) -> Facts:
@@ -79,6 +80,7 @@ class Claim:
         cls, wanted: Wanted, config: GCSConfig, runsc: Runsc, server: str, features: Features, patience: float
     ) -> Claim:
         manager, book = SandboxManager(config, runsc, server, share_stores(config)), registry()
+        before = await asyncio.to_thread(_identities, book)
         known = await asyncio.to_thread(_known, book, manager.stores, wanted)
         record = known if known else await asyncio.to_thread(_derived, book, manager.stores, wanted)
         if not wanted.sandbox_id and _in_use_here(record):  # the notebook changes its kernel for a new one
@@ -86,6 +88,8 @@ class Claim:
         claim = cls(manager, book, record)
         try:
             await claim._attach(wanted, features, patience)
+            if claim.handle.metadata.user == wanted.user and claim.handle.metadata.shared_with != wanted.shared_with:
+                await claim.handle.change(shared_with=wanted.shared_with)
             path = claim.handle.metadata.notebook_path
             if known is None and wanted.notebook_path and path != wanted.notebook_path:
                 await claim.give_up(forget=False)  # it followed its notebook to another name, on another server
@@ -94,8 +98,10 @@ class Claim:
             elif wanted.notebook_path and path != wanted.notebook_path:
                 await claim.handle.change(notebook_path=wanted.notebook_path)
             claim.record = await asyncio.to_thread(book.record, claim.record.sandbox_id, manager.stores, **wanted.facts)
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(claim._undo())
+            if isinstance(error, ForeignSandboxError | SignatureError) and record.id not in before:
+                await asyncio.to_thread(book.forget, record.id)  # a list of this user's sandboxes has no others'
             raise
         _here[claim.record.id] = claim
         return claim
@@ -109,7 +115,7 @@ class Claim:
             log.exception("Sandbox %s was not released after a failed start", self.record.sandbox_id)
 
     async def _attach(self, wanted: Wanted, features: Features, patience: float) -> None:
-        about = Identity(wanted.kernel_name, wanted.notebook_path, wanted.user)
+        about = Identity(wanted.kernel_name, wanted.notebook_path, wanted.user, shared_with=wanted.shared_with)
         sandbox_id = self.record.sandbox_id
         try:
             await self.manager.attach(sandbox_id, UNKNOWN, features, patience=patience)
@@ -153,6 +159,10 @@ _here: WeakValueDictionary[UUID, Claim] = WeakValueDictionary()
 def _in_use_here(record: SandboxRecord) -> bool:
     last = _here.get(record.id)
     return last is not None and record.sandbox_id in last.manager.handles
+
+
+def _identities(book: PersistentSandboxRegistry) -> set[UUID]:
+    return {record.id for record in book.list().records}
 
 
 def _known(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord | None:

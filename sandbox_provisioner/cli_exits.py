@@ -51,6 +51,8 @@ MEANINGS: tuple[tuple[type[SandboxError], ExitStatus], ...] = (
     (NotebookTakenError, ExitStatus.CONFLICT),
     (errors.ConfigurationError, ExitStatus.UNABLE),
     (errors.StorageNotHereError, ExitStatus.UNABLE),
+    (errors.ForeignSandboxError, ExitStatus.UNABLE),
+    (errors.SignatureError, ExitStatus.UNABLE),
     (errors.DiskFullError, ExitStatus.UNABLE),
     (NoServerError, ExitStatus.UNABLE),
     (ServerUnreachableError, ExitStatus.UNABLE),
@@ -62,6 +64,7 @@ BY_KIND = {
     "not-found": ExitStatus.MISSING,
     "not-set-up": ExitStatus.UNABLE,
     "elsewhere": ExitStatus.UNABLE,
+    "not-signed": ExitStatus.UNABLE,
     "disk-full": ExitStatus.UNABLE,
 }
 BY_STATUS: dict[int, ExitStatus] = {

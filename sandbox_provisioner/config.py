@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from jupyter_core.paths import jupyter_data_dir
+
 from .errors import ConfigurationError
+
+SIGNING_KEY = "SANDBOX_SIGNING_KEY"
+TRUST_STORAGE = "SANDBOX_TRUST_STORAGE"
+SHORTEST_KEY = 32
 
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
@@ -72,6 +79,28 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
     return value
 
 
+def user_name() -> str:
+    """Return the name by which this user's sandboxes are known: the login name, or the number of one without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
+
+
+def own_folder() -> Path:
+    """Return the folder of Jupyter's data directory with the user's key and registry."""
+    return Path(jupyter_data_dir(), "sandbox")
+
+
+def signing_key(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the key of SANDBOX_SIGNING_KEY; ConfigurationError, which does not tell it, if it is too short."""
+    value = environ.get(SIGNING_KEY, "").strip()
+    if value and len(value) < SHORTEST_KEY:
+        problem = f"{SIGNING_KEY} has {len(value)} characters, which can be guessed."
+        raise ConfigurationError(SIGNING_KEY, problem, f"Use {SHORTEST_KEY} or more, from `openssl rand -hex 32`.")
+    return value
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one sort of thing is kept: a bucket, a folder where one is mounted, or, if neither is set, nowhere."""
@@ -126,6 +155,12 @@ class GCSConfig:
     snapshots: Place = Place("FILESYSTEM_SNAPSHOT")
     prefix: str = ""
     """What every object's name begins with, in buckets and where they are mounted; no slash at its end."""
+    own: Path = field(default_factory=own_folder)
+    """The folder of the user's that has the key and the registry, wherever the rest is kept."""
+    signing_key: str = field(default_factory=signing_key, repr=False)
+    """The key that signs what is kept; empty means the one in ``own``."""
+    trust_storage: bool = False
+    """Whether documents that are not signed with the key are accepted."""
 
     @classmethod
     def from_environment(cls, default_folder: Path, environ: Mapping[str, str] = os.environ) -> GCSConfig:
@@ -140,6 +175,8 @@ class GCSConfig:
             checkpoints=cls.checkpoints.read(environ),
             snapshots=cls.snapshots.read(environ),
             prefix=_prefix("SANDBOX_OBJECT_PREFIX", environ),
+            signing_key=signing_key(environ),
+            trust_storage=flag(TRUST_STORAGE, environ),
         )
 
     @property

@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 
 from .bundle import BundleSpec, Mount, windows
 from .errors import GuestError, MetadataError
-from .fingerprints import DIGEST, LARGE, Fingerprints
+from .fingerprints import LARGE, Fingerprints
 from .folders import within
 from .guesttool import GuestTool
 from .gvisor import GVisorSandbox
+from .storage.base import DIGEST
 from .workers import bulk
 
 T = TypeVar("T")

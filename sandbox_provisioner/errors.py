@@ -112,6 +112,59 @@ class MetadataError(SandboxError):
     """A stored document cannot be understood."""
 
 
+class SignatureError(SandboxError):
+    """A stored document was not written with this user's key; ``foreign`` if it claims to be another user's."""
+
+    def __init__(self, problem: str, remedy: str, foreign: bool) -> None:
+        self.foreign = foreign
+        super().__init__(problem, remedy)
+
+    @classmethod
+    def unsigned(cls, name: str, where: str, foreign: bool) -> SignatureError:
+        """Return the error for a document without a signature."""
+        return cls(
+            f"{name} in {where} is not signed and was refused: another user, or a program that may write there, may "
+            "have made or changed it.",
+            "If it is yours, from before documents were signed, set SANDBOX_TRUST_STORAGE=1, open it once, and unset "
+            "the variable.",
+            foreign,
+        )
+
+    @classmethod
+    def other_key(cls, name: str, where: str, theirs: str, ours: str, key_file: str) -> SignatureError:
+        """Return the error for a document that names another key."""
+        return cls(
+            f"{name} in {where} is signed with the key {theirs} and was refused: the key of this server is {ours}.",
+            "It belongs to another user, or to a server of yours that has a key of its own. Servers that share storage "
+            f"need one key: set SANDBOX_SIGNING_KEY on all of them, for example to the content of {key_file} on the "
+            "server that saved it. If that key is lost, set SANDBOX_TRUST_STORAGE=1, open the sandbox once, and unset "
+            "the variable.",
+            foreign=True,
+        )
+
+    @classmethod
+    def changed(cls, name: str, where: str) -> SignatureError:
+        """Return the error for a document that our key did not sign as it is."""
+        return cls(
+            f"{name} in {where} does not match its signature and was refused: it was changed, or moved from another "
+            "place, after this user's key signed it.",
+            "Find out who can write there. Put back the original, or delete the sandbox.",
+            foreign=False,
+        )
+
+
+class ForeignSandboxError(SandboxError):
+    """A sandbox belongs to another ``user``, who does not share it with us."""
+
+    def __init__(self, sandbox_id: str, user: str, ours: str) -> None:
+        self.sandbox_id = sandbox_id
+        self.user = user
+        super().__init__(
+            f"Sandbox {sandbox_id} belongs to user {user!r:.100}, who does not share it with {ours!r:.100}.",
+            f"Choose another id; or ask the owner to set SANDBOX_SHARED_WITH={ours} and to open it once.",
+        )
+
+
 class SnapshotError(SandboxError):
     """A snapshot of a sandbox's files could not be made, or is none."""
 

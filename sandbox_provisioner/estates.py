@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from . import checkpoints, ledger
+from . import checkpoints, ledger, snapshots
 from .errors import (
+    LeaseHeldError,
     MetadataError,
     ObjectNotFoundError,
     SandboxError,
     SandboxExistsError,
     SandboxNotFoundError,
+    SignatureError,
     StateError,
 )
 from .journal import JOURNAL, Entry, What
@@ -32,8 +34,18 @@ RESEED = "reseed"
 
 @asynccontextmanager
 async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
-    """The lease of a sandbox, kept after the block if that succeeds and released if it does not."""
-    lease = await stores.leases.acquire(lock_name(sandbox_id), owner, patience)
+    """The lease of a sandbox, kept after the block if that succeeds and released if it does not.
+
+    Another user's server is not asked to hand its sandbox over: ForeignSandboxError, SignatureError.
+    """
+    try:
+        lease = await stores.leases.acquire(lock_name(sandbox_id), owner)
+    except LeaseHeldError:
+        with suppress(SandboxNotFoundError, MetadataError):
+            await asyncio.to_thread(describe_persistent, stores, sandbox_id)
+        if not patience:
+            raise
+        lease = await stores.leases.acquire(lock_name(sandbox_id), owner, patience)
     try:
         yield lease
     except BaseException:
@@ -45,18 +57,36 @@ async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float 
 async def borrowed(sandbox_id: str, stores: Stores, owner: Owner) -> AsyncIterator[Ledger]:
     """The document of a sandbox that nobody has open, leased for the block. LeaseHeldError, SandboxNotFoundError."""
     async with leased(sandbox_id, stores, owner) as lease:
-        yield await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
+        yield await open_document(stores, sandbox_id, lease)
     await lease.release()
+
+
+async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Ledger:
+    """Read the document of a sandbox that we have the lease of. The errors are those of ``ledger.load``."""
+    return await Ledger.open(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, sandbox_id)
+
+
+async def sign(book: Ledger, stores: Stores) -> None:
+    """Make a document ours. That of a sandbox from before documents were signed is accepted unsigned no more."""
+    await book.sign()
+    await asyncio.to_thread(_sign_earlier, stores, book.metadata.sandbox_id)
+
+
+def _sign_earlier(stores: Stores, sandbox_id: str) -> None:
+    if sandbox_id in stores.signer.earlier:
+        if stores.shelf:
+            snapshots.sign_earlier(stores.shelf, sandbox_id)
+        stores.signer.earlier.discard(sandbox_id)
 
 
 def describe_persistent(stores: Stores, sandbox_id: str) -> GCSSandboxMetadata:
     """What is recorded of a sandbox, without any claim to it. Blocks."""
-    return ledger.load(stores.metadata, metadata_name(sandbox_id), sandbox_id)[0]
+    return ledger.load(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)[0]
 
 
 def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
     """What a list shows of a sandbox, without any claim to it. Blocks."""
-    return ledger.glance(stores.metadata, metadata_name(sandbox_id), sandbox_id)
+    return ledger.glance(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)
 
 
 async def found_persistent(
@@ -74,7 +104,7 @@ async def found_persistent(
         made = await make(first.sandbox_id)
         contents = {**made.contents, RESEED: True}
         first = replace(first, checkpoint=replace(made, contents=contents))
-        await Ledger.create(stores.metadata, name, lease, first)
+        await Ledger.create(stores.metadata, stores.signer, name, lease, first)
         await asyncio.to_thread(_spare, stores, first.sandbox_id)
     await lease.release()
     return made
@@ -124,7 +154,7 @@ async def drop_savepoint(stores: Stores, sandbox_id: str, name: str, owner: Owne
     async with borrowed(sandbox_id, stores, owner) as book:
         dropped = book.metadata.savepoint(name)
         checkpoints.check_names(dropped.artifact, checkpoints_prefix(sandbox_id))
-        await book.sign()
+        await sign(book, stores)
         await book.change(lambda document: document.without_savepoint(name))
         if dropped.artifact.name not in book.metadata.kept:
             await bulk(store.delete_all, dropped.artifact.name)
@@ -133,22 +163,22 @@ async def drop_savepoint(stores: Stores, sandbox_id: str, name: str, owner: Owne
 async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only_empty: bool = False) -> int:
     """Delete a sandbox with its checkpoints and snapshots, also a damaged one; returns how many bytes that freed.
 
-    LeaseHeldError if it is in use; SandboxExistsError if it was to be ``only_empty``, and something is saved of it.
-    First goes the document: whatever happens then, the sandbox is gone. What is deleted was there before that, so that
-    one who comes after us loses nothing.
+    ForeignSandboxError, SignatureError if it is another user's; LeaseHeldError if it is in use; SandboxExistsError if
+    it was to be ``only_empty``, and something is saved of it. First goes the document: whatever happens then, the
+    sandbox is gone. What is deleted was there before that, so that one who comes after us loses nothing.
     """
     name = metadata_name(sandbox_id)
     async with leased(sandbox_id, stores, owner) as lease:
         found = await asyncio.to_thread(_all_artifacts, stores, sandbox_id)
         with suppress(SandboxNotFoundError):
             try:
-                book = await Ledger.open(stores.metadata, name, lease, sandbox_id)
+                book = await open_document(stores, sandbox_id, lease)
                 if only_empty and book.metadata.kept:
                     raise SandboxExistsError(sandbox_id, stores.metadata.where)
                 await book.sign()
                 generation = book.generation
-            except MetadataError:
-                if only_empty:
+            except (MetadataError, SignatureError) as error:
+                if only_empty or getattr(error, "foreign", False):
                     raise
                 generation = (await asyncio.to_thread(stores.metadata.info, name)).generation
             await asyncio.to_thread(_doom, stores, sandbox_id)
@@ -204,7 +234,7 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
         older = book.metadata.previous
         if older is None:
             raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
-        await book.sign()
+        await sign(book, stores)
         given_up = f"before-revert-{checkpoints.new_name()}"
         await book.change(lambda document: document.reverted(given_up))
     return older

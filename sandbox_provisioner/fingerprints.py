@@ -18,10 +18,10 @@ from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
+from .storage.base import DIGEST
 from .storage.parts import READ_SIZE
 
 NAME = "fingerprints.json"
-DIGEST = re.compile(r"[0-9a-f]{64}")
 KEY = re.compile(r"[0-9]+(:-?[0-9]+){4}")
 LARGE = 1 << 30
 """Of a file larger than this, ``SAMPLES`` pieces at even distances are hashed, with its size."""

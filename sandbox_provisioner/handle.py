@@ -27,6 +27,7 @@ from .errors import (
     StateError,
     StorageError,
     TooManySavepointsError,
+    UnsaveableError,
 )
 from .estates import RESEED, leased
 from .folders import require_itself
@@ -47,6 +48,8 @@ from .workers import bulk, control
 
 RESEED_SECONDS = 10.0
 MAX_SAVEPOINTS = 64
+MOST_WITH_SAVEPOINT = ledger.MOST_DOCUMENT - 2 * capture.MOST_RECORDED
+"""Bytes that a new savepoint may make of a document: savepoints leave room for the next two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Identity:
     notebook_path: str = ""
     user: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    shared_with: tuple[str, ...] = ()
 
     def document(self, sandbox_id: str) -> GCSSandboxMetadata:
         """The first one of a new sandbox."""
@@ -119,7 +123,8 @@ class SandboxHandle:
         """
         first = (identity or Identity()).document(sandbox_id)
         async with leased(sandbox_id, stores, owner) as lease:
-            creating = asyncio.create_task(Ledger.create(stores.metadata, metadata_name(sandbox_id), lease, first))
+            create = Ledger.create(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, first)
+            creating = asyncio.create_task(create)
             try:
                 book = await asyncio.shield(creating)
             except asyncio.CancelledError:
@@ -146,7 +151,7 @@ class SandboxHandle:
         """
         await control(_require_document, stores, sandbox_id)  # spares the lease of one that is to be created
         async with leased(sandbox_id, stores, owner, patience) as lease:
-            book = await Ledger.open(stores.metadata, metadata_name(sandbox_id), lease, sandbox_id)
+            book = await estates.open_document(stores, sandbox_id, lease)
             source = book.metadata.previous if previous else book.metadata.checkpoint
             if previous and source is None:
                 raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
@@ -154,7 +159,7 @@ class SandboxHandle:
                 stores.required_checkpoints()
                 await _require_fit(book.metadata, source, runsc, stores)
                 spec, platform = source.spec, source.platform
-            await book.sign()
+            await estates.sign(book, stores)
         return cls._persistent(spec, runsc, platform, stores, book, source)
 
     @classmethod
@@ -163,9 +168,9 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """The sandbox that runs on in ``folder`` though its server died: ``checkpoint`` it."""
         async with leased(note.sandbox_id, stores, owner, patience) as lease:
-            book = await Ledger.open(stores.metadata, metadata_name(note.sandbox_id), lease, note.sandbox_id)
+            book = await estates.open_document(stores, note.sandbox_id, lease)
             outdated = note.outdated(book.metadata)
-            await book.sign()
+            await estates.sign(book, stores)
         handle = cls._persistent(note.spec, runsc, note.platform, stores, book, book.metadata.checkpoint)
         handle.contents, handle.outdated = note.contents, outdated
         handle.instance = GVisorSandbox.orphan(
@@ -416,13 +421,16 @@ class SandboxHandle:
     def _require_room(self) -> None:
         if len(self.metadata.savepoints) >= MAX_SAVEPOINTS:
             raise TooManySavepointsError(self.sandbox_id, MAX_SAVEPOINTS)
+        if self._book().size > MOST_WITH_SAVEPOINT:
+            problem = f"its record in storage has {self._book().size:,} bytes already: delete some of its savepoints"
+            raise UnsaveableError(self.sandbox_id, [problem])
 
     async def _savepoint(self, name: str) -> Checkpoint:
         with JOURNAL.doing(self.entry(What.SAVED)) as work:
             made = self._source if self.instance.state == State.CHECKPOINTED else None
             made = made or await self.copy(self.sandbox_id, advance=work.advance)
             work.size = made.size
-            garbage = await self._change(lambda document: document.with_savepoint(name, made))
+            garbage = await self._change(lambda document: document.with_savepoint(name, made), MOST_WITH_SAVEPOINT)
         await self._delete(garbage)
         return made
 
@@ -449,7 +457,7 @@ class SandboxHandle:
         self.describe(self.contents)
         self.cleanup_task = asyncio.create_task(self._delete(garbage))
 
-    async def _change(self, change: ledger.Change) -> set[str]:
+    async def _change(self, change: ledger.Change, most: int = ledger.MOST_DOCUMENT) -> set[str]:
         """Change the document; the artifacts that nobody needs then: proven ones' predecessors, failed attempts.
 
         Only what was there before the change counts, because after it another server may have made its own.
@@ -457,7 +465,7 @@ class SandboxHandle:
         store, found = self._kept_in().checkpoints, set[str]()
         if store:
             found = await control(artifacts, store, checkpoints_prefix(self.sandbox_id))
-        await self._book().change(change)
+        await self._book().change(change, most)
         return found - self.metadata.kept
 
     async def _delete(self, garbage: set[str]) -> None:

@@ -222,7 +222,7 @@ class ExecuteHandler(StreamHandler):
     """``/api/sandboxes/{id}/execute``."""
 
     @web.authenticated
-    @authorized
+    @authorized(action="execute")  # type: ignore[untyped-decorator]
     async def post(self, id: str) -> None:
         """execute_in_sandbox."""
         body = self.body()

@@ -17,8 +17,9 @@ from .bundle import BundleSpec, Mount
 from .errors import MetadataError, SavepointNotFoundError
 from .storage.base import FileRecord
 
-SCHEMA = 2
-"""Of which 1 knew no savepoints; a program that knows none would collect them as garbage."""
+SCHEMA = 3
+"""1 has no savepoints: a program that does not know them would collect them as garbage. 2 is not signed: a program that
+does not sign would write what others refuse."""
 
 T = TypeVar("T")
 
@@ -86,6 +87,8 @@ class GCSSandboxMetadata:
     kernel_name: str = ""
     notebook_path: str = ""
     user: str = ""
+    shared_with: tuple[str, ...] = ()
+    """The names of other users who may do with it what ``user`` may."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     tenancy: Tenancy | None = None
     checkpoint: Checkpoint | None = None
@@ -159,6 +162,8 @@ class Summary:
     checkpoint: Stored | None
     previous: Stored | None
     savepoints: Mapping[str, Stored]
+    user: str = ""
+    shared_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,8 @@ def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
             checkpoint=_optional(document, "checkpoint", _stored),
             previous=_optional(document, "previous", _stored),
             savepoints=_savepoints(document, _stored),
+            user=_get(document, "user", str),
+            shared_with=_names(document, "shared_with"),
         )
 
 
@@ -280,6 +287,7 @@ def _metadata(document: dict[str, Any]) -> GCSSandboxMetadata:
         kernel_name=_get(document, "kernel_name", str),
         notebook_path=_get(document, "notebook_path", str),
         user=_get(document, "user", str),
+        shared_with=_names(document, "shared_with"),
         settings=_get(document, "settings", dict),
         tenancy=_optional(document, "tenancy", _tenancy),
         checkpoint=_optional(document, "checkpoint", _checkpoint),
@@ -291,6 +299,10 @@ def _metadata(document: dict[str, Any]) -> GCSSandboxMetadata:
 def _savepoints(document: dict[str, Any], make: Callable[[dict[str, Any]], T]) -> dict[str, T]:
     found = _get(document, "savepoints", dict) if document["schema"] > 1 else {}
     return {name: make(_object(value)) for name, value in found.items()}
+
+
+def _names(document: dict[str, Any], name: str) -> tuple[str, ...]:
+    return tuple(_is(user, str) for user in _get(document, name, list)) if name in document else ()
 
 
 def _tenancy(value: dict[str, Any]) -> Tenancy:
@@ -325,9 +337,10 @@ def _artifact(value: dict[str, Any]) -> GCSArtifact:
 
 def _file(value: dict[str, Any]) -> FileRecord:
     parts = tuple(_is(part, int) for part in _get(value, "parts", list))
-    record = FileRecord(_get(value, "size", int), _get(value, "part_size", int), parts)
-    if record.size < 0 or record.part_size < 1 or len(parts) != -(-record.size // record.part_size):
-        raise ValueError(f"a file of {record.size} bytes has not {len(parts)} parts of {record.part_size}")
+    digests = tuple(_is(digest, str) for digest in _get(value, "digests", list)) if "digests" in value else ()
+    record = FileRecord(_get(value, "size", int), _get(value, "part_size", int), parts, digests)
+    if record.problem:
+        raise ValueError(f"of a file, {record.problem}")
     return record
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-
-from jupyter_core.paths import jupyter_data_dir
 
 from . import estates, snapshots
-from .config import GCSConfig
+from .config import GCSConfig, own_folder, user_name
 from .errors import SandboxError
 from .handle import Identity
 from .lock.base import Owner
@@ -22,6 +18,7 @@ from .metadata import Checkpoint, GCSSandboxMetadata, Stored, Summary
 from .names import SANDBOX_ID, prefix, snapshot_prefix
 from .records import SandboxRecord
 from .registry import PersistentSandboxRegistry, require_here
+from .signing import REGISTRY
 from .snapshots import MANIFEST
 from .stores import Stores, open_stores, required_shelf
 
@@ -29,7 +26,7 @@ from .stores import Stores, open_stores, required_shelf
 def settings(storage_dir: str = "") -> GCSConfig:
     """What the environment says of storage; ``storage_dir``, from Jupyter's configuration, goes before its variable."""
     environ = {**os.environ, **({"SANDBOX_STORAGE_DIR": storage_dir} if storage_dir else {})}
-    return GCSConfig.from_environment(Path(jupyter_data_dir(), "sandbox", "storage"), environ)
+    return GCSConfig.from_environment(own_folder() / "storage", environ)
 
 
 def server() -> str:
@@ -39,7 +36,7 @@ def server() -> str:
 
 def registry() -> PersistentSandboxRegistry:
     """This user's registry."""
-    return PersistentSandboxRegistry(Path(jupyter_data_dir(), "sandbox", "registry"))
+    return PersistentSandboxRegistry(own_folder() / REGISTRY)
 
 
 def touch(sandbox_ids: Iterable[str]) -> None:
@@ -111,7 +108,7 @@ class Persistence:
         LeaseHeldError if that is in use; SavepointNotFoundError.
         """
         require_here(record, self.stores)
-        first = Identity(new.kernel_name, new.notebook_path, getpass.getuser()).document(new.sandbox_id)
+        first = Identity(new.kernel_name, new.notebook_path, user_name()).document(new.sandbox_id)
         asyncio.run(estates.fork_persistent(self.stores, record.sandbox_id, first, _owner(), savepoint))
 
     def drop_savepoint(self, record: SandboxRecord, name: str) -> None:
@@ -121,7 +118,7 @@ class Persistence:
 
     def drop_snapshot(self, record: SandboxRecord, name: str) -> None:
         """Delete a snapshot. SnapshotNotFoundError. Blocks."""
-        require_here(record, self.stores)
+        self.summarise(record)  # refuses what is not ours
         snapshots.delete(required_shelf(self.stores.shelf).store, snapshot_prefix(record.sandbox_id, name))
 
 

@@ -21,6 +21,8 @@ MEDIA_TYPE = "application/problem+json"
 STATUSES: tuple[tuple[type[SandboxError], HTTPStatus, str], ...] = (
     (BadRequestError, HTTPStatus.BAD_REQUEST, "bad-request"),
     (errors.ConfigurationError, HTTPStatus.BAD_REQUEST, "not-set-up"),
+    (errors.ForeignSandboxError, HTTPStatus.FORBIDDEN, "not-yours"),
+    (errors.SignatureError, HTTPStatus.UNPROCESSABLE_ENTITY, "not-signed"),
     (errors.UnknownSandboxError, HTTPStatus.NOT_FOUND, "not-found"),
     (errors.SandboxNotFoundError, HTTPStatus.NOT_FOUND, "not-found"),
     (errors.SavepointNotFoundError, HTTPStatus.NOT_FOUND, "not-found"),

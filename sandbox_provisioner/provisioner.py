@@ -7,7 +7,6 @@ exactly as Jupyter's own; the process, and everything the kernel can reach, is o
 from __future__ import annotations
 
 import asyncio
-import getpass
 import ipaddress
 import os
 import signal
@@ -27,6 +26,7 @@ from .apology import apologise
 from .asks import attend
 from .bundle import BundleSpec, Mount
 from .claims import Claim, Wanted
+from .config import user_name
 from .errors import ConfigurationError, GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
 from .folders import working_folder
 from .gvisor import GVisorSandbox
@@ -316,7 +316,7 @@ class SandboxProvisioner(SandboxSettings):
     async def fork(self, new_id: str, savepoint: str = "", notebook_path: str = "") -> None:
         """Found the sandbox ``new_id`` with this kernel's memory, now or at a savepoint; it is not started."""
         claim = self._require_kept()
-        about = Identity(claim.record.kernel_name, notebook_path, getpass.getuser())
+        about = Identity(claim.record.kernel_name, notebook_path, user_name())
         await IO.run(claim.manager.fork(claim.record.sandbox_id, new_id, about, savepoint))
 
     async def save_snapshot(self, name: str) -> GCSArtifact:

@@ -45,13 +45,16 @@ class SandboxRecord:
     notebook_path: str
     created: datetime
     last_used: datetime
+    signed: bool = True
+    """Whether its documents are signed: those of sandboxes that were made before that was done are not at first."""
 
 
 def encode(record: SandboxRecord) -> bytes:
     """The document as bytes; ConfigurationError if the settings are nothing that JSON can hold."""
     values = {name: getattr(record, name) for name in FIELDS}
     times = {name: values[name].astimezone(UTC).isoformat() for name in ("created", "last_used")}
-    document = {"version": VERSION, **values, **times, "id": str(record.id), "settings": dict(record.settings)}
+    own = {"id": str(record.id), "settings": dict(record.settings), "signed": record.signed}
+    document = {"version": VERSION, **values, **times, **own}
     try:
         return json.dumps(document, indent=1, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -85,7 +88,7 @@ def _record(document: Mapping[str, Any]) -> SandboxRecord:
             raise ValueError(f"its {name} is {str(document.get(name))[:100]!r}")
     values = {name: document[name] for name in FIELDS}
     times = {name: _time(values[name]) for name in ("created", "last_used")}
-    return SandboxRecord(**{**values, **times, "id": UUID(values["id"])})
+    return SandboxRecord(**{**values, **times, "id": UUID(values["id"]), "signed": document.get("signed") is True})
 
 
 def _no_number(name: str) -> None:

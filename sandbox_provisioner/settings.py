@@ -202,6 +202,17 @@ class SandboxSettings(LocalProvisioner):
         "folder. Environment: SANDBOX_STORAGE_DIR",
     )
 
+    shared_with = List(
+        Unicode(),
+        config=True,
+        help="Names of other users who may open, fork, change and delete the sandbox as you may; their servers need "
+        "the same storage and the same SANDBOX_SIGNING_KEY. Environment, comma-separated: SANDBOX_SHARED_WITH",
+    )
+
+    @default("shared_with")
+    def _default_shared_with(self) -> list[str]:
+        return config.words("SANDBOX_SHARED_WITH")
+
     @default("persistent")
     def _default_persistent(self) -> bool:
         return config.flag("SANDBOX_PERSISTENT", default=True)

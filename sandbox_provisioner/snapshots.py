@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from . import archive, metadata
 from .checkpoints import now
-from .errors import CorruptObjectError, ObjectNotFoundError, SnapshotError, SnapshotNotFoundError
+from .errors import (
+    ConflictError,
+    CorruptObjectError,
+    MetadataError,
+    ObjectNotFoundError,
+    SignatureError,
+    SnapshotError,
+    SnapshotNotFoundError,
+)
 from .gvisor import GVisorSandbox
 from .metadata import GCSArtifact
+from .names import prefix
 from .staging import staging
 from .storage.base import NEW, Advance, ObjectStore
 from .stores import Shelf
@@ -22,21 +32,22 @@ LARGEST = 64 << 30
 async def save(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advance) -> GCSArtifact:
     """Archive a running sandbox's files below the prefix ``below``; SnapshotError if there is a snapshot already."""
     store = shelf.store
-    if await asyncio.to_thread(manifest, store, below):
+    if await asyncio.to_thread(_exists, store, below + MANIFEST):
         raise SnapshotError(f"There is a snapshot {below} in {store.where} already.", "Choose another name.")
     await bulk(store.delete_all, below)
     with staging(shelf.staging) as folder:
         await archive.save(sandbox, folder / FILE, LARGEST)
         record = await bulk(store.upload, folder / FILE, below + FILE, advance)
     artifact = GCSArtifact(below, now(), {FILE: record})
-    await asyncio.to_thread(store.write, below + MANIFEST, metadata.encode_artifact(artifact), NEW)
+    data = await asyncio.to_thread(shelf.signer.sign, below + MANIFEST, metadata.encode_artifact(artifact))
+    await asyncio.to_thread(store.write, below + MANIFEST, data, NEW)
     return artifact
 
 
 async def load(shelf: Shelf, below: str, sandbox: GVisorSandbox) -> None:
     """Put the files of the snapshot below ``below`` in their places in a running sandbox."""
     store = shelf.store
-    artifact = await asyncio.to_thread(manifest, store, below)
+    artifact = await asyncio.to_thread(manifest, shelf, below)
     if artifact is None:
         raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
     if FILE not in artifact.files:
@@ -53,10 +64,35 @@ def delete(store: ObjectStore, below: str) -> None:
     store.delete_all(below)
 
 
-def manifest(store: ObjectStore, below: str) -> GCSArtifact | None:
-    """What the snapshot below ``below`` consists of; None if there is none that is complete. Blocks."""
+def manifest(shelf: Shelf, below: str) -> GCSArtifact | None:
+    """What the snapshot below ``below`` consists of; None if there is none that is complete. Blocks.
+
+    SignatureError if it is not signed with this user's key.
+    """
+    store = shelf.store
     try:
         data, _ = store.read(below + MANIFEST)
     except ObjectNotFoundError:
         return None
+    shelf.signer.verify(below + MANIFEST, store.where, below.split("/")[1], data)
     return metadata.decode_artifact(data, f"{below}{MANIFEST} in {store.where}")
+
+
+def sign_earlier(shelf: Shelf, sandbox_id: str) -> None:
+    """Sign the snapshots of a sandbox from before manifests were signed. Blocks."""
+    store = shelf.store
+    for info in store.list(f"{prefix(sandbox_id)}snapshots/"):
+        if info.name.endswith(f"/{MANIFEST}"):
+            with suppress(ObjectNotFoundError, ConflictError, MetadataError, SignatureError):
+                data, found = store.read(info.name)
+                shelf.signer.verify(info.name, store.where, sandbox_id, data)
+                artifact = metadata.decode_artifact(data, info.name)
+                signed = shelf.signer.sign(info.name, metadata.encode_artifact(artifact))
+                store.write(info.name, signed, found.generation)
+
+
+def _exists(store: ObjectStore, name: str) -> bool:
+    try:
+        return bool(store.info(name))
+    except ObjectNotFoundError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 from collections.abc import Mapping
 
@@ -32,7 +31,8 @@ def wanted(env: Mapping[str, str], settings: SandboxSettings, kernel_name: str) 
     notebook = env.get("JPY_SESSION_NAME", "")
     if not explicit and not (settings.persistent and notebook.endswith(".ipynb")):
         return None
-    return Wanted(kernel_name, notebook, explicit, bool(gcs), getpass.getuser())
+    shared_with = tuple(settings.shared_with)
+    return Wanted(kernel_name, notebook, explicit, bool(gcs), config.user_name(), shared_with)
 
 
 def _asked(env: Mapping[str, str]) -> dict[str, str]:

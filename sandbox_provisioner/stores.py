@@ -14,6 +14,7 @@ from .fingerprints import Fingerprints
 from .lock.base import Leases
 from .lock.local import LocalLeases
 from .lock.objects import ObjectLeases
+from .signing import Signer
 from .storage.base import ObjectStore
 from .storage.local import LocalStore
 from .storage.mounted import MountedStore
@@ -28,6 +29,7 @@ class Shelf:
 
     store: ObjectStore
     staging: Path
+    signer: Signer
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,12 @@ class Stores:
     staging: Path
     """For images on their way: on this machine, and on the disk of the local store if there is one."""
     fingerprints: Fingerprints
+    signer: Signer
 
     @property
     def shelf(self) -> Shelf | None:
         """For snapshots of these sandboxes."""
-        return Shelf(self.snapshots, self.staging) if self.snapshots else None
+        return Shelf(self.snapshots, self.staging, self.signer) if self.snapshots else None
 
     def required_checkpoints(self) -> ObjectStore:
         """The place for checkpoints; ConfigurationError if there is none."""
@@ -89,7 +92,8 @@ def open_stores(config: GCSConfig) -> Stores:
     staging, fingerprints = folder / STAGING, Fingerprints(folder / CACHE)
     if config.embedded:
         store = LocalStore(folder)
-        return Stores(store.kind, store, store, store, LocalLeases(folder / LEASES), staging, fingerprints)
+        leases = LocalLeases(folder / LEASES)
+        return Stores(store.kind, store, store, store, leases, staging, fingerprints, Signer(config))
     metadata = _conditional(config.metadata, config.prefix)
     return Stores(
         kind=metadata.kind,
@@ -99,6 +103,7 @@ def open_stores(config: GCSConfig) -> Stores:
         leases=_leases(config.locks, config.prefix),
         staging=staging,
         fingerprints=fingerprints,
+        signer=Signer(config),
     )
 
 
@@ -110,7 +115,7 @@ def open_snapshots(config: GCSConfig) -> ObjectStore | None:
 def open_shelf(config: GCSConfig) -> Shelf | None:
     """For snapshots of sandboxes of which nothing else is kept."""
     store = open_snapshots(config)
-    return Shelf(store, _own(config.folder) / STAGING) if store else None
+    return Shelf(store, _own(config.folder) / STAGING, Signer(config)) if store else None
 
 
 def _own(folder: Path) -> Path:

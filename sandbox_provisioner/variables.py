@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from .config import SIGNING_KEY
+
 PASSED = (
     "PATH", "LANG", "LANGUAGE", "TZ", "TERM", "COLUMNS", "LINES", "VIRTUAL_ENV", "CONDA_PREFIX",
     "CONDA_DEFAULT_ENV", "PYTHONPATH", "IPYKERNEL_CELL_NAME", "JPY_SESSION_NAME", "OMP_NUM_THREADS",
@@ -19,7 +21,7 @@ FALLBACK_HOME = "/home/sandbox"
 def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
     """Of all variables: those that are ``permitted``, those that this start was given, and the harmless ones."""
     _server_environment.update(_initial_environment().items(), os.environ.items())
-    named = {*permitted, *PASSED}
+    named = {*permitted, *PASSED} - {SIGNING_KEY}  # a guest that has the key could sign for its user
     passed = {
         name: value
         for name, value in env.items()

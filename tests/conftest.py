@@ -38,6 +38,8 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 LONG = 60
+os.environ["SANDBOX_SIGNING_KEY"] = "the key of all tests that have no other one"
+"""So that no test makes one in the home of whoever runs it."""
 os.environ["SANDBOX_TEMPLATE"] = "none"
 """Kernels start from nothing, unless a test or --templates says otherwise: a template is made behind one's back."""
 

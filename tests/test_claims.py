@@ -33,6 +33,7 @@ def move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
     def move(machine: str) -> None:
         monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / machine))
 
+    monkeypatch.setenv("LOGNAME", "me")
     move("here")
     return move
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import put_document
 from gcs_server import GCS
 from machines import empty_machine
 
-from sandbox_provisioner import metadata, names, records
+from sandbox_provisioner import names, records
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.cli import main
 from sandbox_provisioner.cli_options import span
@@ -64,7 +65,7 @@ def keep(tmp_path: Path, data: Path) -> Keep:
             checkpoint=None if saved is None else checkpoint(kept, record, tmp_path / "image", saved),
             savepoints={name: checkpoint(kept, record, tmp_path / "image", 300, name) for name in savepoints},
         )
-        kept.stores.metadata.write(names.metadata_name(record.sandbox_id), metadata.encode(document))
+        put_document(kept.stores, document)
         return record
 
     return make
@@ -161,7 +162,8 @@ def test_a_sandbox_that_runs_or_is_gone_or_elsewhere_is_shown_as_that(
     kept = Persistence.open()
     states[str(kept.registry.allocate(kept.stores).id)] = "gone"
     damaged = kept.registry.allocate(kept.stores)
-    kept.stores.metadata.write(names.metadata_name(damaged.sandbox_id), b"{")
+    name = names.metadata_name(damaged.sandbox_id)
+    kept.stores.metadata.write(name, kept.stores.signer.sign(name, b"{"))
     states[str(damaged.id)] = "unknown"
     monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "other"))
     elsewhere = Persistence.open()
@@ -217,9 +219,7 @@ def test_revert_gives_up_the_last_checkpoint_for_the_one_before(
     document = kept.describe(record)
     assert document.checkpoint is not None
     older = replace(document.checkpoint, seconds=7.0)
-    kept.stores.metadata.write(
-        names.metadata_name(record.sandbox_id), metadata.encode(replace(document, previous=older))
-    )
+    put_document(kept.stores, replace(document, previous=older))
     assert ask("revert", str(record.id)) == {"reverted": {str(record.id): older.created}}
     reverted = kept.describe(record)
     assert (reverted.checkpoint, reverted.previous) == (older, None)

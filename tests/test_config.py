@@ -90,12 +90,14 @@ def refusal_of(environ: dict[str, str]) -> ConfigurationError:
 
 def test_with_nothing_set_the_embedded_default_can_do_everything(tmp_path: Path) -> None:
     settings = GCSConfig.from_environment(tmp_path, {})
-    assert settings == GCSConfig(folder=tmp_path)
+    assert settings == GCSConfig(folder=tmp_path, signing_key="")
     assert settings.can_persist() and settings.can_checkpoint() and settings.can_hand_off() and settings.can_snapshot()
 
 
 def test_an_empty_variable_is_one_that_is_not_set(tmp_path: Path) -> None:
-    assert GCSConfig.from_environment(tmp_path, {LOCK: "", "SANDBOX_STORAGE_DIR": ""}) == GCSConfig(folder=tmp_path)
+    assert GCSConfig.from_environment(tmp_path, {LOCK: "", "SANDBOX_STORAGE_DIR": ""}) == GCSConfig(
+        folder=tmp_path, signing_key=""
+    )
 
 
 def test_another_folder_can_be_named_and_need_not_exist_yet(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Afterwards it can be attached, in its old or its new state, and nothing that bel
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import subprocess
 import sys
@@ -33,7 +34,8 @@ class Killing:
     def __init__(self, folder: Path, spec: BundleSpec, runsc: Runsc, bucket: str = "") -> None:
         buckets = ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT")
         places = {f"{name}_BUCKET": bucket for name in buckets} | {"SANDBOX_OBJECT_PREFIX": folder.name}
-        self.config = GCSConfig.from_environment(folder / "storage", places if bucket else {})
+        key = {"SANDBOX_SIGNING_KEY": os.environ["SANDBOX_SIGNING_KEY"]}
+        self.config = GCSConfig.from_environment(folder / "storage", key | places if bucket else key)
         self.spec = spec
         self.runsc = runsc
         self._given = folder / "given"

@@ -7,12 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from gcs_server import GCS
 from notebooks import Notebook
 from servers import Server
+from traitlets.config import Config
 
+from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.persistence import Persistence
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -79,6 +83,7 @@ def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state
 def test_with_the_settings_for_a_bucket_a_server_that_shares_nothing_else_goes_on_where_another_was(
     serve: Serve, sandboxed: Sandboxed, gcs: GCS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SANDBOX_SIGNING_KEY", "k" * 32)
     shell = ["sh", "-c", f"BUCKET={gcs.bucket}; . '{EXAMPLES / 'gcs' / 'env.sh'}'; env -0"]
     for line in subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split("\0"):
         name, _, value = line.partition("=")
@@ -93,3 +98,35 @@ def test_with_the_settings_for_a_bucket_a_server_that_shares_nothing_else_goes_o
     elsewhere.close()
     prefix = os.environ["SANDBOX_OBJECT_PREFIX"]
     assert {name.startswith(f"{prefix}/") for _, name in gcs.requests() if name} == {True}
+
+
+def hub_config(example: str, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return the configuration of a hub from an example."""
+    config = Config()
+    if example == "kubernetes":
+        monkeypatch.setenv("SANDBOX_HUB_SECRET", "s" * 64)
+        values = yaml.safe_load((EXAMPLES / "kubernetes" / "values.yaml").read_text())
+        (code,) = values["hub"]["extraConfig"].values()
+    else:
+        code = (EXAMPLES / "jupyterhub" / "jupyterhub_config.py").read_text()
+    exec(compile(code, example, "exec"), {"c": config, "get_config": lambda: config})
+    return config
+
+
+@pytest.mark.parametrize("example", ["jupyterhub", "kubernetes"])
+def test_hubs_give_each_user_a_key_and_a_prefix(example: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, list[dict[str, str]]] = {}
+    for _ in ("first start of the hub", "second start"):
+        config = hub_config(example, monkeypatch)
+        for name in ("alice", "bob", "b-b", "b@b"):
+            spawner = SimpleNamespace(
+                user=SimpleNamespace(name=name), home_dir=str(tmp_path / name), environment={"OTHER": "1"}
+            )
+            config.Spawner.pre_spawn_hook(spawner)
+            assert spawner.environment["OTHER"] == "1"
+            assert GCSConfig.from_environment(tmp_path, spawner.environment).signing_key
+            found.setdefault(name, []).append(spawner.environment)
+    assert all(first == second for first, second in found.values())
+    for variable in ("SANDBOX_SIGNING_KEY", *(["SANDBOX_OBJECT_PREFIX"] if example == "jupyterhub" else [])):
+        assert len({first[variable] for first, _ in found.values()}) == len(found)

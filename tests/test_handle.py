@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 from cell import LONG, local_stores, start_cell, tell
+from documents import put_document
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_provisioner import estates, names
 from sandbox_provisioner.bundle import BundleSpec, Mount
+from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import (
     ConfigurationError,
     ConflictError,
@@ -30,11 +32,12 @@ from sandbox_provisioner.errors import (
     SandboxError,
     SandboxExistsError,
     SandboxNotFoundError,
+    SignatureError,
     StorageUnavailableError,
 )
 from sandbox_provisioner.handle import Identity, SandboxHandle
 from sandbox_provisioner.lock.base import Lease, Owner
-from sandbox_provisioner.metadata import decode, encode
+from sandbox_provisioner.metadata import decode
 from sandbox_provisioner.names import valid_id
 from sandbox_provisioner.runsc import Runsc
 from sandbox_provisioner.states import State
@@ -133,7 +136,7 @@ async def attach(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterato
 @pytest.fixture
 async def running(create: Attach) -> SandboxHandle:
     """A persistent sandbox with a cell in it."""
-    handle = await create(identity=Identity("python3-sandbox", "a.ipynb", "me", {"colour": "blue"}))
+    handle = await create(identity=Identity("python3-sandbox", "a.ipynb", user_name(), {"colour": "blue"}))
     await handle.start()
     await start_cell(handle)
     return handle
@@ -378,14 +381,12 @@ async def test_foreign_metadata_is_refused(saved: None, attach: Attach, stores: 
     assert document.checkpoint is not None
     for foreign in ("sandboxes/other/checkpoints/1/", "/etc/", "sandboxes/box/checkpoints/../../other/"):
         artifact = replace(document.checkpoint.artifact, name=foreign)
-        stores.metadata.write(
-            name, encode(replace(document, checkpoint=replace(document.checkpoint, artifact=artifact)))
-        )
+        put_document(stores, replace(document, checkpoint=replace(document.checkpoint, artifact=artifact)))
         handle = await attach()
         with pytest.raises(MetadataError, match="checkpoint is said to be"):
             await handle.restore()
         await handle.release()
-    stores.metadata.write(name, b"{}")
+    stores.metadata.write(name, stores.signer.sign(name, b"{}"))
     with pytest.raises(MetadataError, match=r"metadata\.json"):
         await attach()
 
@@ -468,9 +469,11 @@ async def test_a_deletion_that_stood_still_spares_a_sandbox_that_another_has_tak
 
 async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach, stores: Stores) -> None:
     await (await create()).release()
-    stores.metadata.write(names.metadata_name("box"), b"{}")
-    with pytest.raises(MetadataError):
-        await attach()
+    name = names.metadata_name("box")
+    for damaged, error in ((stores.signer.sign(name, b"{}"), MetadataError), (b"{}", SignatureError)):
+        stores.metadata.write(name, damaged)
+        with pytest.raises(error):
+            await attach()
     await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
     assert files(stores) == []
 

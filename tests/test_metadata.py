@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from sandbox_provisioner.metadata import (
     encode_artifact,
 )
 from sandbox_provisioner.storage.base import FileRecord
+from sandbox_provisioner.storage.local import LocalStore
 
 SPEC = BundleSpec(
     "/usr/bin/python3",
@@ -84,6 +86,15 @@ def test_an_artifact_and_a_note_survive_storage() -> None:
     assert decode_note(json.loads(json.dumps(asdict(note))), "there") == note
 
 
+def test_a_document_with_an_empty_file_survives_storage(tmp_path: Path) -> None:
+    (tmp_path / "pages.img").touch()
+    record = LocalStore(tmp_path / "store").upload(tmp_path / "pages.img", "pages.img")
+    artifact = replace(ARTIFACT, files={"pages.img": record})
+    document = replace(BARE, checkpoint=replace(CHECKPOINT, artifact=artifact))
+    assert decode(encode(document), "there", "a") == document
+    assert decode_artifact(encode_artifact(artifact), "there") == artifact
+
+
 def test_a_newer_schema_is_refused_with_what_to_do() -> None:
     newer = json.loads(encode(BARE)) | {"schema": SCHEMA + 1}
     with pytest.raises(MetadataError, match=rf"there has schema {SCHEMA + 1}.*Upgrade"):
@@ -109,6 +120,8 @@ def test_anothers_document_is_refused() -> None:
         lambda document: document["checkpoint"]["artifact"]["files"].update(x={"size": 1}),
         lambda document: document["checkpoint"]["artifact"]["files"]["pages.img"].update(size=-1),
         lambda document: document["checkpoint"]["artifact"]["files"]["pages.img"].update(parts=[1]),
+        lambda document: document["checkpoint"]["artifact"]["files"]["pages.img"].update(digests=["ab" * 32]),
+        lambda document: document["checkpoint"]["artifact"]["files"]["pages.img"].update(digests=["x", "y", "z"]),
         lambda document: document["checkpoint"].update(cpu_features=[None]),
         lambda document: document["checkpoint"].update(seconds="long"),
     ],

@@ -13,12 +13,13 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from documents import put_document
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 from jupyter_server.services.sessions.sessionmanager import SessionManager
 from machines import empty_machine
 
-from sandbox_provisioner import contract, metadata, names, records
+from sandbox_provisioner import contract, records
 from sandbox_provisioner.contract import BadRequestError
 from sandbox_provisioner.errors import ConfigurationError, SandboxNotFoundError, StateError, StorageNotHereError
 from sandbox_provisioner.inventory import Inventory
@@ -81,7 +82,7 @@ def keep(data: Path) -> Keep:
             last_used=record.last_used.isoformat(),
             tenancy=Tenancy(1, "a server", running),
         )
-        kept.stores.metadata.write(names.metadata_name(record.sandbox_id), metadata.encode(document))
+        put_document(kept.stores, document)
         return record
 
     return make

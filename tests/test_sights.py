@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import put_document
 from gcs_server import GCS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,7 +70,7 @@ def keep(sandboxes: Persistence) -> Keep:
 
     def make(document: GCSSandboxMetadata) -> SandboxRecord:
         record = sandboxes.registry.allocate(sandboxes.stores)
-        write(sandboxes, record, metadata.encode(replace(document, sandbox_id=record.sandbox_id)))
+        put_document(sandboxes.stores, replace(document, sandbox_id=record.sandbox_id))
         return record
 
     return make
@@ -123,7 +124,8 @@ def test_what_cannot_be_seen_has_a_problem_and_hides_nobody_else(sandboxes: Pers
         keep(BARE),
         keep(FULL),
     )
-    write(sandboxes, damaged, b'{"schema": 2')
+    name = names.metadata_name(damaged.sandbox_id)
+    write(sandboxes, damaged, sandboxes.stores.signer.sign(name, b'{"schema": 2'))
     elsewhere = replace(first, where="another place")
     sights = look(sandboxes, [first, gone, damaged, elsewhere, last])
     assert [sight.record for sight in sights] == [first, gone, damaged, elsewhere, last]

@@ -220,6 +220,25 @@ def test_a_record_that_contradicts_itself_is_refused(
     assert not (tmp_path / "copy").exists()
 
 
+def test_download_refuses_other_bytes_with_the_same_crc(
+    store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path
+) -> None:
+    wanted = store.upload(a_file(b"data"), "wanted")
+    forged = replace(store.upload(a_file(b"evil"), "forged"), digests=wanted.digests)
+    with pytest.raises(CorruptObjectError, match="wrong checksum"):
+        store.download("forged", forged, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    if store.kind in ("local", "mounted"):
+        with pytest.raises(CorruptObjectError):
+            store.in_place("forged", forged)
+
+
+def test_records_without_digests_are_read(store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path) -> None:
+    record = replace(store.upload(a_file(b"data"), "file"), digests=())
+    store.download("file", record, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"data"
+
+
 def test_all_below_a_prefix_is_deleted_and_nothing_else(store: ObjectStore, a_file: Callable[[bytes], Path]) -> None:
     store.write("a/1", b"12345")
     store.write("a/b/2", b"123")
@@ -245,6 +264,18 @@ def test_a_file_can_be_used_in_place_where_the_store_is_a_folder(
         assert path.read_bytes() == b"data"
         with pytest.raises(CorruptObjectError):
             store.in_place("checkpoints/1/file", replace(record, parts=(1,)))
+
+
+@pytest.mark.parametrize("open_to_others", ["", "checkpoints", "checkpoints/1", "checkpoints/1/file"])
+def test_file_that_others_can_change_is_copied_instead(
+    store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path, open_to_others: str
+) -> None:
+    record = store.upload(a_file(b"data"), "checkpoints/1/file")
+    if store.kind in ("local", "mounted"):
+        Path(store.where, open_to_others).chmod(0o777)
+    assert store.in_place("checkpoints/1/file", record) is None
+    store.download("checkpoints/1/file", record, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"data"
 
 
 @pytest.mark.parametrize("name", HOSTILE)

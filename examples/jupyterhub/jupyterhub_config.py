@@ -5,8 +5,12 @@ Anybody who reaches it can log in under any name, so it listens on this machine 
 
 from __future__ import annotations
 
+import hmac
 import os
+import re
+import secrets
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +37,30 @@ if os.geteuid() == 0:
 c.Spawner.notebook_dir = "~/notebooks"
 
 
-def make_notebook_folder(spawner: Any) -> None:
+def hub_secret() -> bytes:
+    """Read the secret that users' keys are made of; it is made when the hub starts for the first time."""
+    file = HERE / "sandbox_secret"
+    if not file.exists():
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            new.write(secrets.token_hex(32))
+    return file.read_bytes()
+
+
+SECRET = hub_secret()
+
+
+def prepare(spawner: Any) -> None:
     Path(spawner.home_dir, "notebooks").mkdir(parents=True, exist_ok=True)
+    name = spawner.user.name
+    # What a user's servers keep is signed with a key of that user's, and in a bucket it has a prefix of its own.
+    spawner.environment = {
+        **spawner.environment,
+        "SANDBOX_SIGNING_KEY": hmac.new(SECRET, name.encode(), sha256).hexdigest(),
+        "SANDBOX_OBJECT_PREFIX": f"users/{re.sub('[^a-z0-9]', '-', name)}-{sha256(name.encode()).hexdigest()[:16]}",
+    }
 
 
-c.Spawner.pre_spawn_hook = make_notebook_folder
+c.Spawner.pre_spawn_hook = prepare
 
 # All servers of a user share a home, and so Jupyter's data folder, where saved kernels are kept; servers that do not
 # share one need a bucket. The one that opens a notebook gets its kernel from the one that has it.

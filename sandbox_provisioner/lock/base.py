@@ -20,7 +20,6 @@ Not guaranteed:
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import os
 import socket
@@ -28,6 +27,8 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
+
+from ..config import user_name
 
 LONGEST_WORD = 200
 
@@ -48,11 +49,7 @@ class Owner:
     @classmethod
     def here(cls, server: str) -> Owner:
         """This process, with a new nonce; ``server`` is what its users know it by."""
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):
-            user = f"user {os.getuid()}"
-        return cls(server, socket.gethostname(), os.getpid(), user, uuid4().hex)
+        return cls(server, socket.gethostname(), os.getpid(), user_name(), uuid4().hex)
 
     def to_json(self) -> str:
         """How it is stored."""

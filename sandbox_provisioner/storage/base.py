@@ -6,11 +6,15 @@ conditional, which is the only way in which two servers agree on anything. All m
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""A SHA-256 as records have it."""
 
 NEW = 0
 """The generation of an object that is not there: a write with it creates, or fails."""
@@ -30,11 +34,29 @@ class ObjectInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was uploaded: what proves, on download, that it is the same. ``parts`` has a CRC32C of each."""
+    """A file as it was uploaded: what proves, on download, that it is the same.
+
+    ``parts`` has the CRC32C of each part, against damage, and ``digests`` its SHA-256, against a deliberate change.
+    Records that were made by version 0.1.0 before documents were signed have no digests.
+    """
 
     size: int
     part_size: int
     parts: tuple[int, ...]
+    digests: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> str:
+        """Return how the record contradicts itself; empty if it does not. An empty file has one, empty, part."""
+        if self.size < 0 or self.part_size < 1 or len(self.parts) != -(-max(self.size, 1) // self.part_size):
+            return f"its record has {len(self.parts)} parts for {self.size} bytes"
+        if not all(0 <= part < 1 << 32 for part in self.parts):
+            return "its record has a checksum that cannot be one"
+        if self.digests and len(self.digests) != len(self.parts):
+            return f"its record has {len(self.digests)} digests for {len(self.parts)} parts"
+        if not all(DIGEST.fullmatch(digest) for digest in self.digests):
+            return "its record has a digest that is not a SHA-256"
+        return ""
 
 
 def nothing(amount: int) -> None:

@@ -109,7 +109,8 @@ class FolderStore(ObjectStore):
             except ConflictError as conflict:
                 record = record_of(file, ignore)
                 try:
-                    self.in_place(name, record)
+                    with self._object(name) as (there, _):
+                        prove(self.where, name, there, record, ignore)
                 except CorruptObjectError:
                     raise conflict from None
                 return record
@@ -124,11 +125,19 @@ class FolderStore(ObjectStore):
         ):
             prove(self.where, name, file, record, write_to(copy, advance))
 
-    def in_place(self, name: str, record: FileRecord) -> Path:
-        """The file itself, when it was read and proven."""
+    def in_place(self, name: str, record: FileRecord) -> Path | None:
+        """The file itself, when it was read and proven; None if another user could change it after that."""
         with disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
+            if not self._private(name, file):
+                return None
             prove(self.where, name, file, record, ignore)
         return self.root / name
+
+    def _private(self, name: str, file: int) -> bool:
+        """Return whether only this user, and root, can change a file or the folders that it is in."""
+        folders = [self.root.joinpath(*name.split("/")[:depth]) for depth in range(name.count("/") + 1)]
+        found = [os.fstat(file), *map(os.lstat, folders)]
+        return all(each.st_uid in (0, os.geteuid()) and not each.st_mode & 0o022 for each in found)
 
     def delete_all(self, prefix: str) -> int:
         """Delete what is below ``prefix``: it disappears in one step, and then its files are deleted."""

@@ -24,7 +24,7 @@ from .disk import READ, closing, disk_errors, landing
 from .gcs_parts import CHUNK, Meter, PartReader, PartWriter
 from .gcs_requests import TIMEOUT, NotMet, NotThere, Requests
 from .names import is_name, valid_name, valid_prefix
-from .parts import PART, Span, at_once, checksum, ignore, spans, spans_of, wrong_part
+from .parts import PART, Span, Sums, at_once, checksum, ignore, recorded, spans, spans_of, wrong_part
 
 WRITE = "write"
 """The key in an object's metadata under which it says which write it is."""
@@ -96,8 +96,7 @@ class GCSStore(ObjectStore):
             if set(there) - {self._prefix + _part(name, span.number) for span in wanted}:
                 raise ConflictError(self.where, name, NEW)
             send = partial(self._send, file, name, there, advance)
-            parts = at_once([partial(send, span) for span in wanted])
-            return FileRecord(size, PART, tuple(parts))
+            return recorded(size, at_once([partial(send, span) for span in wanted]))
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
         """Fetch the parts of a file, several at a time, but those that an interrupted download left complete."""
@@ -149,8 +148,8 @@ class GCSStore(ObjectStore):
             return None
         return self._info(blob) if (blob.metadata or {}).get(WRITE) == metadata[WRITE] else None
 
-    def _send(self, file: int, name: str, there: dict[str, Any], advance: Advance, span: Span) -> int:
-        """See that a part is in the bucket; its CRC32C."""
+    def _send(self, file: int, name: str, there: dict[str, Any], advance: Advance, span: Span) -> Sums:
+        """See that a part is in the bucket; its sums."""
         found = checksum(file, span, ignore)
         meter = Meter(advance)
         blob = self._blob(_part(name, span.number))
@@ -158,14 +157,14 @@ class GCSStore(ObjectStore):
             blob = there[blob.name]
         else:
             blob.chunk_size = CHUNK
-            blob.crc32c = _encode(found)
+            blob.crc32c = _encode(found.crc)
             try:
                 self._requests.ask(partial(self._send_blob, blob, file, span, meter))
             except NotThere as error:
                 raise self._requests.no_bucket() from error
             except NotMet:
                 blob = self._get(_part(name, span.number))
-        if (_size(blob), blob.crc32c) != (span.length, _encode(found)):
+        if (_size(blob), blob.crc32c) != (span.length, _encode(found.crc)):
             raise ConflictError(self.where, name, NEW)
         meter.reach(span.length)
         return found
@@ -199,21 +198,22 @@ class GCSStore(ObjectStore):
     def _fetch(self, file: int, name: str, record: FileRecord, resumed: bool, advance: Advance, span: Span) -> None:
         """See that a part is in a file."""
         meter = Meter(advance)
-        expected = record.parts[span.number]
-        if not resumed or checksum(file, span, ignore) != expected:
+        if not resumed or not checksum(file, span, ignore).match(record, span.number):
             try:
-                self._requests.ask(partial(self._fetch_blob, name, expected, file, span, meter))
+                self._requests.ask(partial(self._fetch_blob, name, record, file, span, meter))
             except NotThere:
                 problem = f"part {span.number + 1} of {len(record.parts)} is missing"
                 raise CorruptObjectError(self.where, name, problem) from None
         meter.reach(span.length)
 
-    def _fetch_blob(self, name: str, expected: int, file: int, span: Span, meter: Meter) -> None:
+    def _fetch_blob(self, name: str, record: FileRecord, file: int, span: Span, meter: Meter) -> None:
         writer = PartWriter(file, span, meter)
         blob = self._blob(_part(name, span.number))
         blob.download_to_file(writer, raw_download=True, checksum=None, timeout=TIMEOUT, retry=self._requests.retry())
-        if writer.finish() != (span.length, expected):
+        if writer.finish() != (span.length, record.parts[span.number]):
             raise ConnectionError(f"{blob.name} was damaged on its way")
+        if not writer.sums.match(record, span.number):
+            raise wrong_part(self.where, name, span, record)
 
     def _remove(self, blob: Any, generation: int | None = None) -> bool:
         """Delete one of Google's objects; whether it was there before our first request, as far as can be known."""

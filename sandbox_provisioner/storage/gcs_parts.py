@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import os
 
-import google_crc32c
-
 from .base import Advance, nothing
-from .parts import PIECE, Span, write_to
+from .parts import PIECE, Span, Sums, write_to
 
 CHUNK = 4 * 1024 * 1024
 """How much of a part is sent, and held in memory, at a time."""
@@ -68,7 +66,7 @@ class PartWriter(io.RawIOBase):
         self._write = write_to(file, nothing)
         self._waiting = bytearray()
         self._position = 0
-        self._crc = 0
+        self.sums = Sums()
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         """Put bytes behind those that came before."""
@@ -80,12 +78,12 @@ class PartWriter(io.RawIOBase):
     def finish(self) -> tuple[int, int]:
         """How many bytes came, and their CRC32C; those that fit are in the file."""
         self._put()
-        return self._position, self._crc
+        return self._position, self.sums.crc
 
     def _put(self) -> None:
         piece = bytes(self._waiting)
         self._waiting.clear()
-        self._crc = google_crc32c.extend(self._crc, piece)
+        self.sums.add(piece)
         if self._position + len(piece) <= self._span.length:
             self._write(self._span.offset + self._position, piece)
             self._meter.reach(self._position + len(piece))

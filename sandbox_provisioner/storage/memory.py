@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import google_crc32c
-
 from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
 from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
 from .disk import READ, closing, disk_errors, landing
 from .names import valid_name, valid_prefix
-from .parts import record_of, spans_of, write_to, wrong_part
+from .parts import Sums, record_of, spans_of, write_to, wrong_part
 
 
 class _Object(NamedTuple):
@@ -112,6 +110,8 @@ class MemoryStore(ObjectStore):
         if len(data) != record.size:
             raise CorruptObjectError(self.where, name, f"it has {len(data)} bytes instead of {record.size}")
         for span in parts:
-            if google_crc32c.value(data[span.offset : span.offset + span.length]) != record.parts[span.number]:
+            sums = Sums()
+            sums.add(data[span.offset : span.offset + span.length])
+            if not sums.match(record, span.number):
                 raise wrong_part(self.where, name, span, record)
         return data

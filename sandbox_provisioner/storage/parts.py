@@ -1,4 +1,4 @@
-"""Large files in parts: each with its CRC32C, several at a time, a piece of each in memory.
+"""Large files in parts: each with its CRC32C and SHA-256, several at a time, a piece of each in memory.
 
 A file of any size is moved, proven and taken up again part by part, with as many megabytes of memory as there are
 threads.
@@ -6,8 +6,9 @@ threads.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -45,21 +46,47 @@ def spans(size: int, part_size: int) -> list[Span]:
 
 def spans_of(where: str, name: str, record: FileRecord) -> list[Span]:
     """The parts that ``record`` speaks of; CorruptObjectError if it contradicts itself."""
-    if record.size < 0 or record.part_size < 1 or len(record.parts) != -(-max(record.size, 1) // record.part_size):
-        raise CorruptObjectError(where, name, f"its record has {len(record.parts)} parts for {record.size} bytes")
-    if not all(0 <= part < 1 << 32 for part in record.parts):
-        raise CorruptObjectError(where, name, "its record has a checksum that cannot be one")
+    if record.problem:
+        raise CorruptObjectError(where, name, record.problem)
     return spans(record.size, record.part_size)
 
 
-def checksum(file: int, span: Span, each: Each) -> int:
-    """The CRC32C of a part; a shorter one if the file is shorter."""
-    found, offset, end = 0, span.offset, span.offset + span.length
+class Sums:
+    """The CRC32C and, unless ``digested`` is false, the SHA-256 of bytes that come piece by piece."""
+
+    def __init__(self, digested: bool = True) -> None:
+        self.crc = 0
+        self._sha256 = hashlib.sha256() if digested else None
+
+    def add(self, piece: bytes) -> None:
+        """Count further bytes in."""
+        self.crc = google_crc32c.extend(self.crc, piece)
+        if self._sha256:
+            self._sha256.update(piece)
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 in hexadecimal digits; empty if it was not asked for."""
+        return self._sha256.hexdigest() if self._sha256 else ""
+
+    def match(self, record: FileRecord, number: int) -> bool:
+        """Return whether the bytes are those of a part of ``record``, as far as that can tell."""
+        return self.crc == record.parts[number] and (not record.digests or self.digest == record.digests[number])
+
+
+def checksum(file: int, span: Span, each: Each, digested: bool = True) -> Sums:
+    """Read a part and return its sums; those of a shorter one if the file is shorter."""
+    found, offset, end = Sums(digested), span.offset, span.offset + span.length
     while offset < end and (piece := os.pread(file, min(READ_SIZE, end - offset), offset)):
-        found = google_crc32c.extend(found, piece)
+        found.add(piece)
         each(offset, piece)
         offset += len(piece)
     return found
+
+
+def recorded(size: int, sums: Sequence[Sums]) -> FileRecord:
+    """Return the record of a file from the sums of its parts."""
+    return FileRecord(size, PART, tuple(part.crc for part in sums), tuple(part.digest for part in sums))
 
 
 def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
@@ -77,8 +104,7 @@ def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
 def record_of(file: int, each: Each) -> FileRecord:
     """The record of an open file."""
     size = os.fstat(file).st_size
-    parts = at_once([partial(checksum, file, span, each) for span in spans(size, PART)])
-    return FileRecord(size, PART, tuple(parts))
+    return recorded(size, at_once([partial(checksum, file, span, each) for span in spans(size, PART)]))
 
 
 def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> None:
@@ -89,7 +115,7 @@ def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> N
         raise CorruptObjectError(where, name, f"it has {size} bytes instead of {record.size}")
 
     def check(span: Span) -> None:
-        if checksum(file, span, each) != record.parts[span.number]:
+        if not checksum(file, span, each, bool(record.digests)).match(record, span.number):
             raise wrong_part(where, name, span, record)
 
     at_once([partial(check, span) for span in expected])

@@ -1,0 +1,13 @@
+"""Documents in storage as a server writes them, for tests that make their own."""
+
+from __future__ import annotations
+
+from sandbox_provisioner import metadata, names
+from sandbox_provisioner.metadata import GCSSandboxMetadata
+from sandbox_provisioner.stores import Stores
+
+
+def put_document(stores: Stores, document: GCSSandboxMetadata) -> None:
+    """Write a sandbox's document, signed."""
+    name = names.metadata_name(document.sandbox_id)
+    stores.metadata.write(name, stores.signer.sign(name, metadata.encode(document)))

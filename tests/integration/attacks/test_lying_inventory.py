@@ -1,0 +1,93 @@
+"""A guest that invents files in use cannot make the sandbox's document, or the server that reads it, large."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cell import local_stores, start_cell, tell
+
+from sandbox_provisioner import capture, environment, handle
+from sandbox_provisioner.bundle import BundleSpec, Mount
+from sandbox_provisioner.errors import UnsaveableError
+from sandbox_provisioner.handle import SandboxHandle
+from sandbox_provisioner.lock.base import Owner
+from sandbox_provisioner.names import metadata_name
+from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.states import State
+from sandbox_provisioner.stores import Stores
+
+pytestmark = pytest.mark.runsc
+
+LIE = """
+import json, sys
+names = ["/shared/%05d" % number + "x" * {length} for number in range({count})]
+json.dump([(name, "open", "deleted") for name in names], sys.stdout)
+"""
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Stores:
+    return local_stores(tmp_path / "storage")
+
+
+@pytest.fixture
+async def sandbox(spec: BundleSpec, runsc: Runsc, stores: Stores, tmp_path: Path) -> AsyncIterator[SandboxHandle]:
+    (tmp_path / "work").mkdir()
+    spec = replace(spec, mounts=(*spec.mounts, Mount(str(tmp_path / "work"), "/shared", True)))
+    made = await SandboxHandle.create_persistent("box", spec, runsc, stores, Owner.here("server"))
+    await made.start()
+    await start_cell(made)
+    await tell(made, "set 5")
+    yield made
+    await made.release()
+
+
+async def lie(sandbox: SandboxHandle, count: int, length: int) -> None:
+    """Replace the guest's tool that lists the files in use."""
+    script = LIE.format(count=count, length=length)
+    change = ["sh", "-c", 'printf %s "$1" > /.sandbox/inventory.py', "sh", script]
+    assert await (await sandbox.instance.execute(change)).wait() == 0
+
+
+def document_size(stores: Stores) -> int:
+    return stores.metadata.info(metadata_name("box")).size
+
+
+async def test_checkpoint_with_too_many_names_is_refused_and_kernel_runs_on(
+    sandbox: SandboxHandle, stores: Stores
+) -> None:
+    before = document_size(stores)
+    await lie(sandbox, 16_000, 440)
+    for saving in (sandbox.checkpoint, lambda: sandbox.savepoint("one")):
+        with pytest.raises(UnsaveableError, match=r"16,000 files that it uses has [\d,]+ bytes"):
+            await saving()
+    assert sandbox.instance.state == State.RUNNING
+    assert await tell(sandbox, "get") == "5"
+    assert document_size(stores) == before
+
+
+async def test_savepoints_leave_room_for_checkpoint(
+    sandbox: SandboxHandle, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "MOST_WITH_SAVEPOINT", 1_000_000)
+    await lie(sandbox, 1_000, 240)  # about 350,000 bytes for each checkpoint
+    await sandbox.savepoint("one")
+    await sandbox.savepoint("two")
+    with pytest.raises(UnsaveableError, match=r"its record in storage would have .* delete some of its savepoints"):
+        await sandbox.savepoint("three")
+    assert document_size(stores) < 1_000_000
+    assert sandbox.instance.state == State.RUNNING
+    await sandbox.checkpoint()
+    await sandbox.restore()
+    assert await tell(sandbox, "get") == "5"
+
+
+async def test_as_many_files_as_are_examined_can_be_recorded(sandbox: SandboxHandle, stores: Stores) -> None:
+    await lie(sandbox, environment.MOST_FILES, 200)
+    await sandbox.checkpoint()
+    assert document_size(stores) < capture.MOST_RECORDED + 100_000
+    await sandbox.restore()
+    assert await tell(sandbox, "get") == "5"
