@@ -193,6 +193,20 @@ class Beneath:
         with self.locate(path, follow=False, write=True) as place:
             os.mkdir(place.name, mode, dir_fd=place.folder)
 
+    def makedirs(self, path: str, mode: int = 0o777) -> None:
+        """Make a folder and those above it, unless they are there. Raises FileExistsError for a file."""
+        try:
+            if stat.S_ISDIR(self.stat(path).st_mode):
+                return
+        except FileNotFoundError:
+            if os.path.abspath(path) != self.name:
+                self.makedirs(os.path.dirname(os.path.abspath(path)), mode)
+        try:
+            self.mkdir(path, mode)
+        except FileExistsError:
+            if not stat.S_ISDIR(self.stat(path).st_mode):
+                raise
+
     def unlink(self, path: str) -> None:
         """Remove a file, or a link but not its target."""
         with self.locate(path, follow=False, write=True) as place:

@@ -140,15 +140,7 @@ def samefile(first: str, second: str) -> bool:
 
 def ensure_dir_exists(path: str, mode: int = 0o777) -> None:
     """Make a folder and those above it, unless they are there."""
-    if stat.S_ISDIR(_mode(path)):
-        return
-    if not _mode(os.path.dirname(path)):
-        ensure_dir_exists(os.path.dirname(path), mode)
-    try:
-        call(Beneath.mkdir, path, mode)
-    except FileExistsError:
-        if not stat.S_ISDIR(_mode(path)):
-            raise
+    call(Beneath.makedirs, path, mode)
 
 
 def send_to_trash(path: str) -> None:
