@@ -17,7 +17,6 @@ from urllib.request import Request, urlopen
 
 import pytest
 from jupyter_core.utils import ensure_async
-from jupyter_server.services.contents.filemanager import FileContentsManager
 from notebooks import Notebook
 from servers import READY, Server
 from tornado.web import HTTPError
@@ -496,3 +495,135 @@ def test_race(manager: Manager, home: Path, race: str) -> None:
         done, results = asyncio.run(try_everything(manager, refill))
     assert done
     assert not [result for result in results if SECRET in result]
+
+
+def fetch(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    """Return the status and the text of a page."""
+    request = Request(f"{server.url}{path}", headers={"Authorization": "token t", **headers}, method=method)
+    try:
+        with urlopen(request, timeout=READY) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPFailure as error:
+        return error.code, error.read().decode()
+
+
+PAGES = ("files/{}", "files/{}?download=1", "view/{}", "nbconvert/script/{}", "api/contents/{}?content=1&hash=1")
+
+
+def test_pages_of_a_server(serve: Serve, notebook_folder: Path, home: Path) -> None:
+    fill(notebook_folder)
+    server = serve()
+    (notebook_folder / "inside.ipynb").symlink_to("sub/a.ipynb")
+    (notebook_folder / "link.ipynb").symlink_to(home / "a.ipynb")
+    (notebook_folder / "folder").symlink_to(home)
+    os.mkfifo(notebook_folder / "fifo.ipynb")
+    for page in PAGES:
+        for path in ("a.ipynb", "inside.ipynb"):
+            assert fetch(server, page.format(path))[0] == 200, (page, path)
+        for path in ("link.ipynb", "folder/a.ipynb", "fifo.ipynb"):
+            status, text = fetch(server, page.format(path))
+            assert status == 403, (page, path, text)
+            assert SECRET not in text
+            assert "neither a file" in text if "fifo" in path else "symbolic link" in text
+        assert fetch(server, page.format("missing.ipynb"))[0] == 404, page
+    assert fetch(server, "files/link.ipynb", "HEAD")[0] == 403
+    assert fetch(server, "files/.ipynb_checkpoints/a-checkpoint.txt")[0] == 404
+    assert fetch(server, "files/sub")[0] == 403
+    assert fetch(server, "files/a.txt") == (200, FORGED)
+    assert fetch(server, "files/a.txt", "HEAD") == (200, "")
+    assert fetch(server, "files/a.txt", Range="bytes=2-5") == (206, FORGED[2:6])
+    assert fetch(server, "files/a.txt", Range="bytes=-5") == (206, FORGED[-5:])
+
+
+def test_requests_that_write(serve: Serve, notebook_folder: Path, home: Path) -> None:
+    fill(notebook_folder)
+    server = serve()
+    (notebook_folder / "link.txt").symlink_to(home / "a.txt")
+    (notebook_folder / "folder").symlink_to(home)
+    whole = {"type": "file", "format": "text", "content": FORGED}
+    with guarded(notebook_folder, home):
+        for path in ("link.txt", "folder/a.txt", "folder/new.txt"):
+            for body in (whole, {**whole, "chunk": 1}, {**whole, "chunk": 2}, {**whole, "chunk": -1}):
+                status, answer = server.ask("PUT", f"contents/{path}", body)
+                assert status == 403, (path, answer)
+                assert "symbolic link" in answer["message"]
+        assert server.ask("POST", "contents/folder", {"type": "notebook"})[0] == 403
+        assert server.ask("POST", "contents/", {"copy_from": "link.txt"})[0] == 403
+        assert server.ask("POST", "contents/folder", {"copy_from": "a.txt"})[0] == 403
+        assert server.ask("PATCH", "contents/folder/a.txt", {"path": "stolen.txt"})[0] == 403
+        assert server.ask("PATCH", "contents/a.txt", {"path": "folder/a2.txt"})[0] == 403
+        assert server.ask("DELETE", "contents/folder/a.txt")[0] == 403
+        assert server.ask("GET", "contents/")[0] == 200
+        assert server.ask("DELETE", "contents/link.txt")[0] == 204
+        assert server.ask("DELETE", "contents/folder")[0] == 204
+    assert not (notebook_folder / "link.txt").is_symlink()
+
+
+def test_race_over_http(serve: Serve, notebook_folder: Path, home: Path) -> None:
+    fill(notebook_folder)
+    server = serve()
+    seen = set()
+    with guarded(notebook_folder, home), swapping(swap_file, notebook_folder / "a.ipynb", home / "a.ipynb"):
+        deadline = time.monotonic() + RACE_SECONDS
+        while time.monotonic() < deadline:
+            for page in PAGES:
+                seen.add(fetch(server, page.format("a.ipynb"))[1])
+            server.ask("PUT", "contents/a.ipynb", {"type": "notebook", "content": notebook(FORGED)})
+            server.ask("POST", "contents/a.ipynb/checkpoints")
+            server.ask("POST", "contents/a.ipynb/checkpoints/checkpoint")
+    assert not [text for text in seen if SECRET in text]
+
+
+ATTACK = """
+import os, shutil
+def attack(path, target):
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+    os.symlink(target, path)
+"""
+
+
+@pytest.mark.runsc
+def test_kernel_that_makes_links(
+    serve: Serve, sandboxed: Callable[..., str], notebook_folder: Path, home: Path, tmp_path: Path
+) -> None:
+    project = notebook_folder / "project"
+    fill_folder(project)
+    (notebook_folder / "private.ipynb").write_text(json.dumps(notebook(SECRET)))
+    server = serve()
+    kernel = Notebook(server, sandboxed(), "project/a.ipynb")
+    kernel.run(ATTACK)
+    body = {"type": "notebook", "content": notebook("the user's edit")}
+    steps = (
+        ("PUT", "contents/project/a.ipynb", body),
+        ("POST", "contents/project/a.ipynb/checkpoints", None),
+        ("POST", "contents/project/a.ipynb/checkpoints/checkpoint", None),
+    )
+    for method, path, content in steps:
+        assert server.ask(method, path, content)[0] < 300
+    attacks = (
+        (".ipynb_checkpoints/a-checkpoint.ipynb", str(home / "a.ipynb")),
+        (".ipynb_checkpoints/a-checkpoint.ipynb", str(home / "missing")),
+        # Inside the server's folder, but outside the kernel's.
+        (".ipynb_checkpoints/a-checkpoint.ipynb", "../../private.ipynb"),
+        ("a.ipynb", str(home / "a.ipynb")),
+        ("a.ipynb", "../private.ipynb"),
+        (".ipynb_checkpoints", str(home / ".ipynb_checkpoints")),
+    )
+    private = (notebook_folder / "private.ipynb").read_text()
+    for place, target in attacks:
+        fill_folder(project)
+        kernel.run(f"attack({place!r}, {target!r})")
+        assert (project / place).is_symlink()
+        with guarded(project, home):
+            for method, path, content in steps:
+                status, answer = server.ask(method, path, content)
+                assert status == 403, (place, target, method, answer)
+        assert (notebook_folder / "private.ipynb").read_text() == private
+        (project / place).unlink()
+    fill_folder(project)
+    for method, path, content in steps:
+        assert server.ask(method, path, content)[0] < 300
+    kernel.close()
