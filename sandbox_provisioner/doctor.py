@@ -230,9 +230,9 @@ def check_contents_manager() -> list[Check]:
         server = ServerApp()
         server.load_config_file(suppress_errors=False)
         chosen = server.contents_manager_class
-    except Exception as error:  # a configuration file can raise anything
-        remedy = "Correct Jupyter Server's configuration."
-        return [Check(name, False, f"Jupyter Server's configuration cannot be read: {error}", remedy, required=False)]
+    except (Exception, SystemExit):  # a configuration file can raise anything; traitlets logs it and exits
+        remedy = "Correct Jupyter Server's configuration: `jupyter server --show-config` says what is wrong."
+        return [Check(name, False, "unknown: Jupyter Server's configuration cannot be used", remedy, required=False)]
     if is_guarded(chosen):
         return [Check(name, True, "guarded against links that a notebook's code makes", required=False)]
     finding = f"not guarded against links that a notebook's code makes: ServerApp.contents_manager_class is {chosen}"
