@@ -12,6 +12,7 @@ from typing import Any
 from traitlets import Enum, HasTraits
 
 from sandbox_provisioner.config import GCSConfig, Place
+from sandbox_provisioner.guarded_contents import GuardedContents
 from sandbox_provisioner.kernelmanager import SandboxKernelManager
 from sandbox_provisioner.settings import SandboxSettings
 
@@ -25,10 +26,11 @@ KEPT = {
 
 
 def settings() -> str:
-    """The settings of SandboxProvisioner, then those of SandboxKernelManager."""
+    """The settings of SandboxProvisioner, then those of SandboxKernelManager and GuardedContents."""
     with _nothing_set():
         kernel = _rows("SandboxProvisioner", SandboxSettings())
         server = _rows("SandboxKernelManager", SandboxKernelManager())
+        contents = _rows("GuardedContents", GuardedContents())
     head = ("setting and variable", "default", "meaning")
     return "\n".join(
         [
@@ -39,6 +41,10 @@ def settings() -> str:
             "## The server: `c.SandboxKernelManager`",
             "",
             *table(head, server),
+            "",
+            "## The server's files: `c.GuardedContents`",
+            "",
+            *table(head, contents),
             "",
         ]
     )

@@ -58,6 +58,7 @@ def examine(setting: str = "", environ: Mapping[str, str] = os.environ) -> list[
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         *check_disk(),
         *check_kernels(list(kernels().values()), environ),
+        *check_contents_manager(),
     ]
 
 
@@ -211,6 +212,32 @@ def _check_kernel(kernel: Kernel) -> Check:
         except SandboxError as error:
             return Check(name, False, error.problem, f"Correct runsc in {kernel.folder / 'kernel.json'}.")
     return Check(name, True, f"{kernel.display_name}, runs {program}")
+
+
+def check_contents_manager() -> list[Check]:
+    """Check that the contents manager in Jupyter Server's configuration files is one that the extension guards.
+
+    Returns nothing if Jupyter Server is not installed.
+    """
+    try:
+        from jupyter_server.serverapp import ServerApp
+
+        from .guarded_contents import is_guarded
+    except ImportError:
+        return []
+    name = "server's file access"
+    try:
+        server = ServerApp()
+        server.load_config_file(suppress_errors=False)
+        chosen = server.contents_manager_class
+    except (Exception, SystemExit):  # a configuration file can raise anything; traitlets logs it and exits
+        remedy = "Correct Jupyter Server's configuration: `jupyter server --show-config` says what is wrong."
+        return [Check(name, False, "unknown: Jupyter Server's configuration cannot be used", remedy, required=False)]
+    if is_guarded(chosen):
+        return [Check(name, True, "guarded against links that a notebook's code makes", required=False)]
+    finding = f"not guarded against links that a notebook's code makes: ServerApp.contents_manager_class is {chosen}"
+    remedy = "Remove that setting, or do not run notebooks that you do not trust on this server."
+    return [Check(name, False, finding, remedy, required=False)]
 
 
 def print_table(checks: Sequence[Check], stream: TextIO) -> None:

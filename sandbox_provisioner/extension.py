@@ -1,5 +1,7 @@
 """The Jupyter Server extension that the wheel enables: a kernel manager that hibernates, the REST API and telemetry.
 
+It also guards the server's access to files, see ``guarded_contents``.
+
 A configuration file of a package's can enable an extension and nothing else; an extension is linked before the server
 makes its kernel manager, and so can choose it. A class that the user configured stays, and a gateway has its own.
 """
@@ -12,6 +14,7 @@ from typing import Any
 from jupyter_server.serverapp import ServerApp
 
 from . import telemetry
+from .guarded_contents import CLASSES, GuardedContents
 from .handlers import handlers
 from .kernelmanager import SandboxKernelManager
 from .sandboxes import Sandboxes
@@ -27,7 +30,8 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
-    """Called by Jupyter Server before it makes its kernel manager."""
+    """Called by Jupyter Server before it makes its managers of kernels and of contents."""
+    _guard_contents(serverapp)
     if "kernel_manager_class" in serverapp.config.ServerApp:
         serverapp.log.info("Sandboxed kernels are not hibernated: ServerApp.kernel_manager_class is configured.")
         return
@@ -43,8 +47,25 @@ def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     serverapp._kernel_manager_class_default = choose  # type: ignore[attr-defined]
 
 
+def _guard_contents(serverapp: ServerApp) -> None:
+    """Replace one of Jupyter Server's own contents managers, also a configured one, by its guarded subclass."""
+    guarded: Any = CLASSES.get(serverapp.contents_manager_class)
+    if guarded:
+        # A later extension that updates the server's configuration makes the server read this again.
+        if "contents_manager_class" in serverapp.config.ServerApp:
+            serverapp.config.ServerApp.contents_manager_class = guarded
+        serverapp.contents_manager_class = guarded
+
+
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     """Called by Jupyter Server when it is up."""
+    manager = serverapp.contents_manager
+    if not isinstance(manager, GuardedContents):
+        serverapp.log.warning(
+            "The server's access to files is not guarded against links that a notebook's code makes: %s is not one of "
+            "Jupyter Server's own contents managers.",
+            type(manager).__name__,
+        )
     kernels = ServerKernels(
         serverapp.kernel_manager, serverapp.session_manager, serverapp.contents_manager, serverapp.root_dir
     )

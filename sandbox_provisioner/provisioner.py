@@ -24,7 +24,7 @@ from . import persistence, prospects, startrequest
 from .activity import ActivityWatch, KernelActivity
 from .apology import apologise
 from .asks import attend
-from .bundle import BundleSpec, Mount
+from .bundle import BundleSpec, Mount, parse_mount
 from .claims import Claim, Wanted
 from .config import user_name
 from .errors import ConfigurationError, GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
@@ -41,6 +41,7 @@ from .prospects import Prospect
 from .relay import CHANNELS
 from .runsc import Runsc, find
 from .settings import SandboxSettings
+from .shared_folders import list_file, remember
 from .standby import STANDBY
 from .variables import filtered
 from .words import printable
@@ -502,6 +503,7 @@ class SandboxProvisioner(SandboxSettings):
             return
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
         runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd"))
+        self._remember_shared(folder)
         launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
         prospect = await IO.run(control(prospects.find, launch, runsc, self))
         self._require_wanted()
@@ -590,3 +592,12 @@ class SandboxProvisioner(SandboxSettings):
         if folder.source in map(os.path.realpath, sys.path):
             self.log.warning("The server itself imports from %s, which this kernel can write to.", folder.source)
         return folder
+
+    def _remember_shared(self, folder: Mount | None) -> None:
+        """Note the folders that the kernel can write to, where the server trusts links less from now on."""
+        given = [*([folder] if folder else []), *map(parse_mount, self.mounts)]
+        mounts = [mount for mount in given if mount.writable]
+        try:
+            remember({os.path.realpath(mount.source) for mount in mounts}, list_file())
+        except OSError as error:
+            self.log.warning("Links that this kernel makes may lead anywhere in the server's folder: %s", error)

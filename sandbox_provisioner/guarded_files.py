@@ -1,0 +1,240 @@
+"""Replacements for the functions of os, shutil and others with which Jupyter Server's contents managers access files.
+
+They take the same path strings, and act on them through ``Beneath``. A path that is in no guarded folder is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tornado.web import HTTPError
+
+from .beneath import AccessRefused, Beneath
+from .folders import within
+from .trash import home_trash, move_to_trash
+
+ADVICE = (
+    " A notebook's code may have made it. Remove it, or name the folder that its links may lead to in the setting "
+    "GuardedContents.allowed_link_targets."
+)
+
+
+class Refused(HTTPError):
+    """Answer 403, with the reason why the server does not access a file."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(403, problem + (ADVICE if "link" in problem else ""))
+
+
+_guards: dict[str, Beneath] = {}
+"""The guarded folders, by the path as which Jupyter Server knows them."""
+
+
+def guard(beneath: Beneath) -> None:
+    """Guard all access to files beneath a folder that the guarded contents managers make from now on."""
+    _guards[beneath.name] = beneath
+
+
+def guard_of(*paths: str) -> Beneath:
+    """Return the guard of the innermost guarded folder with all ``paths``. Raises PermissionError if there is none."""
+    places = [os.path.abspath(path) for path in paths]
+    names = [name for name in _guards if all(within(place, name) for place in places)]
+    if names:
+        return _guards[max(names, key=len)]
+    # The checkpoints of files in a folder that the user cannot write to.
+    temporary = os.path.join(tempfile.gettempdir(), "jupyter_checkpoints")
+    if all(within(place, temporary) for place in places):
+        return Beneath(tempfile.gettempdir())
+    raise PermissionError(errno.EACCES, "Not in a guarded folder", paths[0])
+
+
+def call(operation: Callable[..., Any], path: str, *arguments: Any) -> Any:
+    """Call a method of the guard that is responsible for ``path``. Raises Refused, and OSError as the system does."""
+    try:
+        return operation(guard_of(path), path, *arguments)
+    except AccessRefused as refusal:
+        raise Refused(str(refusal)) from None
+
+
+def leads_outside(path: str) -> bool:
+    """Return whether an entry is a link that must not be followed, or neither a file nor a folder."""
+    try:
+        guard_of(path).stat(path)
+    except AccessRefused:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda path, *arguments: call(operation, path, *arguments)
+
+
+def _open(path: str, flags: int, mode: int = 0o777) -> int:
+    number: int = call(Beneath.open, path, flags, mode)
+    return number
+
+
+def open_file(path: str, mode: str = "r", **options: Any) -> Any:
+    """Open a file like the builtin."""
+    return builtins.open(path, mode, **options, opener=lambda name, flags: _open(name, flags, 0o666))
+
+
+def _mode(path: str) -> int:
+    """Return the type of a file or folder, with links followed; 0 if it cannot be found."""
+    try:
+        found: os.stat_result = call(Beneath.stat, path)
+    except (OSError, ValueError):
+        return 0
+    return found.st_mode
+
+
+def exists(path: str) -> bool:
+    """Return whether there is an entry, which can be a link that leads nowhere."""
+    try:
+        call(Beneath.lstat, path)
+    except OSError:
+        return False
+    return True
+
+
+def _access(path: str, mode: int) -> bool:
+    try:
+        return bool(call(Beneath.access, path, mode))
+    except OSError:
+        return False
+
+
+def is_file_hidden(path: str, stat_res: os.stat_result | None = None) -> bool:
+    """Return whether the name begins with a dot or a folder cannot be listed, like jupyter_core's function."""
+    if os.path.basename(os.path.abspath(path)).startswith("."):
+        return True
+    try:
+        found = call(Beneath.stat, path)
+    except (FileNotFoundError, Refused):
+        return False
+    return stat.S_ISDIR(found.st_mode) and not _access(path, os.X_OK | os.R_OK)
+
+
+def is_hidden(path: str, root: str = "/") -> bool:
+    """Return whether a path, or a folder between ``root`` and it, is hidden, like jupyter_core's function."""
+    relative = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
+    if relative == ".":
+        return False
+    return any(part.startswith(".") for part in relative.split("/")) or is_file_hidden(path)
+
+
+def samefile(first: str, second: str) -> bool:
+    """Return whether two paths lead to the same file."""
+    return os.path.samestat(call(Beneath.stat, first), call(Beneath.stat, second))
+
+
+def ensure_dir_exists(path: str, mode: int = 0o777) -> None:
+    """Make a folder and those above it, unless they are there."""
+    call(Beneath.makedirs, path, mode)
+
+
+def send_to_trash(path: str) -> None:
+    """Move a file or folder to the trash in the user's home."""
+    call(_trash, path)
+
+
+def _trash(beneath: Beneath, path: str) -> None:
+    with beneath.locate(path, follow=False, write=True) as place:
+        move_to_trash(place, home_trash())
+
+
+def _two_paths(operation: Callable[[Beneath, str, str], None]) -> Callable[[str, str], None]:
+    def operate(source: str, target: str) -> None:
+        try:
+            guard_of(source, target)
+        except PermissionError:
+            _across(operation, source, target)
+        else:
+            call(lambda _, *paths: operation(guard_of(*paths), *paths), source, target)
+
+    return operate
+
+
+def copytree(source: str, target: str) -> None:
+    """Copy a folder to a place that does not exist; the folders above it are made."""
+    ensure_dir_exists(os.path.dirname(target))
+    _two_paths(Beneath.copytree)(source, target)
+
+
+def _across(operation: Callable[[Beneath, str, str], None], source: str, target: str) -> None:
+    """Copy or move a file between two guarded folders: a checkpoint that is in the temporary folder."""
+    if operation is Beneath.copystat:
+        return
+    with open_file(source, "rb") as old, open_file(target, "wb") as new:
+        shutil.copyfileobj(old, new)
+    if operation is Beneath.move:
+        call(Beneath.unlink, source)
+
+
+TEXT = (
+    "abspath",
+    "basename",
+    "dirname",
+    "isabs",
+    "join",
+    "normpath",
+    "relpath",
+    "sep",
+    "split",
+    "splitdrive",
+    "splitext",
+)
+"""Parts of os.path that look at the text of a path only."""
+CONSTANTS = ("O_RDONLY", "R_OK", "W_OK", "X_OK", "close", "fsync", "getcwd", "sep", "stat_result")
+
+guarded_path = SimpleNamespace(
+    **{name: getattr(os.path, name) for name in TEXT},
+    exists=lambda path: bool(_mode(path)),
+    isdir=lambda path: stat.S_ISDIR(_mode(path)),
+    isfile=lambda path: stat.S_ISREG(_mode(path)),
+    # Jupyter Server would follow the link itself; here, opening the path follows it, with all checks.
+    islink=lambda path: False,
+    samefile=samefile,
+)
+guarded_os = SimpleNamespace(
+    **{name: getattr(os, name) for name in CONSTANTS},
+    path=guarded_path,
+    access=_access,
+    listdir=_guarded(Beneath.listdir),
+    lstat=_guarded(Beneath.lstat),
+    mkdir=_guarded(Beneath.mkdir),
+    open=_open,
+    remove=_guarded(Beneath.unlink),
+    replace=_two_paths(Beneath.replace),
+    stat=_guarded(Beneath.stat),
+    unlink=_guarded(Beneath.unlink),
+)
+guarded_shutil = SimpleNamespace(
+    copyfile=_two_paths(Beneath.copyfile),
+    copystat=_two_paths(Beneath.copystat),
+    copytree=copytree,
+    move=_two_paths(Beneath.move),
+    rmtree=_guarded(Beneath.rmtree),
+)
+REPLACEMENTS: dict[str, Any] = {
+    "os": guarded_os,
+    "shutil": guarded_shutil,
+    "open": open_file,
+    "exists": exists,
+    "is_hidden": is_hidden,
+    "is_file_hidden": is_file_hidden,
+    "samefile": samefile,
+    "ensure_dir_exists": ensure_dir_exists,
+    "send2trash": send_to_trash,
+}
+"""Names in Jupyter Server's modules, and the functions that they get."""

@@ -1,0 +1,65 @@
+"""Move a file to the user's trash, as freedesktop.org specifies it, by the descriptor of the file's folder.
+
+The package send2trash works on paths, which an attacker can redirect, and prefers a trash folder at the top of the
+file's volume, which a sandbox may be able to write to. This always takes the trash in the user's home.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from .beneath import Place, copy_entry, remove_entry
+
+
+def home_trash() -> Path:
+    """Return the user's trash folder."""
+    data = os.environ.get("XDG_DATA_HOME", "")
+    return Path(data if os.path.isabs(data) else os.path.expanduser("~/.local/share"), "Trash")
+
+
+def move_to_trash(place: Place, trash: Path) -> None:
+    """Move an entry to the trash, with a note of where it was. Raises OSError; the entry is then where it was."""
+    for part in ("files", "info"):
+        (trash / part).mkdir(parents=True, exist_ok=True, mode=0o700)
+    info = _reserve(trash, place)
+    try:
+        files = os.open(trash / "files", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _move(place, files, info.stem)
+        finally:
+            os.close(files)
+    except BaseException:
+        info.unlink()
+        raise
+
+
+def _reserve(trash: Path, place: Place) -> Path:
+    """Write the note under a name that is free in the trash, and return its path."""
+    text = f"[Trash Info]\nPath={quote(place.real)}\nDeletionDate={datetime.now():%Y-%m-%dT%H:%M:%S}\n"
+    stem, suffix = os.path.splitext(place.name)
+    for number in itertools.count():
+        name = f"{stem} {number}{suffix}" if number else place.name
+        info = trash / "info" / f"{name}.trashinfo"
+        if not os.path.lexists(trash / "files" / name):
+            try:
+                with info.open("x") as file:
+                    file.write(text)
+            except FileExistsError:
+                continue
+            return info
+    raise AssertionError("unreachable")
+
+
+def _move(place: Place, files: int, name: str) -> None:
+    try:
+        os.rename(place.name, name, src_dir_fd=place.folder, dst_dir_fd=files)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        copy_entry(place.folder, place.name, files, name)
+        remove_entry(place.folder, place.name)

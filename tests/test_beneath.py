@@ -1,0 +1,296 @@
+"""Access to files beneath a folder: which links are followed, for reading and for writing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sandbox_provisioner.beneath import AccessRefused, Area, Beneath, open_real
+from sandbox_provisioner.shared_folders import recall, remember
+from sandbox_provisioner.trash import move_to_trash
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A server's folder with a project in it, and a file outside."""
+    (tmp_path / "root" / "project" / "data").mkdir(parents=True)
+    (tmp_path / "root" / "other").mkdir()
+    (tmp_path / "outside").mkdir()
+    for place in ("root/project/a", "root/project/data/b", "root/other/c", "outside/secret"):
+        (tmp_path / place).write_text(place)
+    return tmp_path / "root"
+
+
+def read(beneath: Beneath, path: Path) -> str:
+    with os.fdopen(beneath.open(str(path), os.O_RDONLY)) as file:
+        return file.read()
+
+
+def write(beneath: Beneath, path: Path, text: str = "new") -> None:
+    with os.fdopen(beneath.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize("target", ["data/b", "./data/../data/b", "../project/data/b", "{root}/project/data/b"])
+def test_link_inside_is_followed(root: Path, target: str) -> None:
+    link = root / "project" / "link"
+    link.symlink_to(target.format(root=root))
+    beneath = Beneath(str(root), shared=lambda: [str(root / "project")])
+    assert read(beneath, link) == "root/project/data/b"
+    write(beneath, link)
+    assert (root / "project" / "data" / "b").read_text() == "new"
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("target", ["{outside}/secret", "../../outside/secret", "data/../../../outside/secret"])
+@pytest.mark.parametrize("operation", [read, write])
+def test_link_outside_is_refused(root: Path, target: str, operation: Callable[..., object]) -> None:
+    link = root / "project" / "link"
+    link.symlink_to(target.format(outside=root.parent / "outside"))
+    with pytest.raises(AccessRefused, match="symbolic link"):
+        operation(Beneath(str(root)), link)
+    assert (root.parent / "outside" / "secret").read_text() == "outside/secret"
+
+
+def test_folder_link_outside_is_refused(root: Path) -> None:
+    (root / "folder").symlink_to(root.parent / "outside")
+    beneath = Beneath(str(root))
+    for operation in (read, write):
+        with pytest.raises(AccessRefused):
+            operation(beneath, root / "folder" / "secret")
+    for method in (beneath.listdir, beneath.size, beneath.stat):
+        with pytest.raises(AccessRefused):
+            method(str(root / "folder"))
+    for method in (beneath.mkdir, beneath.unlink, beneath.rmtree, beneath.lstat):
+        with pytest.raises(AccessRefused):
+            method(str(root / "folder" / "secret"))
+
+
+def test_dangling_link_outside_creates_nothing(root: Path) -> None:
+    (root / "link").symlink_to(root.parent / "outside" / "new")
+    with pytest.raises(AccessRefused):
+        write(Beneath(str(root)), root / "link")
+    assert os.listdir(root.parent / "outside") == ["secret"]
+
+
+def test_link_out_of_shared_folder_is_refused(root: Path) -> None:
+    (root / "project" / "link").symlink_to("../other/c")
+    (root / "mine").symlink_to("other/c")
+    beneath = Beneath(str(root), shared=lambda: [str(root / "project")])
+    for operation in (read, write):
+        with pytest.raises(AccessRefused):
+            operation(beneath, root / "project" / "link")
+    assert read(beneath, root / "mine") == "root/other/c"
+    # A chain of links is bound by each of them.
+    (root / "chain").symlink_to("project/link")
+    with pytest.raises(AccessRefused):
+        read(beneath, root / "chain")
+
+
+def test_links_to_allowed_areas(root: Path) -> None:
+    outside = root.parent / "outside"
+    (root / "project" / "link").symlink_to(outside / "secret")
+    shared = [str(root / "project")]
+    read_only = Beneath(str(root), [Area(str(outside), writable=False)], lambda: shared)
+    assert read(read_only, root / "project" / "link") == "outside/secret"
+    with pytest.raises(AccessRefused, match="must not be written"):
+        write(read_only, root / "project" / "link")
+    assert not read_only.access(str(root / "project" / "link"), os.W_OK)
+    write(Beneath(str(root), [Area(str(outside))], lambda: shared), root / "project" / "link")
+    assert (outside / "secret").read_text() == "new"
+    # A single file can be an area too; its neighbours are not.
+    (outside / "neighbour").write_text("")
+    (root / "project" / "second").symlink_to(outside / "neighbour")
+    one_file = Beneath(str(root), [Area(str(outside / "secret"))], lambda: shared)
+    assert read(one_file, root / "project" / "link") == "new"
+    with pytest.raises(AccessRefused):
+        read(one_file, root / "project" / "second")
+
+
+def test_link_in_allowed_area_stays_there(root: Path) -> None:
+    outside = root.parent / "outside"
+    (outside / "back").symlink_to(root / "other" / "c")
+    (root / "link").symlink_to(outside)
+    with pytest.raises(AccessRefused):
+        read(Beneath(str(root), [Area(str(outside))]), root / "link" / "back")
+
+
+def test_hidden_and_protected_places_are_not_written_through_links(root: Path) -> None:
+    project = root / "project"
+    for place in (".git/hooks/post-commit", "env/bin/activate"):
+        (project / place).parent.mkdir(parents=True)
+        (project / place).write_text("old")
+    (project / "hook").symlink_to(".git/hooks/post-commit")
+    (project / "script").symlink_to("env/bin/activate")
+    beneath = Beneath(str(root), shared=lambda: [str(project)], protected=[str(project / "env")])
+    for name in ("hook", "script"):
+        assert read(beneath, project / name) == "old"
+        with pytest.raises(AccessRefused):
+            write(beneath, project / name)
+    # A hidden name that the request has itself is not hidden by the link.
+    (project / "alias").symlink_to("data")
+    beneath.mkdir(str(project / "alias" / ".ipynb_checkpoints"))
+    write(beneath, project / "alias" / ".ipynb_checkpoints" / "b")
+    assert (project / "data" / ".ipynb_checkpoints" / "b").read_text() == "new"
+
+
+@pytest.mark.timeout(20)
+def test_special_files_are_refused_without_waiting(root: Path) -> None:
+    os.mkfifo(root / "fifo")
+    (root / "link").symlink_to("fifo")
+    beneath = Beneath(str(root))
+    for name in ("fifo", "link"):
+        for operation in (read, write):
+            with pytest.raises(AccessRefused, match="neither a file nor a folder"):
+                operation(beneath, root / name)
+        with pytest.raises(AccessRefused, match="neither a file nor a folder"):
+            beneath.stat(str(root / name))
+
+
+def test_endless_links_fail_like_in_linux(root: Path) -> None:
+    (root / "first").symlink_to("second")
+    (root / "second").symlink_to("first")
+    with pytest.raises(OSError) as caught:
+        read(Beneath(str(root)), root / "first")
+    assert caught.value.errno == errno.ELOOP
+
+
+def test_root_that_the_user_reaches_through_a_link(root: Path) -> None:
+    name = root.parent / "name"
+    name.symlink_to(root)
+    (root / "link").symlink_to(name / "other" / "c")
+    beneath = Beneath(str(name))
+    assert read(beneath, name / "other" / "c") == "root/other/c"
+    assert read(beneath, name / "link") == "root/other/c"
+
+
+def test_root_that_is_replaced_by_a_link_is_not_found(root: Path) -> None:
+    beneath = Beneath(str(root))
+    root.rename(root.parent / "moved")
+    root.symlink_to(root.parent / "outside")
+    with pytest.raises(OSError):
+        read(beneath, root / "secret")
+    with pytest.raises(OSError):
+        open_real(str(root))
+
+
+def test_paths_that_are_not_beneath_the_root(root: Path) -> None:
+    beneath = Beneath(str(root))
+    for path in (root.parent / "outside" / "secret", root / ".." / "outside" / "secret"):
+        with pytest.raises(PermissionError):
+            read(beneath, path)
+    with pytest.raises(ValueError):
+        read(beneath, root / "a\0b")
+
+
+def test_move_and_replace(root: Path) -> None:
+    beneath = Beneath(str(root))
+    secret = root.parent / "outside" / "secret"
+    (root / "link").symlink_to(secret)
+    beneath.move(str(root / "link"), str(root / "other" / "renamed"))
+    assert os.readlink(root / "other" / "renamed") == str(secret)
+    beneath.move(str(root / "project"), str(root / "other" / "project"))
+    assert (root / "other" / "project" / "data" / "b").exists()
+    (root / "alias").symlink_to("other/c")
+    (root / "fresh").write_text("fresh")
+    beneath.replace(str(root / "fresh"), str(root / "alias"))
+    assert (root / "alias").is_symlink()
+    assert (root / "other" / "c").read_text() == "fresh"
+
+
+def test_copytree_copies_links_that_lead_outside_as_links(root: Path) -> None:
+    project = root / "project"
+    (project / "out").symlink_to(root.parent / "outside")
+    (project / "in").symlink_to("data")
+    (project / "a").chmod(0o640)
+    Beneath(str(root)).copytree(str(project), str(root / "copy"))
+    assert os.readlink(root / "copy" / "out") == str(root.parent / "outside")
+    assert (root / "copy" / "in" / "b").read_text() == "root/project/data/b"
+    assert not (root / "copy" / "in").is_symlink()
+    assert (root / "copy" / "a").stat().st_mode & 0o777 == 0o640
+
+
+def test_copyfile_to_itself_keeps_the_file(root: Path) -> None:
+    (root / "link").symlink_to("other/c")
+    with pytest.raises(shutil.SameFileError):
+        Beneath(str(root)).copyfile(str(root / "link"), str(root / "other" / "c"))
+    assert (root / "other" / "c").read_text() == "root/other/c"
+
+
+def test_makedirs(root: Path) -> None:
+    beneath = Beneath(str(root))
+    for _ in range(2):
+        beneath.makedirs(str(root / "x" / "y" / "z"))
+    assert (root / "x" / "y" / "z").is_dir()
+    with pytest.raises(OSError):
+        beneath.makedirs(str(root / "other" / "c" / "d"))
+    (root / "out").symlink_to(root.parent / "outside")
+    with pytest.raises(AccessRefused):
+        beneath.makedirs(str(root / "out" / "made"))
+
+
+def test_no_descriptor_is_left_open(root: Path) -> None:
+    (root / "out").symlink_to(root.parent / "outside")
+    (root / "in").symlink_to("project/data")
+    beneath = Beneath(str(root))
+    before = len(os.listdir("/proc/self/fd"))
+    for path in ("out/secret", "in/b", "missing/x", "project/a", "in/../other/c", "project/a/b"):
+        for operation in (read, write):
+            try:
+                operation(beneath, root / path)
+            except (AccessRefused, OSError):
+                pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_trash_has_the_file_and_a_note_of_its_place(root: Path) -> None:
+    beneath, trash = Beneath(str(root)), root.parent / "Trash"
+    for number, text in enumerate(("first", "second")):
+        (root / "note.txt").write_text(text)
+        with beneath.locate(str(root / "note.txt"), follow=False) as place:
+            move_to_trash(place, trash)
+        assert not (root / "note.txt").exists()
+        name = f"note {number}.txt" if number else "note.txt"
+        assert (trash / "files" / name).read_text() == text
+        assert f"Path={root}/note.txt\n" in (trash / "info" / f"{name}.trashinfo").read_text()
+    with beneath.locate(str(root / "missing"), follow=False) as place, pytest.raises(FileNotFoundError):
+        move_to_trash(place, trash)
+    assert len(os.listdir(trash / "info")) == 2
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm") or not os.access("/dev/shm", os.W_OK), reason="no second file system")
+def test_trash_on_another_file_system(root: Path) -> None:
+    trash = Path("/dev/shm") / f"trash-{os.getpid()}"
+    (root / "project" / "out").symlink_to(root.parent / "outside")
+    try:
+        if os.stat("/dev/shm").st_dev == root.stat().st_dev:
+            pytest.skip("not a second file system")
+        with Beneath(str(root)).locate(str(root / "project"), follow=False) as place:
+            move_to_trash(place, trash)
+        assert (trash / "files" / "project" / "data" / "b").read_text() == "root/project/data/b"
+        assert (trash / "files" / "project" / "out").is_symlink()
+    finally:
+        shutil.rmtree(trash, ignore_errors=True)
+    assert not (root / "project").exists()
+    assert (root.parent / "outside" / "secret").exists()
+
+
+def test_shared_folders_are_remembered_once(tmp_path: Path) -> None:
+    file = tmp_path / "sandbox" / "shared-folders"
+    assert recall(file) == frozenset()
+    remember(["/a", "/b\nc"], file)
+    remember(["/a"], file)
+    assert recall(file) == {"/a", "/b\nc"}
+    size = file.stat().st_size
+    remember(["/a"], file)
+    assert file.stat().st_size == size
+    with file.open("a") as torn:
+        torn.write('"/torn')
+    remember(["/d"], file)
+    assert recall(file) == {"/a", "/b\nc", "/d"}
+    assert file.stat().st_mode & 0o777 == 0o600
