@@ -7,6 +7,7 @@ is deleted; checkpoints that no document names are garbage, and are collected.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ from .link import Hooks
 from .lock.base import Lease, Owner
 from .metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
 from .names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
+from .restore_plan import Grant, derive
 from .runsc import Runsc
 from .runtime import RuntimeFolder
 from .staging import staging
@@ -44,6 +46,8 @@ from .stores import Shelf, Stores, required_shelf
 
 RESEED_SECONDS = 10.0
 MAX_SAVEPOINTS = 64
+UNPLANNED = BundleSpec(python=sys.executable, home="/home", user="user")
+"""The spec of a sandbox that is not started before ``permit`` or ``begin_anew`` gives it another."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class SandboxHandle:
         self._shelf = stores.shelf if stores else shelf
         self._source: Checkpoint | None = None
         self._taken_over = False
+        self._grant: Grant | None = Grant.of(instance.spec, instance.platform)
 
     # -- factories -------------------------------------------------------------------------------------------------
 
@@ -121,7 +126,7 @@ class SandboxHandle:
     async def attach_persistent(
         cls,
         sandbox_id: str,
-        spec: BundleSpec,
+        spec: BundleSpec | None,
         runsc: Runsc,
         stores: Stores,
         owner: Owner,
@@ -131,7 +136,8 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """The sandbox that there is, not running yet: ``restore`` it, or ``start`` it if it has no checkpoint.
 
-        ``spec`` and ``platform`` are for one without. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
+        It gets the mounts of ``spec`` and nothing that only its record in storage names; without a ``spec``, ``permit``
+        must be called before ``restore``. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
         IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
         """
         stores.required_checkpoints()
@@ -140,11 +146,13 @@ class SandboxHandle:
             source = book.metadata.previous if previous else book.metadata.checkpoint
             if previous and source is None:
                 raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
+            grant = Grant.of(spec, platform) if spec else None
             if source:
-                await _require_fit(book.metadata, source, runsc, stores)
-                spec, platform = source.spec, source.platform
+                spec = await _require_fit(book.metadata, source, runsc, stores, grant)
             await book.sign()
-        return cls._persistent(spec, runsc, platform, stores, book, source)
+        handle = cls._persistent(spec or UNPLANNED, runsc, platform, stores, book, source)
+        handle._grant = grant
+        return handle
 
     @classmethod
     async def rescue(
@@ -217,8 +225,22 @@ class SandboxHandle:
         """Whether there is a checkpoint that ``restore`` would bring back."""
         return self._source is not None
 
-    def begin_anew(self, spec: BundleSpec, platform: str) -> None:
-        """Another sandbox, not started yet, in place of one that has ended or never began, under the same name."""
+    async def permit(self, grant: Grant) -> None:
+        """Set the mounts that restores of this sandbox may use, and plan the next one with them.
+
+        IncompatibleError if this server cannot restore its checkpoint with them; the state is kept.
+        """
+        self._grant = grant
+        if self._source:
+            await _require_fit(self.metadata, self._source, self.instance.runsc, self._kept_in(), grant)
+            self.go_to(self._source)
+
+    def begin_anew(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
+        """Another sandbox, not started yet, in place of one that has ended or never began, under the same name.
+
+        ``grant`` is for later restores of other checkpoints; without it the earlier one stays.
+        """
+        self._grant = grant or self._grant
         spec = replace(spec, outlives=self.persistent)
         hooks = self.instance.link.hooks
         self.instance = GVisorSandbox(self.sandbox_id, spec, self.instance.runsc, platform)
@@ -252,6 +274,7 @@ class SandboxHandle:
             raise SandboxError(f"Sandbox {self.sandbox_id} has no checkpoint to restore.")
         after(self.sandbox_id, Action.RESTORE, self.instance.state)  # somebody was quicker, which is no failure
         slept_here = self.instance.state == State.CHECKPOINTED
+        grant = self._required_grant()
         if works_in := self._working_folder():
             require_itself(works_in)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self.sandbox_id))
@@ -259,7 +282,7 @@ class SandboxHandle:
             work.size = source.size
             store = stores.required_checkpoints()
             if slept_here:  # whoever attached or rewound it has looked already
-                await _require_fit(self.metadata, source, self.instance.runsc, stores)
+                await _require_fit(self.metadata, source, self.instance.runsc, stores, grant)
             try:
                 image = await asyncio.to_thread(checkpoints.fetch, store, source.artifact, folder, work.advance)
             except CorruptObjectError as error:
@@ -313,7 +336,7 @@ class SandboxHandle:
         """
         found = self.metadata.savepoint(name)
         self._require_room()
-        await _require_fit(self.metadata, found, self.instance.runsc, self._kept_in())
+        await _require_fit(self.metadata, found, self.instance.runsc, self._kept_in(), self._required_grant())
         return found
 
     async def keep_present(self) -> str:
@@ -325,8 +348,12 @@ class SandboxHandle:
         return name
 
     def go_to(self, source: Checkpoint) -> None:
-        """Another sandbox, not running yet, that ``restore`` brings back from ``source``."""
-        self.begin_anew(source.spec, source.platform)
+        """Another sandbox, not running yet, that ``restore`` brings back from ``source``.
+
+        Its mounts are the present ones; IncompatibleError if they do not fit.
+        """
+        grant = self._required_grant()
+        self.begin_anew(_planned(self.metadata, source, grant), grant.platform)
         self._source = source
         self.describe(source.contents)
 
@@ -447,6 +474,11 @@ class SandboxHandle:
             for name in garbage:
                 await asyncio.to_thread(store.delete_all, name)
 
+    def _required_grant(self) -> Grant:
+        if self._grant is None:
+            raise SandboxError(f"Sandbox {self.sandbox_id} cannot be restored before its mounts are planned.")
+        return self._grant
+
     def _book(self) -> Ledger:
         if self._ledger is None:
             raise SandboxError(f"Sandbox {self.sandbox_id} is ephemeral: nothing of it is kept.")
@@ -458,8 +490,27 @@ class SandboxHandle:
         return self._stores
 
 
-async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores) -> None:
-    reasons = await asyncio.to_thread(checkpoints.obstacles, source, runsc, stores.fingerprints)
+async def _require_fit(
+    document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores, grant: Grant | None
+) -> BundleSpec | None:
+    """Return the spec that ``source`` is restored with under ``grant``, None without one; IncompatibleError."""
+    if reasons := await asyncio.to_thread(checkpoints.obstacles, source, runsc):
+        raise _incompatible(document, source, reasons)
+    if grant is None:
+        return None
+    spec = _planned(document, source, grant)
+    if reasons := await asyncio.to_thread(checkpoints.file_obstacles, source, spec, stores.fingerprints):
+        raise _incompatible(document, source, reasons)
+    return spec
+
+
+def _planned(document: GCSSandboxMetadata, source: Checkpoint, grant: Grant) -> BundleSpec:
+    spec, reasons = derive(source.spec, source.contents.get("cwd"), grant)
     if reasons:
-        offered = document.previous is not None and source is not document.previous
-        raise IncompatibleError(document.sandbox_id, reasons, offered)
+        raise _incompatible(document, source, reasons)
+    return spec
+
+
+def _incompatible(document: GCSSandboxMetadata, source: Checkpoint, reasons: list[str]) -> IncompatibleError:
+    offered = document.previous is not None and source is not document.previous
+    return IncompatibleError(document.sandbox_id, reasons, offered)

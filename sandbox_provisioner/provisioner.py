@@ -387,20 +387,32 @@ class SandboxProvisioner(SandboxSettings):
             setattr(km, f"{channel}_port", port)
 
     async def _launch(self, cmd: list[str], **kwargs: Any) -> None:
-        if self._resumes:
-            assert self._claim is not None
-            self.cwd = self._claim.handle.contents["cwd"]
-            await IO.run(self._kernel.resume(self._claim.handle, self._ending(kwargs)))
-            self._launched = self._launched_before = True
-            return
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
-        runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd"))
+        runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd") or self._recorded_folder())
         launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
+        if self._resumes:
+            await self._resume(launch, kwargs)
+            return
         prospect = await IO.run(asyncio.to_thread(prospects.find, launch, runsc, self))
         self._require_wanted()
         await IO.run(self._begin(launch, runsc, prospect, kwargs))
         self._launched = self._launched_before = True
         self.cwd = launch.start.cwd
+
+    async def _resume(self, launch: Launch, kwargs: dict[str, Any]) -> None:
+        """Restore a saved kernel with the mounts that a start would have now."""
+        assert self._claim is not None
+        claim, handle = self._claim, self._claim.handle
+        await IO.run(claim.manager.permit(claim.record.sandbox_id, prospects.grant_of(launch, self.platform)))
+        self.cwd = handle.contents["cwd"]
+        await IO.run(self._kernel.resume(handle, self._ending(kwargs)))
+        self._launched = self._launched_before = True
+
+    def _recorded_folder(self) -> str | None:
+        """Return the folder of the notebook that the registry has for a sandbox which is opened without a notebook."""
+        path = self._claim.record.notebook_path if self._claim else ""
+        folder = os.path.dirname(path)
+        return folder if os.path.isabs(folder) and os.path.isdir(folder) else None
 
     async def _begin(self, launch: Launch, runsc: Runsc, prospect: Prospect | None, kwargs: dict[str, Any]) -> None:
         """In the I/O thread: a copy of a template if there is one, or a kernel that starts from nothing."""
@@ -456,7 +468,7 @@ class SandboxProvisioner(SandboxSettings):
         else:
             handle = self._claim.handle
             await self._kernel.kill()
-            handle.begin_anew(spec, self.platform)
+            handle.begin_anew(spec, self.platform, prospects.grant_of(launch, self.platform))
         if copy:
             handle.take_over(copy)
         await self._kernel.launch(handle, launch.start, launch.targets, self._ending(kwargs), template)
