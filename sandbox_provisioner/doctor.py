@@ -21,7 +21,7 @@ from jupyter_core.paths import jupyter_data_dir, jupyter_runtime_dir
 from .errors import RunscTooOldError, SandboxError
 from .kernelspecs import PROVISIONER, Kernel, kernels
 from .progress import marks
-from .runsc import OLDEST, Runsc, candidates, find, inspect, require_user_namespaces
+from .runsc import OLDEST, Runsc, candidates, find, inspect, refused, require_user_namespaces
 from .runsc_sources import nearest, writable
 from .runtime import runtime_root
 
@@ -77,7 +77,13 @@ def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
         return [Check("runsc", False, error.problem, error.remedy)]
     origins = {path.absolute(): origin for origin, path in reversed(list(candidates(setting, environ)))}
     found = Check("runsc", True, f"{runsc.version} at {runsc.path} (from {origins[runsc.path]})")
-    return [found, check_age(runsc, datetime.now(UTC).date())]
+    return [found, check_age(runsc, datetime.now(UTC).date()), *check_refused(environ)]
+
+
+def check_refused(environ: Mapping[str, str]) -> list[Check]:
+    """Which runsc is passed over because sandboxes or other users could have written it."""
+    remedy = "Take its folder off PATH, or let only root or you write to it."
+    return [Check("runsc on PATH", False, clause, remedy, required=False) for clause in refused(environ)]
 
 
 def check_age(runsc: Runsc, today: date) -> Check:

@@ -275,8 +275,8 @@ class SandboxHandle:
         after(self.sandbox_id, Action.RESTORE, self.instance.state)  # somebody was quicker, which is no failure
         slept_here = self.instance.state == State.CHECKPOINTED
         grant = self._required_grant()
-        if works_in := self._working_folder():
-            require_itself(works_in)
+        for mount in filter(None, (self._working_folder(), *grant.watched)):
+            require_itself(mount)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self.sandbox_id))
         with JOURNAL.doing(self.entry(What.WOKEN)) as work, staging(stores.staging) as folder:
             work.size = source.size

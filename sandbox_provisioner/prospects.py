@@ -94,7 +94,7 @@ def grant_of(launch: Launch, platform: str) -> Grant:
     folder = launch.start.folder
     bindable = folder is not None and recipes.suits(launch.bare, launch.spec, folder)
     carrying = recipes.carrying(launch.bare, folder) if folder and bindable else None
-    return Grant(launch.spec, platform, folder, carrying)
+    return Grant(launch.spec, platform, folder, carrying, tuple(launch.start.watched))
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:

@@ -23,20 +23,22 @@ from . import persistence, prospects, startrequest
 from .activity import ActivityWatch
 from .apology import apologise
 from .asks import attend
-from .bundle import BundleSpec, Mount
+from .bundle import BundleSpec, Mount, parse_mount
 from .claims import Claim, Wanted
 from .errors import ConfigurationError, GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
-from .folders import working_folder
+from .folders import require_below_root, unlinked, working_folder
 from .gvisor import GVisorSandbox
 from .handle import Identity, SandboxHandle
 from .inside import Inside
 from .iothread import IO
 from .kernel import Ending, SandboxedKernel
-from .launch import Launch, own_folders, plan, sink
+from .launch import Launch, plan, sink
 from .link import GuestLink
 from .metadata import Checkpoint, GCSArtifact
+from .programs import note_writable
 from .prospects import Prospect
 from .relay import CHANNELS
+from .reserved import reserved_folders
 from .runsc import Runsc, find
 from .settings import SandboxSettings
 from .standby import STANDBY
@@ -131,6 +133,7 @@ class SandboxProvisioner(SandboxSettings):
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Reserve the ports, and only then write the connection file; a machine that is not ready says so first."""
+        note_writable(self._root, kwargs.get("cwd") or "")
         find(self.runsc)
         if self._moved:  # a restart that no person asked for would take it back
             raise SandboxError(
@@ -389,7 +392,7 @@ class SandboxProvisioner(SandboxSettings):
     async def _launch(self, cmd: list[str], **kwargs: Any) -> None:
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
         runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd") or self._recorded_folder())
-        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
+        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc, self._root)
         if self._resumes:
             await self._resume(launch, kwargs)
             return
@@ -482,11 +485,20 @@ class SandboxProvisioner(SandboxSettings):
             words = printable(self._kernel.last_words)
             self.log.warning("Kernel %s ended with status %d. %s", self.kernel_id, status, words)
 
+    @property
+    def _root(self) -> str:
+        """The root folder of the Jupyter Server that the kernel is of; empty under any other kernel manager."""
+        return str(getattr(getattr(self.parent, "parent", None), "root_dir", "") or "")
+
     def _folder(self, cwd: str | None) -> Mount | None:
         """The folder that the kernel works in and may write to; None if it gets only its private home."""
-        wanted, allowed, reserved = self.working_folder or cwd, self.allow_home, own_folders()
+        wanted, allowed = self.working_folder or cwd, self.allow_home
         try:
-            folder = working_folder(wanted or os.getcwd(), allowed, reserved)
+            folder = working_folder(wanted or os.getcwd(), allowed, reserved_folders(self.storage_dir))
+            if self.working_folder and self._root:
+                folder = unlinked(folder._replace(source=folder.destination), [self._root], "working_folder")
+            elif cwd and self._root:
+                require_below_root(folder, self._root, map(parse_mount, self.mounts))
         except ConfigurationError as error:
             if wanted:
                 raise

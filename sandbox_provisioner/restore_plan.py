@@ -28,6 +28,8 @@ class Grant:
     platform: str = "systrap"
     folder: Mount | None = None
     carrying: BundleSpec | None = None
+    watched: tuple[Mount, ...] = ()
+    """Mounts whose sources had no links when they were planned, and that other kernels could replace by links."""
 
     @classmethod
     def of(cls, spec: BundleSpec, platform: str) -> Grant:

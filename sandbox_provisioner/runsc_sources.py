@@ -25,10 +25,11 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, ClassVar, NamedTuple
 
 from . import apt_entries
-from .errors import RunscNotFoundError, SandboxError
+from .errors import ProgramNotFoundError, RunscNotFoundError, SandboxError
+from .programs import distrust, on_path, trusted_path, trusted_program
 from .progress import Note, Progress
 from .runsc import OLDEST, Runsc, inspect
 
@@ -188,14 +189,14 @@ def pinned_version(go_mod: str) -> str:
 
 def go_on_machine(oldest: str, usual_folder: str) -> str | None:
     """The go command on PATH, or in the folder where Go's own installer puts it, that is new enough."""
-    for go in (shutil.which("go"), shutil.which("go", path=usual_folder)):
-        if go and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
+    for go in on_path("go", folders=[usual_folder]):
+        if not distrust(go) and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
             return go
     return None
 
 
 def _go_variable(go: str, name: str) -> str:
-    environment = {**os.environ, "GOTOOLCHAIN": "local"}
+    environment = {**os.environ, "GOTOOLCHAIN": "local", "PATH": trusted_path()}
     answer = subprocess.run([go, "env", name], capture_output=True, text=True, env=environment, cwd="/")
     return answer.stdout.strip()
 
@@ -256,17 +257,29 @@ class DebianSource(Source):
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
         """Download and unpack the newest package that will do."""
-        if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-            raise SandboxError("this machine has no apt-get")
+        try:
+            programs = Apt(*map(trusted_program, ("apt-get", "apt-cache", "dpkg-deb")))
+        except ProgramNotFoundError as error:
+            raise SandboxError(
+                f"this machine has no usable {error.name}{''.join(f'; {one}' for one in error.refused)}"
+            ) from error
         reasons = []
         for suites, settings in _suites(workspace):
             folder = Path(tempfile.mkdtemp(dir=workspace))
             (folder / "apt.conf").write_text(APT_CONFIGURATION.format(folder=folder) + settings)
             try:
-                return _from_suites(target, folder, note)
+                return _from_suites(programs, target, folder, note)
             except SandboxError as error:
                 reasons.append(f"{suites}: {error.problem}")
         raise SandboxError("; ".join(dict.fromkeys(reasons)))
+
+
+class Apt(NamedTuple):
+    """The programs that get and unpack a Debian package, by their paths."""
+
+    get: str
+    cache: str
+    unpack: str
 
 
 APT_CONFIGURATION = """\
@@ -289,21 +302,21 @@ def _suites(workspace: Path) -> Iterator[tuple[str, str]]:
     yield "this machine's suites", ""
 
 
-def _from_suites(target: Path, folder: Path, note: Note) -> None:
+def _from_suites(apt: Apt, target: Path, folder: Path, note: Note) -> None:
     configuration = ["-c", str(folder / "apt.conf")]
     for needed in ("lists/partial", "cache/archives/partial"):
         (folder / needed).mkdir(parents=True)
-    said = run(["apt-get", *configuration, "update"], note, cwd=folder, limit=300, check=False)
-    offered = run(["apt-cache", *configuration, "madison", "runsc"], note, cwd=folder, limit=60, check=False)
+    said = run([apt.get, *configuration, "update"], note, cwd=folder, limit=300, check=False)
+    offered = run([apt.cache, *configuration, "madison", "runsc"], note, cwd=folder, limit=60, check=False)
     versions = re.findall(r"^\s*runsc \| (\S+) \|", offered, re.MULTILINE)
     good = [version for version in versions if (Runsc(target, version).built or OLDEST) >= OLDEST]
     if not good:
         missed = re.search(r"^[EW]: (Failed to fetch .*)", said, re.MULTILINE)
         too_old = f"only runsc {versions[0]}, which is too old" if versions else "no package runsc"
         raise SandboxError(missed[1].strip() if missed and not versions else too_old)
-    run(["apt-get", *configuration, "download", f"runsc={good[0]}"], note, cwd=folder, limit=600)
+    run([apt.get, *configuration, "download", f"runsc={good[0]}"], note, cwd=folder, limit=600)
     (package,) = folder.glob("runsc_*.deb")
-    run(["dpkg-deb", "-x", str(package), "unpacked"], note, cwd=folder, limit=120)
+    run([apt.unpack, "-x", str(package), "unpacked"], note, cwd=folder, limit=120)
     shutil.copyfile(folder / "unpacked" / "usr" / "bin" / "runsc", target)
 
 
@@ -320,7 +333,7 @@ def run(
 
     It is ended with all its children when ``limit`` seconds are over or this process is interrupted.
     """
-    environment = {**(os.environ if env is None else env), "LC_ALL": "C"}
+    environment = {**(os.environ if env is None else env), "LC_ALL": "C", "PATH": trusted_path()}
     lines = []
     with subprocess.Popen(
         argv,

@@ -195,13 +195,14 @@ def test_what_was_there_stays_when_the_new_one_will_not_do(folder: Path) -> None
 
 
 def test_a_relative_folder_will_do(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     asked = '[ "$1" = env ] && exec echo go1.99\n[ "$1" = build ] || exit 0\n'
     go = asked + 'while [ "$1" != -o ]; do shift; done\ncp "$(dirname "$0")/built" "$2"'
     script(tmp_path / "go" / "go", go)
     (tmp_path / "go" / "built").write_bytes(binary())
     monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
-    assert install([GoSource()], Path("here"), quiet()).path == tmp_path / "here" / "runsc"
+    assert install([GoSource()], Path("here"), quiet()).path == tmp_path / "work" / "here" / "runsc"
 
 
 def test_an_interrupted_fetch_leaves_nothing(folder: Path) -> None:
