@@ -133,7 +133,8 @@ class SandboxProvisioner(SandboxSettings):
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Reserve the ports, and only then write the connection file; a machine that is not ready says so first."""
-        note_writable(self._root, kwargs.get("cwd") or "")
+        shared = [mount.source for mount in map(parse_mount, self.mounts) if mount.writable]
+        note_writable(self._root, kwargs.get("cwd") or "", self.working_folder, *shared)
         find(self.runsc)
         if self._moved:  # a restart that no person asked for would take it back
             raise SandboxError(

@@ -1,7 +1,8 @@
 """Where a runsc can be had from when the machine has none that will do, and how one is put in place.
 
-Three sources, tried in this order: Google's release, the pinned source built with Go, and Debian's package
-from the machine's own mirror. None needs root.
+The pinned source built with Go, whose digest is in this package (go.sum), is tried first, then Debian's package from
+the machine's own mirror, which apt verifies. A release of Google's is used only if the user gives its version and
+digest. None needs root.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
@@ -33,7 +34,9 @@ from .programs import distrust, on_path, trusted_path, trusted_program
 from .progress import Note, Progress
 from .runsc import OLDEST, Runsc, inspect
 
-RELEASES = "https://storage.googleapis.com/gvisor/releases/release/latest"
+RELEASES = "https://storage.googleapis.com/gvisor/releases/release"
+VERSION = re.compile(r"20\d{6}(\.\d+)?")
+DIGEST = re.compile(r"[0-9a-fA-F]{128}")
 REACH_TIMEOUT = 5.0
 READ_TIMEOUT = 30.0
 MODULE = Path(__file__).parent / "runsc_build"
@@ -57,59 +60,54 @@ class Source(ABC):
 
 
 class ReleaseSource(Source):
-    """Google's published release, verified by its published SHA-512."""
+    """A release that Google published, of a version and with a SHA-512 digest that the user gives.
+
+    The digest that lies beside the binary is not used: whoever could replace the one could replace the other.
+    """
 
     name = "release"
     title = "Google's release"
 
-    def __init__(self, base: str = RELEASES) -> None:
-        self._base = base.rstrip("/")
+    def __init__(self, version: str, sha512: str, base: str = RELEASES) -> None:
+        if not VERSION.fullmatch(version):
+            raise SandboxError(
+                f"--release is {version!r:.50}, which is not the version of a release.", "Give it as in 20260126.0."
+            )
+        if not DIGEST.fullmatch(sha512):
+            raise SandboxError(
+                f"--sha512 is {sha512!r:.150}, which is not a SHA-512 digest.", "It has 128 hexadecimal digits."
+            )
+        self._base, self._version, self._sha512 = base.rstrip("/"), version, sha512.lower()
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
-        """Download the binary for this machine and compare it with its checksum."""
-        url = f"{self._base}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
-        note("asking for its checksum")
-        expected = self._checksum(f"{url}.sha512")
+        """Download the binary for this machine and compare it with the digest."""
+        url = f"{self._base}/{self._version}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
+        note("connecting")
         try:
-            with urllib.request.urlopen(url, timeout=READ_TIMEOUT) as answer, target.open("wb") as file:
+            with _reached(url) as answer, target.open("wb") as file:
                 found = _copy(answer, file, int(answer.headers.get("Content-Length") or 0), note)
         except (OSError, HTTPException) as error:
             raise SandboxError(f"the download of {url} failed ({_reason(error)})") from error
-        if found != expected:
-            raise SandboxError(f"the download of {url} does not match its published checksum")
-
-    def _checksum(self, url: str) -> str:
-        try:
-            text = _within(REACH_TIMEOUT, lambda: _read(url))
-        except (OSError, HTTPException) as error:
-            raise SandboxError(f"{url} cannot be reached ({_reason(error)})") from error
-        found = re.match(rb"\s*([0-9a-f]{128})\b", text)
-        if not found:
-            raise SandboxError(f"{url} does not hold a checksum")
-        return found[1].decode()
+        if found != self._sha512:
+            raise SandboxError(f"the SHA-512 digest of {url} is {found}, not the one that was given")
 
 
-def _read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=REACH_TIMEOUT) as answer:
-        return bytes(answer.read(4096))
-
-
-def _within(seconds: float, call: Callable[[], bytes]) -> bytes:
-    """Call with a deadline that also holds for name resolution, which knows no timeout of its own."""
-    outcome: list[bytes | OSError | HTTPException] = []
+def _reached(url: str) -> HTTPResponse:
+    """Open ``url`` with a deadline that also holds for name resolution, which knows no timeout of its own."""
+    outcome: list[HTTPResponse | OSError | HTTPException] = []
 
     def run() -> None:
         try:
-            outcome.append(call())
+            outcome.append(urllib.request.urlopen(url, timeout=READ_TIMEOUT))
         except (OSError, HTTPException) as error:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(REACH_TIMEOUT)
     if not outcome:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    if not isinstance(outcome[0], bytes):
+        raise TimeoutError(f"no answer within {REACH_TIMEOUT:g} s")
+    if not isinstance(outcome[0], HTTPResponse):
         raise outcome[0]
     return outcome[0]
 
@@ -371,12 +369,21 @@ def _last_words(lines: Sequence[str]) -> str:
     return (errors or said or ["it gave no reason"])[-1][:300]
 
 
-SOURCES: dict[str, type[Source]] = {source.name: source for source in (ReleaseSource, GoSource, DebianSource)}
+SOURCES: dict[str, type[GoSource | DebianSource]] = {source.name: source for source in (GoSource, DebianSource)}
 """By name, in the order in which they are tried."""
 
 
-def choose(name: str | None) -> list[Source]:
-    """The sources to try, in order: the one of this name, or all of them."""
+def choose(name: str | None, release: str = "", sha512: str = "") -> list[Source]:
+    """Return the sources to try, in order: the one of this name, or all that need no further facts."""
+    if name == ReleaseSource.name or (name is None and (release or sha512)):
+        if not release or not sha512:
+            raise SandboxError(
+                "Google's release is used only with a known version and digest.",
+                "Give both --release VERSION and --sha512 DIGEST, or use --source go, whose digests are pinned.",
+            )
+        return [ReleaseSource(release, sha512)]
+    if release or sha512:
+        raise SandboxError(f"--release and --sha512 do not go with --source {name}.", "Use --source release.")
     return [make() for known, make in SOURCES.items() if name in (None, known)]
 
 

@@ -39,9 +39,9 @@ NOTE = "note.json"
 def runtime_root() -> Path:
     """Return the folder in which this user's sandboxes have theirs; make it if needed.
 
-    Without SANDBOX_RUNTIME_DIR it is a folder in /tmp with a random name, which a file in Jupyter's data folder records:
-    nobody can make it first. XDG_RUNTIME_DIR is not used, because it vanishes when the user logs out, and with it the
-    state of kernels that run on. ConfigurationError if the folder is not one that only this user can change.
+    Without SANDBOX_RUNTIME_DIR it is a folder in /tmp with a random name, which is recorded in Jupyter's data folder:
+    no other user can make it first. XDG_RUNTIME_DIR is not used, because it vanishes when the user logs out, and with
+    it the state of kernels that run on. ConfigurationError if the folder is not one that only this user can change.
     """
     if chosen := os.environ.get("SANDBOX_RUNTIME_DIR"):
         return _made(Path(chosen, "jupyter-sandbox").absolute())
@@ -122,7 +122,7 @@ def _made(root: Path) -> Path:
 
 
 def runtime_roots() -> list[Path]:
-    """Return every folder in which sandboxes of this user can have theirs: the present one, and that of old versions."""
+    """Return each folder in which sandboxes of this user can have theirs: the present one, and that of old versions."""
     root, fixed = runtime_root(), _fixed_root()
     old = [] if os.environ.get("SANDBOX_RUNTIME_DIR") or fixed == root or not _own(fixed) else [fixed]
     return [root, *old]
