@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from .programs import trusted_path, trusted_program
+
 
 def write_backports(parts: Path) -> None:
     """Write the rewritten entries into the folder ``parts``, which stays empty if there are none to rewrite."""
@@ -23,7 +25,9 @@ def write_backports(parts: Path) -> None:
 def source_files() -> list[Path]:
     """The files with the machine's source entries, as apt itself finds them."""
     names = ["LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
-    answer = subprocess.run(["apt-config", "shell", *names], capture_output=True, text=True, check=True)
+    argv = [trusted_program("apt-config"), "shell", *names]
+    environment = {**os.environ, "PATH": trusted_path()}
+    answer = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment)
     found = dict(part.split("=", 1) for part in shlex.split(answer.stdout))
     parts = sorted(path for path in Path(found["PARTS"]).glob("*") if path.suffix in (".list", ".sources"))
     return [path for path in (Path(found["LIST"]), *parts) if os.access(path, os.R_OK) and path.is_file()]

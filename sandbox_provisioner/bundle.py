@@ -91,14 +91,20 @@ def parse_mount(text: str) -> Mount:
 
 def arrange(mounts: Iterable[Mount]) -> list[Mount]:
     """Outer before inner; one for each destination, the last given wins; none that its parent shows already."""
+    needed = _needed(mounts)
+    return sorted([*needed, *_pins(needed)], key=lambda mount: _depth(mount.destination))
+
+
+def _needed(mounts: Iterable[Mount]) -> list[Mount]:
+    """Return one mount for each destination, outer before inner, without those that their parent shows already."""
     chosen = {mount.destination: mount for mount in mounts}
-    arranged: list[Mount] = []
+    needed: list[Mount] = []
     for destination in sorted(chosen, key=_depth):
         mount = chosen[destination]
-        above = _above(destination, arranged)
+        above = innermost(destination, needed)
         if above is None or not _shows(above, mount):
-            arranged.append(mount)
-    return sorted([*arranged, *_pins(arranged)], key=lambda mount: _depth(mount.destination))
+            needed.append(mount)
+    return needed
 
 
 def _depth(path: str) -> tuple[int, str]:
@@ -113,7 +119,7 @@ def _pins(mounts: Sequence[Mount]) -> set[Mount]:
     taken = {mount.destination for mount in mounts}
     pins = set()
     for mount in mounts:
-        above = _above(mount.destination, mounts)
+        above = innermost(mount.destination, mounts)
         if above and above.source and above.writable:
             inside = Path(mount.destination).relative_to(above.destination)
             for parent in list(inside.parents)[:-1]:
@@ -125,8 +131,8 @@ def _pins(mounts: Sequence[Mount]) -> set[Mount]:
     return pins
 
 
-def _above(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    """The innermost of ``mounts`` that ``path`` lies in."""
+def innermost(path: str, mounts: Iterable[Mount]) -> Mount | None:
+    """Return the innermost of ``mounts`` that ``path`` lies in; None if it lies in none of them."""
     holding = [mount for mount in mounts if path.startswith(mount.destination.rstrip("/") + "/")]
     return max(holding, key=lambda mount: len(mount.destination), default=None)
 
@@ -146,6 +152,15 @@ def system_mounts() -> list[Mount]:
 
 def all_mounts(spec: BundleSpec) -> list[Mount]:
     """Every mount of the sandbox, in the order in which they are made."""
+    return arrange(_listed(spec))
+
+
+def requested_mounts(spec: BundleSpec) -> list[Mount]:
+    """Return the same without the mounts that only keep others in their place, which depend on the host's folders."""
+    return _needed(_listed(spec))
+
+
+def _listed(spec: BundleSpec) -> list[Mount]:
     private = [
         Mount("", "/tmp", True),
         Mount("", spec.home, True),
@@ -153,7 +168,7 @@ def all_mounts(spec: BundleSpec) -> list[Mount]:
         Mount("", "/dev/shm", True),
     ]
     carried = [spec.carried._replace(destination=CARRIED)] if spec.carried else []
-    return arrange([*system_mounts(), *private, *spec.mounts, *carried])
+    return [*system_mounts(), *private, *spec.mounts, *carried]
 
 
 def windows(spec: BundleSpec) -> list[Mount]:

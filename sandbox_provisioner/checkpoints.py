@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
 from . import environment
-from .bundle import windows
+from .bundle import BundleSpec, windows
 from .errors import CorruptObjectError, MetadataError, ObjectNotFoundError
 from .fingerprints import Fingerprints
 from .metadata import Checkpoint, GCSArtifact
@@ -66,17 +65,18 @@ def check_names(artifact: GCSArtifact, prefix: str) -> None:
         raise MetadataError(f"A checkpoint is said to be {artifact.name!r:.200} with the files {names!r:.200}.")
 
 
-def obstacles(checkpoint: Checkpoint, runsc: Runsc, fingerprints: Fingerprints) -> list[str]:
-    """Why ``checkpoint`` cannot be restored by this server: clauses that name what does not fit. Blocks."""
+def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:
+    """Return why this server's runsc and CPU cannot restore ``checkpoint``, as clauses. Blocks."""
     found = []
     if checkpoint.runsc_version != runsc.version:
         found.append(f"it was made by runsc {checkpoint.runsc_version}, and this is {runsc.version}")
     elif checkpoint.runsc_sha256 != runsc.sha256:
         found.append(f"it was made by another build of runsc {runsc.version} than {runsc.path}")
-    found += environment.missing_cpu_features(checkpoint.architecture, checkpoint.cpu_features)
-    found += [f"{path}, which it sees, is not there" for path in _missing(checkpoint)]
-    return found + environment.differences(environment.from_json(checkpoint.files), checkpoint.spec, fingerprints)
+    return found + environment.missing_cpu_features(checkpoint.architecture, checkpoint.cpu_features)
 
 
-def _missing(checkpoint: Checkpoint) -> Iterable[str]:
-    return [mount.source for mount in windows(checkpoint.spec) if mount.source and not os.path.exists(mount.source)]
+def file_obstacles(checkpoint: Checkpoint, spec: BundleSpec, fingerprints: Fingerprints) -> list[str]:
+    """Return which files that ``checkpoint`` depends on differ in a sandbox of ``spec``, as clauses. Blocks."""
+    sources = (mount.source for mount in windows(spec) if mount.source)
+    missing = [f"{path}, which it sees, is not there" for path in sources if not os.path.exists(path)]
+    return missing + environment.differences(environment.from_json(checkpoint.files), spec, fingerprints)

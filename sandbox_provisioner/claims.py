@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID, uuid5
 from weakref import WeakValueDictionary
 
-from .bundle import BundleSpec
 from .config import GCSConfig
 from .errors import ForeignSandboxError, SandboxError, SandboxExistsError, SandboxNotFoundError, SignatureError
-from .handle import Identity, SandboxHandle
+from .handle import UNPLANNED, Identity, SandboxHandle
 from .manager import Features, SandboxManager
 from .persistence import registry
 from .records import SandboxRecord
@@ -24,8 +22,6 @@ from .stores import Stores, share_stores
 log = logging.getLogger(__name__)
 
 NAMESPACE = UUID("5a0f7c0e-6a55-4f1c-9b7d-0d6f0c1a2b3c")
-UNKNOWN = BundleSpec(python=sys.executable, home="/home", user="user")
-"""Until the kernel's command is known: a sandbox that was claimed is not started with it."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +114,12 @@ class Claim:
         about = Identity(wanted.kernel_name, wanted.notebook_path, wanted.user, shared_with=wanted.shared_with)
         sandbox_id = self.record.sandbox_id
         try:
-            await self.manager.attach(sandbox_id, UNKNOWN, features, patience=patience)
+            await self.manager.attach(sandbox_id, None, features, patience=patience)
         except SandboxNotFoundError:
             try:
-                await self.manager.create(sandbox_id, UNKNOWN, about, features)
+                await self.manager.create(sandbox_id, UNPLANNED, about, features)
             except SandboxExistsError:  # another server was quicker
-                await self.manager.attach(sandbox_id, UNKNOWN, features, patience=patience)
+                await self.manager.attach(sandbox_id, None, features, patience=patience)
 
     async def follow(self, notebook_path: str) -> None:
         """The notebook was renamed: its sandbox is found under the new name from now on."""

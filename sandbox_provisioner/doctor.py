@@ -18,10 +18,14 @@ from typing import TextIO
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_runtime_dir
 
+from . import config
+from .bundle import Mount, parse_mount
 from .errors import RunscTooOldError, SandboxError
+from .folders import homes, within
 from .kernelspecs import PROVISIONER, Kernel, kernels
 from .progress import marks
-from .runsc import OLDEST, Runsc, candidates, find, inspect, require_user_namespaces
+from .reserved import require_unreserved, reserved_folders
+from .runsc import OLDEST, Runsc, candidates, find, inspect, refused, require_user_namespaces
 from .runsc_sources import nearest, writable
 from .runtime import runtime_root
 
@@ -57,6 +61,7 @@ def examine(setting: str = "", environ: Mapping[str, str] = os.environ) -> list[
         check_user(),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         *check_disk(),
+        *check_own_folders(environ),
         *check_kernels(list(kernels().values()), environ),
         *check_contents_manager(),
     ]
@@ -78,7 +83,13 @@ def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
         return [Check("runsc", False, error.problem, error.remedy)]
     origins = {path.absolute(): origin for origin, path in reversed(list(candidates(setting, environ)))}
     found = Check("runsc", True, f"{runsc.version} at {runsc.path} (from {origins[runsc.path]})")
-    return [found, check_age(runsc, datetime.now(UTC).date())]
+    return [found, check_age(runsc, datetime.now(UTC).date()), *check_refused(environ)]
+
+
+def check_refused(environ: Mapping[str, str]) -> list[Check]:
+    """Which runsc is passed over because sandboxes or other users could have written it."""
+    remedy = "Take its folder off PATH, or let only root or you write to it."
+    return [Check("runsc on PATH", False, clause, remedy, required=False) for clause in refused(environ)]
 
 
 def check_age(runsc: Runsc, today: date) -> Check:
@@ -159,6 +170,41 @@ def check_disk() -> list[Check]:
         check_folder("connection files", Path(jupyter_runtime_dir()), 1, "JUPYTER_RUNTIME_DIR"),
         check_folder("data folder", Path(jupyter_data_dir()), 200, "JUPYTER_DATA_DIR", required=False),
     ]
+
+
+def check_own_folders(environ: Mapping[str, str]) -> list[Check]:
+    """Whether kernels could write to the folders of Jupyter's and the sandboxes' own files, as far as is known here.
+
+    The folder that the command is run in counts as one that kernels can write to: a server started here would let them.
+    """
+    name = "own folders"
+    try:
+        reserved = reserved_folders(environ=environ)
+        mounts = [mount for mount in map(parse_mount, config.words("SANDBOX_MOUNTS", environ)) if mount.writable]
+        for mount in mounts:
+            require_unreserved(mount, reserved, "SANDBOX_MOUNTS")
+        if chosen := environ.get("SANDBOX_WORKING_FOLDER"):
+            mounts.append(Mount(os.path.realpath(chosen), chosen, True))
+            require_unreserved(mounts[-1], reserved, "SANDBOX_WORKING_FOLDER")
+    except SandboxError as error:
+        return [Check(name, False, error.problem, error.remedy)]
+    except OSError as error:
+        return [Check(name, False, f"they cannot be examined: {error}", "Correct the folder that is named.")]
+    here = {os.path.realpath(os.getcwd())} - homes() - {"/"}  # kernels do not work in these
+    places = [*(mount.source for mount in mounts), *here]
+    inside = [
+        Check(
+            name,
+            False,
+            f"{own} ({setting}) lies in {place}; kernels that work in {place} see an empty folder there",
+            f"Set {setting} to a folder that no kernel can write to: these kernels start faster then.",
+            required=False,
+        )
+        for place in dict.fromkeys(places)
+        for own, setting in reserved.items()
+        if within(os.path.realpath(own), os.path.realpath(place))
+    ]
+    return inside or [Check(name, True, "no kernel can write to them")]
 
 
 def check_runtime_root() -> Check:

@@ -92,6 +92,18 @@ class CommandNotFoundError(SandboxError, FileNotFoundError):
         )
 
 
+class ProgramNotFoundError(SandboxError):
+    """No trusted program of that name is on PATH; ``refused`` says which were found and why they are not used."""
+
+    def __init__(self, name: str, refused: Sequence[str]) -> None:
+        self.name = name
+        self.refused = tuple(refused)
+        super().__init__(
+            f"The program {name} was not found on this machine{''.join(f'; {one}' for one in refused)}.",
+            "Install it in a system folder that is on PATH.",
+        )
+
+
 class GuestError(SandboxError):
     """The guest refused a request, such as a command that does not exist; ``errno`` if there was one."""
 

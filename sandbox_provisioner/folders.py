@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .bundle import Mount
@@ -15,6 +15,7 @@ from .errors import ConfigurationError
 
 OPEN_PARTS = {".asdf", ".conda", ".local", ".pyenv", ".rye", ".venv", ".virtualenvs"}
 """Hidden parts of a home in which interpreters and libraries are kept."""
+MOST_LINKS = 40
 
 
 def within(path: str, folder: str) -> bool:
@@ -50,10 +51,67 @@ def private(path: str) -> bool:
     return any(place == "/" or hidden(place) or any(within(home, place) for home in homes()) for place in places)
 
 
-def working_folder(path: str, allow_home: bool, reserved: Iterable[str]) -> Mount:
+def planted_link(path: str, writable: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first link on the way to ``path`` that lies in a ``writable`` folder, and its target; else None.
+
+    A kernel that can write to the folder can have made the link.
+    """
+    roots = [os.path.realpath(folder) for folder in writable]
+    place, parts, followed = "/", os.path.join(os.getcwd(), path).split("/")[::-1], 0
+    while parts:
+        part = parts.pop()
+        if part == "..":
+            place = os.path.dirname(place)
+        elif part not in ("", "."):
+            here = os.path.join(place, part)
+            try:
+                target = os.readlink(here)
+            except OSError:  # it is no link
+                place = here
+                continue
+            followed += 1
+            if followed > MOST_LINKS or any(within(place, root) for root in roots):
+                return here, target
+            place = "/" if os.path.isabs(target) else place
+            parts += target.split("/")[::-1]
+    return None
+
+
+def require_below_root(folder: Mount, root: str, mounts: Iterable[Mount]) -> None:
+    """Refuse a kernel's folder that lies neither in the server's root folder nor in a writable one of ``mounts``.
+
+    Paths are compared with links followed. ConfigurationError names the link that leads away, if there is one.
+    """
+    named = [mount.source for mount in mounts if mount.source and mount.writable]
+    if any(within(folder.source, os.path.realpath(place)) for place in (root, *named)):
+        return
+    link = planted_link(folder.destination, [root])
+    why = f"{link[0]} is a link to {link[1]}" if link else f"it is {folder.source}"
+    raise ConfigurationError(
+        "working_folder",
+        f"A sandboxed kernel cannot work in {folder.destination}: that is not below the server's root folder {root}, "
+        f"because {why}.",
+        f"Use a folder below the root folder, or add {folder.source + ':rw'!r} to SandboxProvisioner.mounts.",
+    )
+
+
+def unlinked(mount: Mount, writable: Iterable[str], setting: str) -> Mount:
+    """Return ``mount`` with the links in its source followed; ConfigurationError if a kernel can have made one."""
+    if link := planted_link(mount.source, writable):
+        real = os.path.realpath(mount.source)
+        raise ConfigurationError(
+            setting,
+            f"{mount.source} cannot be mounted: {link[0]} is a link to {link[1]}, in a folder that kernels can write "
+            "to.",
+            f"Name {real} itself in {setting} if that is meant, or remove the link.",
+        )
+    return mount._replace(source=os.path.realpath(mount.source))
+
+
+def working_folder(path: str, allow_home: bool, reserved: Mapping[str, str]) -> Mount:
     """The mount of a kernel's own folder; ConfigurationError if it cannot, or should not, have that one.
 
-    ``reserved`` folders, and what lies in them, are the server's own.
+    ``reserved`` has the folders that are the server's own, each with the setting that names it.
     """
     folder = os.path.abspath(os.path.expanduser(path))
     real = os.path.realpath(folder)
@@ -67,38 +125,41 @@ def working_folder(path: str, allow_home: bool, reserved: Iterable[str]) -> Moun
             "Move the notebook into a folder of its own"
             + ("." if real == "/" else ", or set SandboxProvisioner.allow_home."),
         )
-    for own in reserved:
+    for own, setting in reserved.items():
         if within(real, os.path.realpath(own)):
             raise ConfigurationError(
                 "working_folder",
-                f"A sandboxed kernel cannot work in {folder}: Jupyter keeps its own files there.",
-                "Move the notebook into a folder of its own.",
+                f"A sandboxed kernel cannot work in {folder}: Jupyter and its sandboxes keep their own files in {own} "
+                f"({setting}).",
+                f"Move the notebook into a folder of its own, or set {setting} to another folder.",
             )
     return Mount(real, folder, True)
 
 
-def identity(folder: Mount | None) -> dict[str, int]:
-    """Where the sandbox must show ``folder``, and by what it is known there: the time of its last change.
+def identity(*mounts: Mount | None) -> dict[str, int]:
+    """Return where the sandbox must show each of ``mounts``, with the time of that folder's or file's last change.
 
     A guest that can write to a folder above may put a link in its place between our look at it and runsc's. It can
     set neither that time nor, for long, the same one as another folder's.
     """
-    if folder is None:
-        return {}
+    return {mount.destination: _last_change(mount) for mount in mounts if mount}
+
+
+def _last_change(mount: Mount) -> int:
     try:
-        place = os.open(folder.source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        place = os.open(mount.source, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:
-        raise replaced(folder) from error
+        raise replaced(mount) from error
     try:
-        if os.readlink(f"/proc/self/fd/{place}") != folder.source:
-            raise replaced(folder)
-        return {folder.destination: os.fstat(place).st_ctime_ns}
+        if os.readlink(f"/proc/self/fd/{place}") != mount.source:
+            raise replaced(mount)
+        return os.fstat(place).st_ctime_ns
     finally:
         os.close(place)
 
 
 def require_itself(folder: Mount) -> None:
-    """Refuse a kernel's folder that was one, with links followed, and that a link leads away from now.
+    """Refuse a mount whose source had no links in it, and that a link leads away from now.
 
     ConfigurationError. A guest that can write to a folder above may have put the link there while the kernel slept.
     """
@@ -106,14 +167,15 @@ def require_itself(folder: Mount) -> None:
     if real != folder.source:
         raise ConfigurationError(
             "working_folder",
-            f"The kernel's folder {folder.source} is another one now: a link leads to {real}.",
-            "Put the folder back in its place; the kernel's state is kept.",
+            f"{folder.source}, which the kernel sees, is another folder or file now: a link leads to {real}.",
+            "Put it back in its place; the kernel's state is kept.",
         )
 
 
-def replaced(folder: Mount) -> ConfigurationError:
-    """The error for a folder that is not what it was a moment ago."""
-    problem = f"The folder {folder.destination} was replaced by something else while the kernel started."
+def replaced(*mounts: Mount) -> ConfigurationError:
+    """Return the error for a mount, one of these, that is not what it was a moment ago."""
+    places = " or ".join(mount.destination for mount in mounts)
+    problem = f"{places} was replaced by something else while the kernel started."
     return ConfigurationError("working_folder", problem, "Look into it, and start the kernel again.")
 
 

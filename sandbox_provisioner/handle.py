@@ -7,6 +7,7 @@ is deleted; checkpoints that no document names are garbage, and are collected.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,6 +39,7 @@ from .link import Hooks
 from .lock.base import Lease, Owner
 from .metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
 from .names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
+from .restore_plan import Grant, derive
 from .runsc import Runsc
 from .runtime import RuntimeFolder
 from .staging import staging
@@ -50,6 +52,8 @@ RESEED_SECONDS = 10.0
 MAX_SAVEPOINTS = 64
 MOST_WITH_SAVEPOINT = ledger.MOST_DOCUMENT - 2 * capture.MOST_RECORDED
 """Bytes that a new savepoint may make of a document: savepoints leave room for the next two checkpoints."""
+UNPLANNED = BundleSpec(python=sys.executable, home="/home", user="user")
+"""The spec of a sandbox that is not started before ``permit`` or ``begin_anew`` gives it another."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class SandboxHandle:
         self._shelf = stores.shelf if stores else shelf
         self._source: Checkpoint | None = None
         self._taken_over = False
+        self._grant: Grant | None = Grant.of(instance.spec, instance.platform)
 
     # -- factories -------------------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class SandboxHandle:
     async def attach_persistent(
         cls,
         sandbox_id: str,
-        spec: BundleSpec,
+        spec: BundleSpec | None,
         runsc: Runsc,
         stores: Stores,
         owner: Owner,
@@ -146,7 +151,8 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """The sandbox that there is, not running yet: ``restore`` it, or ``start`` it if it has no checkpoint.
 
-        ``spec`` and ``platform`` are for one without. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
+        It gets the mounts of ``spec`` and nothing that only its record in storage names; without a ``spec``, ``permit``
+        must be called before ``restore``. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
         IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
         """
         await control(_require_document, stores, sandbox_id)  # spares the lease of one that is to be created
@@ -155,12 +161,14 @@ class SandboxHandle:
             source = book.metadata.previous if previous else book.metadata.checkpoint
             if previous and source is None:
                 raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
+            grant = Grant.of(spec, platform) if spec else None
             if source:
                 stores.required_checkpoints()
-                await _require_fit(book.metadata, source, runsc, stores)
-                spec, platform = source.spec, source.platform
+                spec = await _require_fit(book.metadata, source, runsc, stores, grant)
             await estates.sign(book, stores)
-        return cls._persistent(spec, runsc, platform, stores, book, source)
+        handle = cls._persistent(spec or UNPLANNED, runsc, platform, stores, book, source)
+        handle._grant = grant
+        return handle
 
     @classmethod
     async def rescue(
@@ -238,8 +246,22 @@ class SandboxHandle:
         """Whether there is a checkpoint that ``restore`` would bring back."""
         return self._source is not None
 
-    def begin_anew(self, spec: BundleSpec, platform: str) -> None:
-        """Another sandbox, not started yet, in place of one that has ended or never began, under the same name."""
+    async def permit(self, grant: Grant) -> None:
+        """Set the mounts that restores of this sandbox may use, and plan the next one with them.
+
+        IncompatibleError if this server cannot restore its checkpoint with them; the state is kept.
+        """
+        self._grant = grant
+        if self._source:
+            await _require_fit(self.metadata, self._source, self.instance.runsc, self._kept_in(), grant)
+            self.go_to(self._source)
+
+    def begin_anew(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
+        """Another sandbox, not started yet, in place of one that has ended or never began, under the same name.
+
+        ``grant`` is for later restores of other checkpoints; without it the earlier one stays.
+        """
+        self._grant = grant or self._grant
         spec = replace(spec, outlives=self.can_save)
         hooks = self.instance.link.hooks
         self.instance = GVisorSandbox(self.sandbox_id, spec, self.instance.runsc, platform)
@@ -273,14 +295,15 @@ class SandboxHandle:
             raise SandboxError(f"Sandbox {self.sandbox_id} has no checkpoint to restore.")
         after(self.sandbox_id, Action.RESTORE, self.instance.state)  # somebody was quicker, which is no failure
         slept_here = self.instance.state == State.CHECKPOINTED
-        if works_in := self._working_folder():
-            require_itself(works_in)
+        grant = self._required_grant()
+        for mount in filter(None, (self._working_folder(), *grant.watched)):
+            require_itself(mount)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self.sandbox_id))
         with JOURNAL.doing(self.entry(What.WOKEN)) as work, staging(stores.staging) as folder:
             work.size = source.size
             store = stores.required_checkpoints()
             if slept_here:  # whoever attached or rewound it has looked already
-                await _require_fit(self.metadata, source, self.instance.runsc, stores)
+                await _require_fit(self.metadata, source, self.instance.runsc, stores, grant)
             try:
                 image = await control(checkpoints.fetch, store, source.artifact, folder, work.advance)
             except CorruptObjectError as error:
@@ -334,7 +357,7 @@ class SandboxHandle:
         """
         found = self.metadata.savepoint(name)
         self._require_room()
-        await _require_fit(self.metadata, found, self.instance.runsc, self._kept_in())
+        await _require_fit(self.metadata, found, self.instance.runsc, self._kept_in(), self._required_grant())
         return found
 
     async def keep_present(self) -> str:
@@ -346,8 +369,12 @@ class SandboxHandle:
         return name
 
     def go_to(self, source: Checkpoint) -> None:
-        """Another sandbox, not running yet, that ``restore`` brings back from ``source``."""
-        self.begin_anew(source.spec, source.platform)
+        """Another sandbox, not running yet, that ``restore`` brings back from ``source``.
+
+        Its mounts are the present ones; IncompatibleError if they do not fit.
+        """
+        grant = self._required_grant()
+        self.begin_anew(_planned(self.metadata, source, grant), grant.platform)
         self._source = source
         self.describe(source.contents)
 
@@ -473,6 +500,11 @@ class SandboxHandle:
             for name in garbage:
                 await bulk(self._kept_in().required_checkpoints().delete_all, name)
 
+    def _required_grant(self) -> Grant:
+        if self._grant is None:
+            raise SandboxError(f"Sandbox {self.sandbox_id} cannot be restored before its mounts are planned.")
+        return self._grant
+
     def _book(self) -> Ledger:
         if self._ledger is None:
             raise SandboxError(f"Sandbox {self.sandbox_id} is ephemeral: nothing of it is kept.")
@@ -504,8 +536,27 @@ async def _undo(creating: asyncio.Task[Ledger], stores: Stores) -> None:
         JOURNAL.write(Entry(made.sandbox_id, What.DELETED, kernel_name=made.kernel_name, user=made.user))
 
 
-async def _require_fit(document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores) -> None:
-    reasons = await control(checkpoints.obstacles, source, runsc, stores.fingerprints)
+async def _require_fit(
+    document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores, grant: Grant | None
+) -> BundleSpec | None:
+    """Return the spec that ``source`` is restored with under ``grant``, None without one; IncompatibleError."""
+    if reasons := await control(checkpoints.obstacles, source, runsc):
+        raise _incompatible(document, source, reasons)
+    if grant is None:
+        return None
+    spec = _planned(document, source, grant)
+    if reasons := await control(checkpoints.file_obstacles, source, spec, stores.fingerprints):
+        raise _incompatible(document, source, reasons)
+    return spec
+
+
+def _planned(document: GCSSandboxMetadata, source: Checkpoint, grant: Grant) -> BundleSpec:
+    spec, reasons = derive(source.spec, source.contents.get("cwd"), grant)
     if reasons:
-        offered = document.previous is not None and source is not document.previous
-        raise IncompatibleError(document.sandbox_id, reasons, offered)
+        raise _incompatible(document, source, reasons)
+    return spec
+
+
+def _incompatible(document: GCSSandboxMetadata, source: Checkpoint, reasons: list[str]) -> IncompatibleError:
+    offered = document.previous is not None and source is not document.previous
+    return IncompatibleError(document.sandbox_id, reasons, offered)

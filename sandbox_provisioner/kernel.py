@@ -54,6 +54,8 @@ class Start:
     env: Mapping[str, str]
     cwd: str
     folder: Mount | None = None
+    watched: Sequence[Mount] = ()
+    """Further mounts that other kernels could replace by links while this one starts."""
     files: Mapping[str, str] = field(default_factory=dict)
     connection_file: str = ""
     """Inside; one of the ``files``."""
@@ -310,10 +312,9 @@ class SandboxedKernel:
             try:
                 return await begin(sandbox, start)
             except GuestError as error:
-                if start.folder is None or error.errno != errno.ESTALE:
+                if error.errno != errno.ESTALE:
                     raise
-        assert start.folder is not None
-        raise replaced(start.folder)
+        raise replaced(*filter(None, (start.folder, *start.watched)))
 
     @staticmethod
     async def _start(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
@@ -323,7 +324,7 @@ class SandboxedKernel:
             cwd=start.cwd,
             stdin=False,
             files=start.files,
-            expect=identity(start.folder),
+            expect=identity(start.folder, *start.watched),
         )
 
     @staticmethod
@@ -343,7 +344,7 @@ class SandboxedKernel:
             orders,
             folder=folder.destination,
             files=start.files,
-            expect=identity(folder._replace(destination=CARRIED)),
+            expect=identity(folder._replace(destination=CARRIED), *start.watched),
             outlive=sandbox.spec.outlives,
         )
         return process

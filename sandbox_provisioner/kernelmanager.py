@@ -31,6 +31,7 @@ from . import config, persistence
 from .errors import SandboxError
 from .kernelspecs import PROVISIONER
 from .manager import SandboxManager
+from .programs import note_writable
 from .provisioner import SandboxProvisioner
 from .recovery import Recovered
 from .runsc import find
@@ -263,6 +264,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """In a thread with a loop of its own, because the server's has other things to do."""
         configured = self.config.SandboxProvisioner
         storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
+        note_writable(self.root_dir)
 
         def work() -> list[Recovered]:
             manager = SandboxManager(persistence.settings(storage_dir), find(runsc), persistence.server())

@@ -14,12 +14,13 @@ from typing import Any
 from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
 
 from .bundle import BundleSpec, Mount, parse_mount
-from .folders import homes, masks, shields
+from .folders import homes, masks, shields, unlinked, within
 from .interpreter import Find, believed, installing, look, parts, resolve, roomy
 from .kernel import Start
 from .relay import CHANNELS
+from .reserved import hide, require_unreserved, reserved_folders
 from .runsc import Runsc
-from .runtime import runtime_root
+from .runtime import runtime_roots
 from .settings import SandboxSettings
 
 GUEST_RUNTIME = "/run/jupyter"
@@ -48,8 +49,12 @@ def plan(
     connection_file: str,
     settings: SandboxSettings,
     runsc: Runsc,
+    root: str = "",
 ) -> Launch:
-    """How to start ``cmd`` in a sandbox that shows ``folder``, if any, and what the ``settings`` add."""
+    """How to start ``cmd`` in a sandbox that shows ``folder``, if any, and what the ``settings`` add.
+
+    Kernels may have written to anything below ``root``, the server's root folder.
+    """
     connection = os.path.realpath(connection_file)
     inside = f"{GUEST_RUNTIME}/{os.path.basename(connection)}"
     argv = [part.replace(connection, inside) for part in cmd]
@@ -57,6 +62,7 @@ def plan(
     cwd = folder.destination if folder else env["HOME"]
     info = json.loads(Path(connection).read_text()) | _guest_endpoints(settings.guest_transport)
     packages, variables = installing(argv[0], env)
+    configured, watched = _configured(folder, settings, root)
     start = Start(
         argv=roomy(argv),
         env=env | variables,
@@ -64,16 +70,12 @@ def plan(
         connection_file=inside,
         folder=folder,
         files={inside: json.dumps(info), **({f"{packages}/README": PACKAGES} if packages else {})},
+        watched=watched,
         remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
     )
     finds = look(argv, env) + (look([sys.executable], env) if argv[0] != sys.executable else [])
-    spec, bare = (_bundle(finds, env, shown, settings, runsc) for shown in (folder, None))
+    spec, bare = (_bundle(finds, env, shown, configured, settings, runsc) for shown in (folder, None))
     return Launch(spec, start, targets(info), bare, env)
-
-
-def own_folders() -> list[str]:
-    """Where connection files and the folders of running sandboxes are, which no kernel may have."""
-    return [jupyter_runtime_dir(), str(runtime_root())]
 
 
 def sink(given: Any, inherited: int) -> int | None:
@@ -82,19 +84,45 @@ def sink(given: Any, inherited: int) -> int | None:
     return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
 
 
+def _configured(
+    folder: Mount | None, settings: SandboxSettings, root: str
+) -> tuple[tuple[Mount, ...], tuple[Mount, ...]]:
+    """Return the mounts of the settings, and those of them that kernels could replace while the sandbox starts."""
+    mounts = [parse_mount(text) for text in settings.mounts]
+    writable = [root] if root else []
+    writable += [mount.source for mount in ([folder] if folder else []) + mounts if mount.writable]
+    found = [unlinked(mount, writable, "mounts") for mount in mounts]
+    reserved = reserved_folders(settings.storage_dir)
+    for mount in found:
+        if mount.writable:
+            require_unreserved(mount, reserved, "mounts")
+    above = [os.path.realpath(place) for place in writable]
+    watched = [mount for mount in found if any(within(os.path.dirname(mount.source), place) for place in above)]
+    return tuple(found), tuple(watched)
+
+
 def _bundle(
-    finds: list[Find], env: dict[str, str], folder: Mount | None, settings: SandboxSettings, runsc: Runsc
+    finds: list[Find],
+    env: dict[str, str],
+    folder: Mount | None,
+    configured: tuple[Mount, ...],
+    settings: SandboxSettings,
+    runsc: Runsc,
 ) -> BundleSpec:
-    given = [*([folder] if folder else []), *map(parse_mount, settings.mounts)]
+    given = [*([folder] if folder else []), *configured]
+    reserved = reserved_folders(settings.storage_dir)
+    hide(given, reserved, env["HOME"])  # makes those that do not exist yet, before they are looked for
     seen = believed(finds, [mount.source for mount in given if mount.writable])
     trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
     trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
     mounts = [*seen, *given, *shields(given, trusted)]
+    secret = {*homes(), jupyter_runtime_dir(), *map(str, runtime_roots())}
+    hidden = dict.fromkeys([*masks(mounts, secret, env["HOME"]), *hide(mounts, reserved, env["HOME"])])
     return BundleSpec(
         python=os.path.realpath(sys.executable),
         home=env["HOME"],
         user=env["USER"],
-        mounts=(*mounts, *masks(mounts, {*homes(), *own_folders()}, env["HOME"])),
+        mounts=(*mounts, *hidden),
         network=settings.network,
         environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
     )

@@ -27,6 +27,7 @@ from .lock.base import Owner
 from .metadata import Checkpoint, GCSArtifact
 from .names import valid_id
 from .recovery import Recovered, Recovery
+from .restore_plan import Grant
 from .runsc import Runsc
 from .states import State
 from .stores import Stores, open_shelf, open_stores
@@ -118,7 +119,7 @@ class SandboxManager:
     async def attach(
         self,
         sandbox_id: str,
-        spec: BundleSpec,
+        spec: BundleSpec | None,
         features: Features | None = None,
         platform: str = "systrap",
         patience: float = 0.0,
@@ -147,6 +148,15 @@ class SandboxManager:
                 JOURNAL.fail(Entry(sandbox_id, What.WOKEN), error)
                 raise
             return self._keep(handle, features)
+
+    async def permit(self, sandbox_id: str, grant: Grant) -> None:
+        """Set the mounts that restores of a sandbox may use; IncompatibleError if its checkpoint needs others."""
+        async with self._lock(sandbox_id):
+            try:
+                await self.get(sandbox_id).permit(grant)
+            except SandboxError as error:
+                JOURNAL.fail(Entry(sandbox_id, What.WOKEN), error)
+                raise
 
     async def recover(self) -> list[Recovered]:
         """Call it when the server starts: save the sandboxes of killed servers, and collect what they left behind."""

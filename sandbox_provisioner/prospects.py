@@ -23,6 +23,7 @@ from .bundle import BundleSpec
 from .errors import SandboxError
 from .launch import Launch, plan
 from .recipes import Recipe
+from .restore_plan import Grant
 from .runsc import Runsc
 from .runsc import find as find_runsc
 from .settings import SandboxSettings
@@ -86,6 +87,14 @@ def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Prospect | 
         Prospect(recipe, spec, template, shelf).drop()
         return Prospect(recipe, spec, None, shelf)
     return Prospect(recipe, spec, template, shelf)
+
+
+def grant_of(launch: Launch, platform: str) -> Grant:
+    """Return the mounts that a restore may use instead of a start: those that ``launch`` would start with."""
+    folder = launch.start.folder
+    bindable = folder is not None and recipes.suits(launch.bare, launch.spec, folder)
+    carrying = recipes.carrying(launch.bare, folder) if folder and bindable else None
+    return Grant(launch.spec, platform, folder, carrying, tuple(launch.start.watched))
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:

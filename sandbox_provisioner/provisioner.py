@@ -28,17 +28,19 @@ from .bundle import BundleSpec, Mount, parse_mount
 from .claims import Claim, Wanted
 from .config import user_name
 from .errors import ConfigurationError, GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
-from .folders import working_folder
+from .folders import require_below_root, unlinked, working_folder
 from .gvisor import GVisorSandbox
 from .handle import Identity, SandboxHandle
 from .inside import Inside
 from .iothread import IO
 from .kernel import Ending, SandboxedKernel
-from .launch import Launch, own_folders, plan, sink
+from .launch import Launch, plan, sink
 from .link import GuestLink
 from .metadata import Checkpoint, GCSArtifact
+from .programs import note_writable
 from .prospects import Prospect
 from .relay import CHANNELS
+from .reserved import reserved_folders
 from .runsc import Runsc, find
 from .settings import SandboxSettings
 from .shared_folders import list_file, remember
@@ -144,6 +146,8 @@ class SandboxProvisioner(SandboxSettings):
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Reserve the ports, and only then write the connection file; a machine that is not ready says so first."""
+        shared = [mount.source for mount in map(parse_mount, self.mounts) if mount.writable]
+        note_writable(self._root, kwargs.get("cwd") or "", self.working_folder, *shared)
         find(self.runsc)
         if self._moved:  # a restart that no person asked for would take it back
             raise SandboxError(
@@ -495,21 +499,33 @@ class SandboxProvisioner(SandboxSettings):
             setattr(km, f"{channel}_port", port)
 
     async def _launch(self, cmd: list[str], **kwargs: Any) -> None:
-        if self._resumes:
-            assert self._claim is not None
-            self.cwd = self._claim.handle.contents["cwd"]
-            await IO.run(self._kernel.resume(self._claim.handle, self._ending(kwargs)))
-            self._launched = self._launched_before = True
-            return
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
-        runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd"))
+        runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd") or self._recorded_folder())
         self._remember_shared(folder)
-        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc)
+        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc, self._root)
+        if self._resumes:
+            await self._resume(launch, kwargs)
+            return
         prospect = await IO.run(control(prospects.find, launch, runsc, self))
         self._require_wanted()
         await IO.run(self._begin(launch, runsc, prospect, kwargs))
         self._launched = self._launched_before = True
         self.cwd = launch.start.cwd
+
+    async def _resume(self, launch: Launch, kwargs: dict[str, Any]) -> None:
+        """Restore a saved kernel with the mounts that a start would have now."""
+        assert self._claim is not None
+        claim, handle = self._claim, self._claim.handle
+        await IO.run(claim.manager.permit(claim.record.sandbox_id, prospects.grant_of(launch, self.platform)))
+        self.cwd = handle.contents["cwd"]
+        await IO.run(self._kernel.resume(handle, self._ending(kwargs)))
+        self._launched = self._launched_before = True
+
+    def _recorded_folder(self) -> str | None:
+        """Return the folder of the notebook that the registry has for a sandbox which is opened without a notebook."""
+        path = self._claim.record.notebook_path if self._claim else ""
+        folder = os.path.dirname(path)
+        return folder if os.path.isabs(folder) and os.path.isdir(folder) else None
 
     async def _begin(self, launch: Launch, runsc: Runsc, prospect: Prospect | None, kwargs: dict[str, Any]) -> None:
         """In the I/O thread: a copy of a template if there is one, or a kernel that starts from nothing."""
@@ -565,7 +581,7 @@ class SandboxProvisioner(SandboxSettings):
         else:
             handle = self._claim.handle
             await self._kernel.kill()
-            handle.begin_anew(spec, self.platform)
+            handle.begin_anew(spec, self.platform, prospects.grant_of(launch, self.platform))
         if copy:
             handle.take_over(copy)
         await self._kernel.launch(handle, launch.start, launch.targets, self._ending(kwargs), template)
@@ -579,11 +595,20 @@ class SandboxProvisioner(SandboxSettings):
             words = printable(self._kernel.last_words)
             self.log.warning("Kernel %s ended with status %d. %s", self.kernel_id, status, words)
 
+    @property
+    def _root(self) -> str:
+        """The root folder of the Jupyter Server that the kernel is of; empty under any other kernel manager."""
+        return str(getattr(getattr(self.parent, "parent", None), "root_dir", "") or "")
+
     def _folder(self, cwd: str | None) -> Mount | None:
         """The folder that the kernel works in and may write to; None if it gets only its private home."""
-        wanted, allowed, reserved = self.working_folder or cwd, self.allow_home, own_folders()
+        wanted, allowed = self.working_folder or cwd, self.allow_home
         try:
-            folder = working_folder(wanted or os.getcwd(), allowed, reserved)
+            folder = working_folder(wanted or os.getcwd(), allowed, reserved_folders(self.storage_dir))
+            if self.working_folder and self._root:
+                folder = unlinked(folder._replace(source=folder.destination), [self._root], "working_folder")
+            elif cwd and self._root:
+                require_below_root(folder, self._root, map(parse_mount, self.mounts))
         except ConfigurationError as error:
             if wanted:
                 raise

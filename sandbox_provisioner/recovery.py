@@ -158,7 +158,7 @@ class Recovery:
         """Checkpoint it again after a restore: only one that can be asked tells which files it depends on."""
         try:
             handle = await SandboxHandle.attach_persistent(
-                note.sandbox_id, note.spec, self.runsc, self.stores, self.owner()
+                note.sandbox_id, note.spec, self.runsc, self.stores, self.owner(), note.platform
             )
             try:
                 await handle.restore()

@@ -10,7 +10,6 @@ import hashlib
 import os
 import pwd
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +22,14 @@ from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
 from .errors import (
     DiskFullError,
+    ProgramNotFoundError,
     RunscError,
     RunscNotFoundError,
     RunscTooOldError,
     SandboxError,
     UserNamespacesForbiddenError,
 )
+from .programs import distrust, on_path, trusted_program
 
 OLDEST = date(2024, 7, 29)
 """Builds before this cannot checkpoint a process that polls a socket, which every kernel does."""
@@ -70,13 +71,22 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
     ):
         if value:
             yield name, Path(value).expanduser()
-    on_path = shutil.which("runsc", path=environ.get("PATH"))
-    if on_path:
-        yield "PATH", Path(on_path)
+    for found in on_path("runsc", environ):
+        if not distrust(found):
+            yield "PATH", Path(found)
+            break
     for folder in dict.fromkeys(bin_folders()):
         path = folder / "runsc"
-        if os.access(path, os.F_OK):
+        if os.access(path, os.F_OK) and not distrust(str(path), ()):  # kernels see these folders read-only
             yield "jupyter sandbox setup", path
+
+
+def refused(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return which runsc is passed over because it cannot be trusted, and why, as clauses."""
+    places = [(path, distrust(path)) for path in on_path("runsc", environ)]
+    own = [str(folder / "runsc") for folder in dict.fromkeys(bin_folders())]
+    places += [(path, distrust(path, ())) for path in own if os.access(path, os.F_OK)]
+    return [f"{path} is not used, because {reason}" for path, reason in places if reason]
 
 
 def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
@@ -103,7 +113,8 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
             return runsc
     if passed_over:
         raise passed_over
-    raise RunscNotFoundError("No runsc (gVisor) was found on this machine.", SETUP_HINT)
+    untrusted = "".join(f"; {clause}" for clause in refused(environ))
+    raise RunscNotFoundError(f"No runsc (gVisor) was found on this machine{untrusted}.", SETUP_HINT)
 
 
 def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
@@ -195,19 +206,22 @@ class Runsc:
 
 def as_user(uid: int) -> list[str]:
     """What stands before runsc for this user: nothing for root, a user namespace for everybody else."""
-    return [] if uid == 0 else ["unshare", "--user", "--map-root-user"]
+    return [] if uid == 0 else [trusted_program("unshare"), "--user", "--map-root-user"]
 
 
 def require_user_namespaces() -> None:
     """Raise UserNamespacesForbiddenError if ordinary users may not make user namespaces here."""
-    prefix = as_user(os.geteuid())
-    if not prefix:
-        return
-    if shutil.which(prefix[0]) is None:
+    try:
+        prefix = as_user(os.geteuid())
+        if not prefix:
+            return
+        argv = [*prefix, trusted_program("true")]
+    except ProgramNotFoundError as error:
         raise UserNamespacesForbiddenError(
-            "An ordinary user needs the `unshare` command to start a sandbox.", "It is in the package util-linux."
-        )
-    attempt = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
+            f"An ordinary user needs the `unshare` command to start a sandbox. {error.problem}",
+            "It is in the package util-linux.",
+        ) from error
+    attempt = subprocess.run(argv, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     if attempt.returncode:
         raise UserNamespacesForbiddenError(
             f"This system forbids user namespaces to ordinary users ({attempt.stderr.strip()}).",

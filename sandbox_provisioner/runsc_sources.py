@@ -1,7 +1,8 @@
 """Where a runsc can be had from when the machine has none that will do, and how one is put in place.
 
-Three sources, tried in this order: Google's release, the pinned source built with Go, and Debian's package
-from the machine's own mirror. None needs root.
+The pinned source built with Go, whose digest is in this package (go.sum), is tried first, then Debian's package from
+the machine's own mirror, which apt verifies. A release of Google's is used only if the user gives its version and
+digest. None needs root.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, ClassVar, NamedTuple
 
 from . import apt_entries
-from .errors import RunscNotFoundError, SandboxError
+from .errors import ProgramNotFoundError, RunscNotFoundError, SandboxError
+from .programs import distrust, on_path, trusted_path, trusted_program
 from .progress import Note, Progress
 from .runsc import OLDEST, Runsc, inspect
 
-RELEASES = "https://storage.googleapis.com/gvisor/releases/release/latest"
+RELEASES = "https://storage.googleapis.com/gvisor/releases/release"
+VERSION = re.compile(r"20\d{6}(\.\d+)?")
+DIGEST = re.compile(r"[0-9a-fA-F]{128}")
 REACH_TIMEOUT = 5.0
 READ_TIMEOUT = 30.0
 MODULE = Path(__file__).parent / "runsc_build"
@@ -56,59 +60,54 @@ class Source(ABC):
 
 
 class ReleaseSource(Source):
-    """Google's published release, verified by its published SHA-512."""
+    """A release that Google published, of a version and with a SHA-512 digest that the user gives.
+
+    The digest that lies beside the binary is not used: whoever could replace the one could replace the other.
+    """
 
     name = "release"
     title = "Google's release"
 
-    def __init__(self, base: str = RELEASES) -> None:
-        self._base = base.rstrip("/")
+    def __init__(self, version: str, sha512: str, base: str = RELEASES) -> None:
+        if not VERSION.fullmatch(version):
+            raise SandboxError(
+                f"--release is {version!r:.50}, which is not the version of a release.", "Give it as in 20260126.0."
+            )
+        if not DIGEST.fullmatch(sha512):
+            raise SandboxError(
+                f"--sha512 is {sha512!r:.150}, which is not a SHA-512 digest.", "It has 128 hexadecimal digits."
+            )
+        self._base, self._version, self._sha512 = base.rstrip("/"), version, sha512.lower()
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
-        """Download the binary for this machine and compare it with its checksum."""
-        url = f"{self._base}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
-        note("asking for its checksum")
-        expected = self._checksum(f"{url}.sha512")
+        """Download the binary for this machine and compare it with the digest."""
+        url = f"{self._base}/{self._version}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
+        note("connecting")
         try:
-            with urllib.request.urlopen(url, timeout=READ_TIMEOUT) as answer, target.open("wb") as file:
+            with _reached(url) as answer, target.open("wb") as file:
                 found = _copy(answer, file, int(answer.headers.get("Content-Length") or 0), note)
         except (OSError, HTTPException) as error:
             raise SandboxError(f"the download of {url} failed ({_reason(error)})") from error
-        if found != expected:
-            raise SandboxError(f"the download of {url} does not match its published checksum")
-
-    def _checksum(self, url: str) -> str:
-        try:
-            text = _within(REACH_TIMEOUT, lambda: _read(url))
-        except (OSError, HTTPException) as error:
-            raise SandboxError(f"{url} cannot be reached ({_reason(error)})") from error
-        found = re.match(rb"\s*([0-9a-f]{128})\b", text)
-        if not found:
-            raise SandboxError(f"{url} does not hold a checksum")
-        return found[1].decode()
+        if found != self._sha512:
+            raise SandboxError(f"the SHA-512 digest of {url} is {found}, not the one that was given")
 
 
-def _read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=REACH_TIMEOUT) as answer:
-        return bytes(answer.read(4096))
-
-
-def _within(seconds: float, call: Callable[[], bytes]) -> bytes:
-    """Call with a deadline that also holds for name resolution, which knows no timeout of its own."""
-    outcome: list[bytes | OSError | HTTPException] = []
+def _reached(url: str) -> HTTPResponse:
+    """Open ``url`` with a deadline that also holds for name resolution, which knows no timeout of its own."""
+    outcome: list[HTTPResponse | OSError | HTTPException] = []
 
     def run() -> None:
         try:
-            outcome.append(call())
+            outcome.append(urllib.request.urlopen(url, timeout=READ_TIMEOUT))
         except (OSError, HTTPException) as error:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(REACH_TIMEOUT)
     if not outcome:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    if not isinstance(outcome[0], bytes):
+        raise TimeoutError(f"no answer within {REACH_TIMEOUT:g} s")
+    if not isinstance(outcome[0], HTTPResponse):
         raise outcome[0]
     return outcome[0]
 
@@ -188,14 +187,14 @@ def pinned_version(go_mod: str) -> str:
 
 def go_on_machine(oldest: str, usual_folder: str) -> str | None:
     """The go command on PATH, or in the folder where Go's own installer puts it, that is new enough."""
-    for go in (shutil.which("go"), shutil.which("go", path=usual_folder)):
-        if go and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
+    for go in on_path("go", folders=[usual_folder]):
+        if not distrust(go) and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
             return go
     return None
 
 
 def _go_variable(go: str, name: str) -> str:
-    environment = {**os.environ, "GOTOOLCHAIN": "local"}
+    environment = {**os.environ, "GOTOOLCHAIN": "local", "PATH": trusted_path()}
     answer = subprocess.run([go, "env", name], capture_output=True, text=True, env=environment, cwd="/")
     return answer.stdout.strip()
 
@@ -256,17 +255,29 @@ class DebianSource(Source):
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
         """Download and unpack the newest package that will do."""
-        if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-            raise SandboxError("this machine has no apt-get")
+        try:
+            programs = Apt(*map(trusted_program, ("apt-get", "apt-cache", "dpkg-deb")))
+        except ProgramNotFoundError as error:
+            raise SandboxError(
+                f"this machine has no usable {error.name}{''.join(f'; {one}' for one in error.refused)}"
+            ) from error
         reasons = []
         for suites, settings in _suites(workspace):
             folder = Path(tempfile.mkdtemp(dir=workspace))
             (folder / "apt.conf").write_text(APT_CONFIGURATION.format(folder=folder) + settings)
             try:
-                return _from_suites(target, folder, note)
+                return _from_suites(programs, target, folder, note)
             except SandboxError as error:
                 reasons.append(f"{suites}: {error.problem}")
         raise SandboxError("; ".join(dict.fromkeys(reasons)))
+
+
+class Apt(NamedTuple):
+    """The programs that get and unpack a Debian package, by their paths."""
+
+    get: str
+    cache: str
+    unpack: str
 
 
 APT_CONFIGURATION = """\
@@ -289,21 +300,21 @@ def _suites(workspace: Path) -> Iterator[tuple[str, str]]:
     yield "this machine's suites", ""
 
 
-def _from_suites(target: Path, folder: Path, note: Note) -> None:
+def _from_suites(apt: Apt, target: Path, folder: Path, note: Note) -> None:
     configuration = ["-c", str(folder / "apt.conf")]
     for needed in ("lists/partial", "cache/archives/partial"):
         (folder / needed).mkdir(parents=True)
-    said = run(["apt-get", *configuration, "update"], note, cwd=folder, limit=300, check=False)
-    offered = run(["apt-cache", *configuration, "madison", "runsc"], note, cwd=folder, limit=60, check=False)
+    said = run([apt.get, *configuration, "update"], note, cwd=folder, limit=300, check=False)
+    offered = run([apt.cache, *configuration, "madison", "runsc"], note, cwd=folder, limit=60, check=False)
     versions = re.findall(r"^\s*runsc \| (\S+) \|", offered, re.MULTILINE)
     good = [version for version in versions if (Runsc(target, version).built or OLDEST) >= OLDEST]
     if not good:
         missed = re.search(r"^[EW]: (Failed to fetch .*)", said, re.MULTILINE)
         too_old = f"only runsc {versions[0]}, which is too old" if versions else "no package runsc"
         raise SandboxError(missed[1].strip() if missed and not versions else too_old)
-    run(["apt-get", *configuration, "download", f"runsc={good[0]}"], note, cwd=folder, limit=600)
+    run([apt.get, *configuration, "download", f"runsc={good[0]}"], note, cwd=folder, limit=600)
     (package,) = folder.glob("runsc_*.deb")
-    run(["dpkg-deb", "-x", str(package), "unpacked"], note, cwd=folder, limit=120)
+    run([apt.unpack, "-x", str(package), "unpacked"], note, cwd=folder, limit=120)
     shutil.copyfile(folder / "unpacked" / "usr" / "bin" / "runsc", target)
 
 
@@ -320,7 +331,7 @@ def run(
 
     It is ended with all its children when ``limit`` seconds are over or this process is interrupted.
     """
-    environment = {**(os.environ if env is None else env), "LC_ALL": "C"}
+    environment = {**(os.environ if env is None else env), "LC_ALL": "C", "PATH": trusted_path()}
     lines = []
     with subprocess.Popen(
         argv,
@@ -358,12 +369,21 @@ def _last_words(lines: Sequence[str]) -> str:
     return (errors or said or ["it gave no reason"])[-1][:300]
 
 
-SOURCES: dict[str, type[Source]] = {source.name: source for source in (ReleaseSource, GoSource, DebianSource)}
+SOURCES: dict[str, type[GoSource | DebianSource]] = {source.name: source for source in (GoSource, DebianSource)}
 """By name, in the order in which they are tried."""
 
 
-def choose(name: str | None) -> list[Source]:
-    """The sources to try, in order: the one of this name, or all of them."""
+def choose(name: str | None, release: str = "", sha512: str = "") -> list[Source]:
+    """Return the sources to try, in order: the one of this name, or all that need no further facts."""
+    if name == ReleaseSource.name or (name is None and (release or sha512)):
+        if not release or not sha512:
+            raise SandboxError(
+                "Google's release is used only with a known version and digest.",
+                "Give both --release VERSION and --sha512 DIGEST, or use --source go, whose digests are pinned.",
+            )
+        return [ReleaseSource(release, sha512)]
+    if release or sha512:
+        raise SandboxError(f"--release and --sha512 do not go with --source {name}.", "Use --source release.")
     return [make() for known, make in SOURCES.items() if name in (None, known)]
 
 

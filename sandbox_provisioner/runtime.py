@@ -8,6 +8,7 @@ swept, but left for whoever understands the note.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +25,10 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
-from .errors import ConfigurationError
+from jupyter_core.paths import jupyter_data_dir
+
+from .errors import ConfigurationError, ProgramNotFoundError
+from .programs import trusted_program
 
 NAME = re.compile(r"\.?[0-9a-f]{12}")
 STALE_NEWBORN = 3600.0
@@ -32,9 +37,71 @@ NOTE, RESCUED = "note.json", "rescued"
 
 
 def runtime_root() -> Path:
-    """Where this user's sandboxes have their folders; made on demand, and refused if it is somebody else's."""
-    chosen = os.environ.get("SANDBOX_RUNTIME_DIR")
-    root = Path(chosen, "jupyter-sandbox").absolute() if chosen else Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
+    """Return the folder in which this user's sandboxes have theirs; make it if needed.
+
+    Without SANDBOX_RUNTIME_DIR it is a folder in /tmp with a random name, which is recorded in Jupyter's data folder:
+    no other user can make it first. XDG_RUNTIME_DIR is not used, because it vanishes when the user logs out, and with
+    it the state of kernels that run on. ConfigurationError if the folder is not one that only this user can change.
+    """
+    if chosen := os.environ.get("SANDBOX_RUNTIME_DIR"):
+        return _made(Path(chosen, "jupyter-sandbox").absolute())
+    try:
+        return _recorded_root(Path(jupyter_data_dir(), "sandbox", "runtime"))
+    except OSError:  # the data folder cannot be written
+        return _made(_fixed_root())
+
+
+def _fixed_root() -> Path:
+    """Return the folder that earlier versions used, and that is used where there is no data folder."""
+    return Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
+
+
+def _recorded_root(records: Path) -> Path:
+    """Return the folder that is recorded for this machine, or make and record a new one. OSError."""
+    record = records / _machine()
+    if found := _read_record(record):
+        return found
+    records.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(records, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two processes that come first together, one makes it
+        if found := _read_record(record):
+            return found
+        root = Path(tempfile.mkdtemp(prefix="jupyter-sandbox-", dir="/tmp"))
+        partial = record.with_suffix(".new")
+        partial.write_text(str(root))
+        partial.rename(record)
+        return root
+    finally:
+        os.close(lock)
+
+
+def _machine() -> str:
+    """Return a name for this boot of this machine and its /tmp: several machines can share a data folder."""
+    tmp, boot = os.stat("/tmp"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(f"{boot} {tmp.st_dev} {tmp.st_ino}".encode()).hexdigest()[:16]
+
+
+def _read_record(record: Path) -> Path | None:
+    try:
+        root = Path(record.read_text())
+    except FileNotFoundError:
+        return None
+    return root if root.is_absolute() and _own(root) else None
+
+
+def _own(root: Path) -> bool:
+    """Whether ``root`` is a folder that only this user can change or replace."""
+    try:
+        found, above = root.lstat(), root.parent.stat().st_mode
+    except OSError:
+        return False
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return own and not (above & 0o022 and not above & stat.S_ISVTX)
+
+
+def _made(root: Path) -> Path:
+    """Make ``root`` if it does not exist, and return it; ConfigurationError if that cannot be or it is not ours."""
     try:
         root.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -45,15 +112,20 @@ def runtime_root() -> Path:
             f"{root} cannot be made: {error.strerror}.",
             "Set SANDBOX_RUNTIME_DIR to a folder of your own.",
         ) from error
-    found, above = root.lstat(), root.parent.stat().st_mode
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    if not own or (above & 0o022 and not above & stat.S_ISVTX):
+    if not _own(root):
         raise ConfigurationError(
             "SANDBOX_RUNTIME_DIR",
             f"{root} is not a folder that only you can change.",
             "Remove it, or set SANDBOX_RUNTIME_DIR to a folder of your own.",
         )
     return root
+
+
+def runtime_roots() -> list[Path]:
+    """Return each folder in which sandboxes of this user can have theirs: the present one, and that of old versions."""
+    root, fixed = runtime_root(), _fixed_root()
+    old = [] if os.environ.get("SANDBOX_RUNTIME_DIR") or fixed == root or not _own(fixed) else [fixed]
+    return [root, *old]
 
 
 _held: WeakSet[RuntimeFolder] = WeakSet()
@@ -138,7 +210,8 @@ class RuntimeFolder:
         while kill_processes(self.state) and time.monotonic() < deadline:
             time.sleep(0.01)
         for mounted in mounts_below(self.path):
-            subprocess.run(["umount", "-l", mounted], capture_output=True)
+            with suppress(ProgramNotFoundError):
+                subprocess.run([trusted_program("umount"), "-l", mounted], capture_output=True)
         shutil.rmtree(self.path, ignore_errors=True)
         self.let_go()
 
@@ -183,26 +256,32 @@ def scan(wanted: Wanted) -> tuple[list[RuntimeFolder], list[Path]]:
     Scans exclude each other, because one that looks at a folder locks it for a moment, and so would hide it from the
     other. A folder that stays locked afterwards has an owner, or is marked as rescued.
     """
-    root, found, rescued = runtime_root(), [], []
-    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for path in root.iterdir():
-            if not NAME.fullmatch(path.name):
-                continue
-            folder = RuntimeFolder.of_the_dead(path)
-            if folder is None:
-                if (path / RESCUED).exists() and wanted(read_note(path)):
-                    rescued.append(path)
-            elif wanted(note := folder.read_note()):
-                found.append(folder)
-                if note is not None:
-                    folder.mark_rescued()
-            else:
-                folder.let_go()
-    finally:
-        os.close(lock)
+    found: list[RuntimeFolder] = []
+    rescued: list[Path] = []
+    for root in runtime_roots():
+        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _scan(root, wanted, found, rescued)
+        finally:
+            os.close(lock)
     return found, rescued
+
+
+def _scan(root: Path, wanted: Wanted, found: list[RuntimeFolder], rescued: list[Path]) -> None:
+    for path in root.iterdir():
+        if not NAME.fullmatch(path.name):
+            continue
+        folder = RuntimeFolder.of_the_dead(path)
+        if folder is None:
+            if (path / RESCUED).exists() and wanted(read_note(path)):
+                rescued.append(path)
+        elif wanted(note := folder.read_note()):
+            found.append(folder)
+            if note is not None:
+                folder.mark_rescued()
+        else:
+            folder.let_go()
 
 
 def left_behind() -> Iterator[RuntimeFolder]:

@@ -20,6 +20,7 @@ from tornado.web import HTTPError
 
 from .contract import BadRequestError
 from .errors import SandboxError, SandboxNotFoundError
+from .folders import planted_link, within
 from .kernelmanager import sandboxed_kernels, sandboxed_names
 from .provisioner import SandboxProvisioner
 from .records import SandboxRecord
@@ -130,6 +131,15 @@ class ServerKernels:
             raise BadRequestError(
                 f"There can be no notebook {path!r:.200}, for there is no such folder.",
                 "Make the folder first.",
+                "notebook_path",
+            )
+        folder, root = os.path.dirname(absolute), os.path.realpath(self._root)
+        if not within(os.path.realpath(folder), root):
+            link = planted_link(folder, [root])
+            raise BadRequestError(
+                f"There can be no notebook {path!r:.200} for a sandbox: a link leads out of the server's root folder"
+                + (f", {os.path.relpath(link[0], root)!r:.200}." if link else "."),
+                "Use a folder that is itself below the root folder.",
                 "notebook_path",
             )
         return Notebook(path, absolute)

@@ -233,3 +233,33 @@ def test_the_table_in_ascii() -> None:
     lines = table("ascii")
     assert lines[0] == "ok runsc  good"
     assert lines[3].startswith("NO disk   word")
+
+
+def test_own_folders_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert [check.ok for check in doctor.check_own_folders({})] == [True]
+
+
+def test_storage_in_the_present_folder_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    storage = tmp_path / "notebooks" / ".storage"
+    (check,) = doctor.check_own_folders({"SANDBOX_STORAGE_DIR": str(storage)})
+    assert not check.ok and not check.required
+    assert str(storage) in check.finding and "SANDBOX_STORAGE_DIR" in check.remedy
+
+
+@pytest.mark.parametrize("variable", ["SANDBOX_MOUNTS", "SANDBOX_WORKING_FOLDER"])
+def test_writable_storage_is_refused(variable: str, tmp_path: Path) -> None:
+    mode = ":rw" if variable == "SANDBOX_MOUNTS" else ""
+    (check,) = doctor.check_own_folders({"SANDBOX_STORAGE_DIR": str(tmp_path), variable: f"{tmp_path}{mode}"})
+    assert not check.ok and check.required
+    assert str(tmp_path) in check.finding and "SANDBOX_STORAGE_DIR" in check.finding
+
+
+def test_refused_runsc_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refused = stand_in(tmp_path / "notebooks" / "runsc")
+    monkeypatch.chdir(refused.parent)
+    (check,) = [check for check in doctor.check_refused({"PATH": str(refused.parent)}) if str(refused) in check.finding]
+    assert not check.required and "sandboxes can write" in check.finding

@@ -321,17 +321,31 @@ async def test_a_replaced_library_is_refused_by_name_and_the_same_bytes_are_not(
     copy = library.read_bytes()
     library.unlink()
     library.write_bytes(copy)
-    await (await attach()).release()
+    await (await attach(spec=shown)).release()
 
     library.write_bytes(b"new" * 5000)
     with pytest.raises(IncompatibleError, match=r"/lib-of-mine/thing\.bin is not the same"):
-        await attach()
+        await attach(spec=shown)
     library.unlink()
     with pytest.raises(IncompatibleError, match=r"/lib-of-mine/thing\.bin is not there"):
-        await attach()
+        await attach(spec=shown)
     shutil.rmtree(library.parent)
     with pytest.raises(IncompatibleError, match="which it sees, is not there"):
+        await attach(spec=shown)
+
+
+@pytest.mark.runsc
+async def test_restore_refuses_destination_missing_from_present_mounts(
+    create: Attach, attach: Attach, spec: BundleSpec, tmp_path: Path
+) -> None:
+    shown = replace(spec, mounts=(*spec.mounts, Mount(str(tmp_path), "/extra")))
+    handle = await create(spec=shown)
+    await handle.start()
+    await handle.checkpoint()
+    await handle.release()
+    with pytest.raises(IncompatibleError, match=r"/extra, which it sees, .*the setting mounts could add it"):
         await attach()
+    await (await attach(spec=shown)).restore()
 
 
 def spoil_a_byte(path: Path) -> None:

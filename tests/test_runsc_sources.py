@@ -22,6 +22,7 @@ from sandbox_provisioner.progress import Note, Progress
 from sandbox_provisioner.runsc import find
 from sandbox_provisioner.runsc_sources import DebianSource, GoSource, ReleaseSource, Source, install
 
+VERSION = "20260126.0"
 GO_MOD = (runsc_sources.MODULE / "go.mod").read_text()
 
 
@@ -37,10 +38,12 @@ class Releases(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def publish(self, binary: bytes, checksum: str | None = None) -> None:
-        path = f"/{platform.machine().replace('arm64', 'aarch64')}/runsc"
-        checksum = checksum or hashlib.sha512(binary).hexdigest()
-        self.files = {path: binary, f"{path}.sha512": f"{checksum}  runsc\n".encode()}
+    def publish(self, binary: bytes) -> ReleaseSource:
+        """Offer a release of this version, with the digest beside it; returns the source that takes just this one."""
+        path = f"/{VERSION}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
+        digest = hashlib.sha512(binary).hexdigest()
+        self.files = {path: binary, f"{path}.sha512": f"{digest}  runsc\n".encode()}
+        return ReleaseSource(VERSION, digest, self.url)
 
 
 class ReleasesHandler(BaseHTTPRequestHandler):
@@ -110,62 +113,63 @@ class Shelf(Source):
             raise SandboxError(self._reason)
 
 
-def test_a_release_is_verified_and_installed(releases: Releases, folder: Path) -> None:
-    releases.publish(binary())
-    found = install([ReleaseSource(releases.url)], folder, quiet())
+def test_release_with_the_given_digest_is_installed(releases: Releases, folder: Path) -> None:
+    found = install([releases.publish(binary())], folder, quiet())
     assert (found.path, found.version) == (folder / "runsc", NEW)
     assert found.path.stat().st_mode & 0o777 == 0o755
     assert nothing_lies_about(folder)
 
 
-def test_a_release_with_a_wrong_checksum_is_refused(releases: Releases, folder: Path) -> None:
-    releases.publish(binary(), checksum="0" * 128)
-    with pytest.raises(RunscNotFoundError, match="does not match its published checksum"):
-        install([ReleaseSource(releases.url)], folder, quiet())
+def test_release_replaced_together_with_its_published_digest_is_refused(releases: Releases, folder: Path) -> None:
+    source = releases.publish(binary())
+    releases.publish(binary() + b"# changed")
+    with pytest.raises(RunscNotFoundError, match="not the one that was given"):
+        install([source], folder, quiet())
     assert not (folder / "runsc").exists()
     assert nothing_lies_about(folder)
 
 
-def test_a_truncated_release_is_refused(releases: Releases, folder: Path) -> None:
-    releases.publish(binary() + b"#" * 3_000_000)
+def test_truncated_release_is_refused(releases: Releases, folder: Path) -> None:
+    source = releases.publish(binary() + b"#" * 3_000_000)
     releases.missing = 1000
     with pytest.raises(RunscNotFoundError, match=r"it ended after 29\d{5} of 30\d{5} bytes"):
-        install([ReleaseSource(releases.url)], folder, quiet())
+        install([source], folder, quiet())
     assert nothing_lies_about(folder)
 
 
-def test_a_release_without_checksum_is_refused(releases: Releases, folder: Path) -> None:
-    releases.publish(binary(), checksum="<html>Please log in</html>")
-    with pytest.raises(RunscNotFoundError, match="does not hold a checksum"):
-        install([ReleaseSource(releases.url)], folder, quiet())
+def test_missing_release(releases: Releases, folder: Path) -> None:
+    with pytest.raises(RunscNotFoundError, match=r"failed \(HTTP status 404\)"):
+        install([ReleaseSource(VERSION, "0" * 128, releases.url)], folder, quiet())
 
 
-def test_a_release_that_is_not_there(releases: Releases, folder: Path) -> None:
-    with pytest.raises(RunscNotFoundError, match=r"cannot be reached \(HTTP status 404\)"):
-        install([ReleaseSource(releases.url)], folder, quiet())
-
-
-def test_a_server_that_is_not_there(folder: Path) -> None:
+def test_unreachable_release_server(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(RunscNotFoundError, match=r"cannot be reached \(Connection refused\)"):
-            install([ReleaseSource(url)], folder, quiet())
+        with pytest.raises(RunscNotFoundError, match=r"failed \(Connection refused\)"):
+            install([ReleaseSource(VERSION, "0" * 128, url)], folder, quiet())
 
 
-def test_a_server_that_never_answers_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_server_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runsc_sources, "REACH_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(RunscNotFoundError, match="cannot be reached"):
-            install([ReleaseSource(url)], folder, quiet())
+        with pytest.raises(RunscNotFoundError, match="no answer within"):
+            install([ReleaseSource(VERSION, "0" * 128, url)], folder, quiet())
 
 
-def test_a_release_that_is_too_old_is_refused(releases: Releases, folder: Path) -> None:
-    releases.publish(binary(OLD))
+def test_release_that_is_too_old_is_refused(releases: Releases, folder: Path) -> None:
     with pytest.raises(RunscNotFoundError, match="2024-07-29 or newer"):
-        install([ReleaseSource(releases.url)], folder, quiet())
+        install([releases.publish(binary(OLD))], folder, quiet())
     assert nothing_lies_about(folder)
+
+
+@pytest.mark.parametrize(
+    ("version", "digest"), [("latest", "0" * 128), ("../20260126", "0" * 128), (VERSION, "0" * 64)]
+)
+def test_release_needs_a_version_and_a_digest(version: str, digest: str) -> None:
+    with pytest.raises(SandboxError, match=r"--release|--sha512"):
+        ReleaseSource(version, digest)
 
 
 def test_the_first_source_that_delivers_is_taken(folder: Path) -> None:
@@ -195,13 +199,14 @@ def test_what_was_there_stays_when_the_new_one_will_not_do(folder: Path) -> None
 
 
 def test_a_relative_folder_will_do(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     asked = '[ "$1" = env ] && exec echo go1.99\n[ "$1" = build ] || exit 0\n'
     go = asked + 'while [ "$1" != -o ]; do shift; done\ncp "$(dirname "$0")/built" "$2"'
     script(tmp_path / "go" / "go", go)
     (tmp_path / "go" / "built").write_bytes(binary())
     monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
-    assert install([GoSource()], Path("here"), quiet()).path == tmp_path / "here" / "runsc"
+    assert install([GoSource()], Path("here"), quiet()).path == tmp_path / "work" / "here" / "runsc"
 
 
 def test_an_interrupted_fetch_leaves_nothing(folder: Path) -> None:
@@ -231,7 +236,12 @@ def test_a_folder_that_cannot_be_made_is_a_plain_error(folder: Path, tmp_path: P
 
 
 def test_sources_by_name() -> None:
-    assert [source.name for source in runsc_sources.choose(None)] == ["release", "go", "debian"]
+    assert [source.name for source in runsc_sources.choose(None)] == ["go", "debian"]
+    for name in (None, "release"):
+        assert [source.name for source in runsc_sources.choose(name, VERSION, "0" * 128)] == ["release"]
+    for wrong in (("release", "", ""), ("release", VERSION, ""), (None, "", "0" * 128), ("go", VERSION, "0" * 128)):
+        with pytest.raises(SandboxError, match="--release"):
+            runsc_sources.choose(*wrong)
     assert [source.name for source in runsc_sources.choose("go")] == ["go"]
 
 

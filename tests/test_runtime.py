@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -12,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -137,6 +139,58 @@ def test_a_root_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigurationError, match="/proc/nowhere") as refusal:
         runtime_root()
     assert refusal.value.setting == "SANDBOX_RUNTIME_DIR"
+
+
+@pytest.fixture
+def unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Unset SANDBOX_RUNTIME_DIR and use a data folder of this test's own; remove the folder in /tmp afterwards."""
+    monkeypatch.delenv("SANDBOX_RUNTIME_DIR")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr(runtime_module, "_fixed_root", lambda: tmp_path / "fixed")
+    records = tmp_path / "data" / "sandbox" / "runtime"
+    yield records
+    for record in records.glob("*"):
+        shutil.rmtree(record.read_text(), ignore_errors=True)
+
+
+def test_default_root_is_recorded_in_the_data_folder(unset: Path) -> None:
+    root = runtime_root()
+    assert root.parent == Path("/tmp") and stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert runtime_root() == root
+    assert [record.read_text() for record in unset.iterdir()] == [str(root)]
+
+
+def test_processes_that_come_first_together_make_one_root(unset: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: runtime_root(), range(16)))) == 1
+
+
+def test_recorded_root_that_is_gone_or_not_ours_is_replaced(unset: Path, tmp_path: Path) -> None:
+    first = runtime_root()
+    first.rmdir()
+    second = runtime_root()
+    assert second != first and second.is_dir()
+    (record,) = unset.iterdir()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    record.write_text(str(tmp_path / "open"))
+    second.rmdir()
+    assert runtime_root() not in (second, tmp_path / "open")
+
+
+def test_fixed_root_is_used_without_a_data_folder(unset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_DATA_DIR", "/proc/nowhere")
+    assert runtime_root() == tmp_path / "fixed"
+
+
+def test_sandboxes_of_earlier_versions_are_swept_too(unset: Path, tmp_path: Path, idler: type[Idler]) -> None:
+    old = tmp_path / "fixed" / "0123456789ab"
+    (old / "runsc").mkdir(parents=True)
+    (tmp_path / "fixed").chmod(0o700)
+    left = idler(f"--root={old / 'runsc'}")
+    assert sweep() == [old.name]
+    assert left.ended() == -signal.SIGKILL
+    assert not old.exists()
 
 
 # -- a folder and its lock -------------------------------------------------------------------------------------

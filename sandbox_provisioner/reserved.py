@@ -1,0 +1,83 @@
+"""The folders in which Jupyter and this package keep their own files. No kernel may write to one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from jupyter_core.paths import jupyter_config_dir, jupyter_data_dir, jupyter_runtime_dir
+
+from .bundle import Mount, innermost
+from .config import STORAGE_FOLDERS
+from .errors import ConfigurationError
+from .folders import masks, planted_link, within
+from .runtime import runtime_roots
+
+
+def reserved_folders(storage_dir: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return each reserved folder as it is named, with the setting that names it."""
+    found = {
+        jupyter_runtime_dir(): "JUPYTER_RUNTIME_DIR",
+        **{str(root): "SANDBOX_RUNTIME_DIR" for root in runtime_roots()},
+        os.path.join(jupyter_data_dir(), "sandbox"): "JUPYTER_DATA_DIR",
+        jupyter_config_dir(): "JUPYTER_CONFIG_DIR",
+        **({storage_dir: "storage_dir"} if storage_dir else {}),
+        **{environ[variable]: variable for variable in STORAGE_FOLDERS if environ.get(variable)},
+    }
+    return {path: setting for path, setting in found.items() if os.path.isabs(path)}
+
+
+def require_unreserved(mount: Mount, reserved: Mapping[str, str], setting: str) -> None:
+    """Refuse a writable mount whose source is, or lies in, a reserved folder. ConfigurationError."""
+    for own, named_by in reserved.items():
+        if within(os.path.realpath(mount.source), os.path.realpath(own)):
+            raise ConfigurationError(
+                setting,
+                f"A kernel cannot have {mount.source} to write to: it lies in {own}, where Jupyter and its sandboxes "
+                f"keep their own files ({named_by}).",
+                f"Name another folder in {setting}, or set {named_by} to one that no kernel can write to.",
+            )
+
+
+def hide(mounts: Iterable[Mount], reserved: Mapping[str, str], home: str) -> list[Mount]:
+    """Return masks over the reserved folders that a kernel could write to otherwise.
+
+    A reserved folder that does not exist yet is made, so that a kernel cannot make it first. ConfigurationError for one
+    that a link in a writable folder leads to.
+    """
+    mounts = list(mounts)
+    writable = [mount for mount in mounts if mount.source and mount.writable]
+    for mount in writable:
+        for own, setting in reserved.items():
+            _require_plain(own, setting, mount)
+    covered = {mount.destination for mount in mounts}
+    found = masks(writable, reserved, home)
+    return [mask for mask in found if mask.destination not in covered and _reaches(mask.destination, mounts)]
+
+
+def _require_plain(own: str, setting: str, mount: Mount) -> None:
+    source = os.path.realpath(mount.source)
+    if link := planted_link(own, [source]):
+        raise ConfigurationError(
+            setting,
+            f"{own} ({setting}) cannot be used: a kernel can write to {source}, and in it {link[0]} is a link to "
+            f"{link[1]}.",
+            f"Set {setting} to a folder that no kernel can write to, or remove the link.",
+        )
+    real = os.path.realpath(own)
+    if within(real, source) and not os.path.exists(real):
+        try:
+            os.makedirs(real, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                setting,
+                f"{own} ({setting}) lies in {source}, which a kernel can write to, and cannot be made: "
+                f"{error.strerror}.",
+                f"Set {setting} to a folder that no kernel can write to.",
+            ) from error
+
+
+def _reaches(place: str, mounts: Iterable[Mount]) -> bool:
+    """Whether the kernel could write at ``place``."""
+    above = innermost(place, mounts)
+    return above is not None and above.writable

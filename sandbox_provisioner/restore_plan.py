@@ -1,0 +1,139 @@
+"""Derive the mounts, network and user of a restored sandbox from the present configuration.
+
+runsc restores an image only into a sandbox that has the same mount destinations. Those are read from the checkpoint's
+record. The sources behind them, and whether they are writable, are never read from there: whoever can write to the
+storage could otherwise choose which folders of the host a woken kernel gets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from .bundle import BundleSpec, Mount, innermost, requested_mounts
+from .folders import within
+from .words import printable
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The mounts, network and platform that the present configuration and request give a sandbox.
+
+    ``spec`` is for a sandbox that was started from nothing, with the kernel's ``folder`` among its mounts; ``carrying``
+    for a copy of a template. That is None if the folder cannot be mounted that way: something in it must be protected.
+    """
+
+    spec: BundleSpec
+    platform: str = "systrap"
+    folder: Mount | None = None
+    carrying: BundleSpec | None = None
+    watched: tuple[Mount, ...] = ()
+    """Mounts whose sources had no links when they were planned, and that other kernels could replace by links."""
+
+    @classmethod
+    def of(cls, spec: BundleSpec, platform: str) -> Grant:
+        """Return the grant of exactly the mounts in ``spec``, which must come from a trusted place."""
+        if spec.carried is None:
+            return cls(spec, platform)
+        shown = replace(spec, carried=None, mounts=(*spec.mounts, spec.carried))
+        return cls(shown, platform, spec.carried, spec)
+
+
+def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, list[str]]:
+    """Return the spec to restore a checkpoint with, and why that is not allowed: clauses, empty if it is.
+
+    ``saved`` and ``cwd``, the kernel's folder inside, are from the checkpoint's record and are not trusted. The
+    interpreter, home and environment of PID 1 are kept from there: they exist only inside the sandbox.
+    """
+    given = grant.carrying if saved.carried else grant.spec
+    if given is None:
+        place = _shown(saved.carried.destination) if saved.carried else ""
+        problem = f"its folder {place} cannot be mounted: " + (
+            "this start gives the kernel no folder (see the setting working_folder)"
+            if grant.folder is None
+            else f"{grant.folder.source} now contains files that must be protected from the kernel"
+        )
+        return grant.spec, [problem]
+    given = _at_saved_folder(given, saved, cwd, grant.folder)
+    inside = replace(given, python=saved.python, home=saved.home, environment=saved.environment)
+    mounts, reasons = _match(requested_mounts(saved), requested_mounts(inside), cwd)
+    if saved.network != given.network:
+        reasons.append(
+            f"it was saved with network={_shown(saved.network)}, and the setting network is {given.network!r} now"
+        )
+    spec = replace(inside, mounts=tuple(mounts.values()))
+    if not reasons:
+        now = {mount.destination for mount in requested_mounts(spec)}
+        reasons += [f"{_shown(place)} cannot be mounted separately any more" for place in sorted({*mounts} - now)]
+    return spec, reasons
+
+
+def _at_saved_folder(given: BundleSpec, saved: BundleSpec, cwd: object, folder: Mount | None) -> BundleSpec:
+    """Mount the present folder, and what is protected in it, where the saved kernel has its folder."""
+    if given.carried and saved.carried:
+        return replace(given, carried=given.carried._replace(destination=saved.carried.destination))
+    places = [mount.destination for mount in saved.mounts if mount.source and mount.writable]
+    if folder is None or not isinstance(cwd, str) or cwd not in places or cwd == folder.destination:
+        return given
+    moved = [
+        mount._replace(destination=cwd + mount.destination[len(folder.destination) :])
+        if within(mount.destination, folder.destination)
+        else mount
+        for mount in given.mounts
+    ]
+    return replace(given, mounts=tuple(moved))
+
+
+def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple[dict[str, Mount], list[str]]:
+    """Return a mount for each saved destination, from those that are given now, and what cannot be had."""
+    wanted = {mount.destination: mount for mount in given}
+    found: dict[str, Mount] = {}
+    reasons = []
+    for mount in saved:
+        place = mount.destination
+        now = wanted.get(place) or _part(mount, wanted)
+        if now is None:
+            setting = "working_folder" if place == cwd else "mounts"
+            reasons.append(
+                f"{_shown(place)}, which it sees, is not mounted by the present configuration "
+                f"(the setting {setting} could add it)"
+            )
+        elif bool(now.source) != bool(mount.source):
+            kinds = ("a private folder in memory", "a folder or file of the host")
+            was, is_now = kinds[bool(mount.source)], kinds[bool(now.source)]
+            reasons.append(f"{_shown(place)} was {was} when it was saved, and is {is_now} in the present configuration")
+        else:
+            found[place] = now
+    reasons += [
+        f"{_shown(place)} must be protected from the kernel now, and was not when it was saved"
+        for place, mount in wanted.items()
+        if place not in found and _protects(mount, innermost(place, found.values()))
+    ]
+    return found, reasons
+
+
+def _part(saved: Mount, wanted: Mapping[str, Mount]) -> Mount | None:
+    """Return a mount for a destination that has none of its own now but lies in one; None if that is not allowed."""
+    place = saved.destination
+    if not os.path.isabs(place) or os.path.normpath(place) != place:
+        return None
+    if not saved.source:
+        return Mount("", place, True)
+    above = innermost(place, wanted.values())
+    if above is None or not above.source:
+        return None
+    outer = os.path.realpath(above.source)
+    source = os.path.join(outer, os.path.relpath(place, above.destination))
+    if os.path.realpath(source) != source or not os.path.exists(source):
+        return None
+    return Mount(source, place, above.writable and saved.writable)
+
+
+def _protects(mount: Mount, above: Mount | None) -> bool:
+    """Whether ``mount`` keeps the kernel from reading or changing a part of the host's folder ``above``."""
+    return bool(above and above.source and (not mount.source or (above.writable and not mount.writable)))
+
+
+def _shown(text: str) -> str:
+    return printable(text)[:200]

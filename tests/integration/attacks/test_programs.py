@@ -1,0 +1,50 @@
+"""Withstood: a program that a guest wrote into a folder on the server's PATH runs on the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from notebooks import Notebook
+from servers import Server
+
+pytestmark = pytest.mark.runsc
+
+Serve = Callable[..., Server]
+Sandboxed = Callable[..., str]
+
+PROGRAMS = ("runsc", "unshare", "true", "umount")
+
+
+@pytest.mark.parametrize("place", ["absolute", "relative"])
+def test_guest_program_on_path_is_not_run(
+    place: str,
+    serve: Serve,
+    sandboxed: Sandboxed,
+    notebook_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, mark = notebook_folder / "bin", tmp_path / "ran-on-the-host"
+    monkeypatch.setenv("PATH", f"{folder if place == 'absolute' else 'bin'}:{os.environ['PATH']}")
+    server, kernel = serve(), sandboxed()
+    guest = Notebook(server, kernel)
+    script = f"#!/bin/sh\necho $0 >> {mark}\nexit 1\n"
+    guest.run(
+        "import os; os.mkdir('bin')\n"
+        f"for name in {PROGRAMS}:\n"
+        f"    open('bin/' + name, 'w').write({script!r}); os.chmod('bin/' + name, 0o755)"
+    )
+    guest.close()
+    assert sorted(os.listdir(folder)) == sorted(PROGRAMS)
+
+    other = Notebook(server, kernel, "b.ipynb")
+    assert other.run("1 + 1") == "2"
+    other.close()
+    server.stop()
+    again = Notebook(serve(), kernel, "b.ipynb")
+    assert again.run("2 + 2") == "4"
+    again.close()
+    assert not mark.exists()

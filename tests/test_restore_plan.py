@@ -1,0 +1,121 @@
+"""The mounts of a restored sandbox come from the present configuration, only their destinations from storage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from sandbox_provisioner.bundle import BundleSpec, Mount, all_mounts
+from sandbox_provisioner.guest.powers import CARRIED
+from sandbox_provisioner.restore_plan import Grant, derive
+
+BASE = BundleSpec(python="/usr/bin/python3", home="/home/user", user="user")
+
+
+def with_mounts(*mounts: Mount) -> BundleSpec:
+    return replace(BASE, mounts=mounts)
+
+
+def sources(spec: BundleSpec) -> dict[str, tuple[str, bool]]:
+    return {mount.destination: (mount.source, mount.writable) for mount in all_mounts(spec)}
+
+
+def test_source_and_mode_come_from_the_grant(tmp_path: Path) -> None:
+    saved = with_mounts(Mount("/root", "/work", True), Mount("/etc", "/lib-of-mine", True))
+    grant = Grant(with_mounts(Mount(str(tmp_path), "/work", True), Mount("/opt", "/lib-of-mine")))
+    spec, reasons = derive(saved, "/work", grant)
+    assert reasons == []
+    assert sources(spec)["/work"] == (str(tmp_path), True)
+    assert sources(spec)["/lib-of-mine"] == ("/opt", False)
+
+
+def test_destination_without_grant_is_refused_by_name() -> None:
+    saved = with_mounts(Mount("/root", "/root", True))
+    _, reasons = derive(saved, "/work", Grant(BASE))
+    assert len(reasons) == 1 and "/root, which it sees" in reasons[0] and "mounts" in reasons[0]
+    _, reasons = derive(saved, "/root", Grant(BASE))
+    assert "working_folder" in reasons[0]
+
+
+def test_new_mount_is_left_out() -> None:
+    spec, reasons = derive(BASE, None, Grant(with_mounts(Mount("/opt", "/new"))))
+    assert reasons == []
+    assert "/new" not in sources(spec)
+
+
+def test_moved_folder_is_mounted_at_the_saved_destination(tmp_path: Path) -> None:
+    (tmp_path / ".venv").mkdir()
+    folder = Mount(str(tmp_path), str(tmp_path), True)
+    shield = Mount(f"{tmp_path}/.venv", f"{tmp_path}/.venv")
+    saved = with_mounts(Mount("/gone", "/old", True), Mount("/gone/.venv", "/old/.venv"))
+    spec, reasons = derive(saved, "/old", Grant(with_mounts(folder, shield), folder=folder))
+    assert reasons == []
+    assert sources(spec)["/old"] == (str(tmp_path), True)
+    assert sources(spec)["/old/.venv"] == (f"{tmp_path}/.venv", False)
+    assert str(tmp_path) not in sources(spec)
+
+
+def test_missing_protection_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    folder = Mount(str(tmp_path), "/work", True)
+    saved = with_mounts(folder)
+    for inner in (Mount(f"{tmp_path}/bin", "/work/bin"), Mount("", "/work/bin", True)):
+        _, reasons = derive(saved, "/work", Grant(with_mounts(folder, inner), folder=folder))
+        assert reasons == ["/work/bin must be protected from the kernel now, and was not when it was saved"]
+
+
+def test_part_of_a_granted_mount_keeps_its_destination(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    saved = with_mounts(Mount("/elsewhere", "/work", True), Mount("/root", "/work/part"))
+    spec, reasons = derive(saved, "/work", Grant(with_mounts(Mount(str(tmp_path), "/work", True))))
+    assert reasons == []
+    assert sources(spec)["/work/part"] == (f"{tmp_path}/part", False)
+
+
+def test_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "part").symlink_to("/etc")
+    saved = with_mounts(Mount(str(tmp_path), "/work", True), Mount("/root", "/work/part"))
+    _, reasons = derive(saved, "/work", Grant(with_mounts(Mount(str(tmp_path), "/work", True))))
+    assert "/work/part, which it sees" in reasons[0]
+
+
+def test_destination_that_is_no_normal_path_is_refused(tmp_path: Path) -> None:
+    saved = with_mounts(Mount("/root", "/work/../etc"))
+    _, reasons = derive(saved, "/work", Grant(with_mounts(Mount(str(tmp_path), "/work", True))))
+    assert "/work/../etc, which it sees" in reasons[0]
+
+
+def test_network_of_the_present_configuration() -> None:
+    for saved, now in (("host", "none"), ("none", "host")):
+        spec, reasons = derive(replace(BASE, network=saved), None, Grant(replace(BASE, network=now)))
+        assert f"network={saved}" in reasons[0] and now in reasons[0]
+        assert spec.network == now
+
+
+def test_folder_of_a_template_copy_comes_from_the_grant(tmp_path: Path) -> None:
+    folder = Mount(str(tmp_path), str(tmp_path), True)
+    saved = replace(BASE, carried=Mount("/root", "/old", True))
+    grant = Grant(with_mounts(folder), "systrap", folder, replace(BASE, carried=folder))
+    spec, reasons = derive(saved, "/old", grant)
+    assert reasons == []
+    assert spec.carried == Mount(str(tmp_path), "/old", True)
+    assert sources(spec)[CARRIED] == (str(tmp_path), True)
+
+
+def test_folder_of_a_template_copy_that_needs_protection_is_refused(tmp_path: Path) -> None:
+    folder = Mount(str(tmp_path), str(tmp_path), True)
+    saved = replace(BASE, carried=Mount("/root", "/old", True))
+    _, reasons = derive(saved, "/old", Grant(with_mounts(folder), "systrap", folder, None))
+    assert "/old cannot be mounted" in reasons[0] and "must be protected" in reasons[0]
+    _, reasons = derive(saved, "/old", Grant(BASE))
+    assert "working_folder" in reasons[0]
+
+
+def test_grant_of_a_spec_restores_that_spec(tmp_path: Path) -> None:
+    for spec in (
+        with_mounts(Mount(str(tmp_path), "/work", True)),
+        replace(BASE, carried=Mount(str(tmp_path), "/work", True)),
+    ):
+        derived, reasons = derive(spec, "/work", Grant.of(spec, "systrap"))
+        assert reasons == []
+        assert all_mounts(derived) == all_mounts(spec)
