@@ -1,14 +1,15 @@
 """Restrict PID 1 and all its children for good, and close PID 1 to its children.
 
 No child may enter a user namespace of its own. In one it would hold every capability, and so a larger part of gVisor to
-attack: Debian's runsc let it remount a read-only folder of the host writable. This is a seccomp filter; an OCI one would
-not do, because runsc answers it with EPERM only, and libc falls back from clone3, whose flags a filter cannot see, on
-ENOSYS alone.
+attack: Debian's runsc let it remount a read-only folder of the host writable. This is a seccomp filter; an OCI one
+would not do, because runsc answers it with EPERM only, and libc falls back from clone3, whose flags a filter cannot
+see, on ENOSYS alone.
 
 PID 1 has the same user id as the kernel, and the pipe to the host. A kernel that took the pipe, or stopped PID 1, could
 refuse to be saved. So PID 1 is not "dumpable": gVisor then refuses other processes its /proc/1/fd, memory, ptrace and
-pidfd_getfd. The filter refuses signals to PID 1 and changes of its resource limits. pidfd_send_signal does not show its
-target, and libraries expect ENOSYS from old kernels; F_SETSIG could have a file send any signal to PID 1.
+pidfd_getfd (Debian's runsc of 2024 refuses all but /proc/1/fd). The filter refuses signals to PID 1 and changes of its
+resource limits. pidfd_send_signal does not show its target, and libraries expect ENOSYS from old kernels; F_SETSIG
+could have a file send any signal to PID 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ CLONE_NEWUSER = 0x10000000
 F_SETSIG = 10
 INIT = 1
 NAMES = (
-    "clone3 pidfd_send_signal unshare clone fcntl kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo prlimit64".split()
+    *("clone3", "pidfd_send_signal", "unshare", "clone", "fcntl"),
+    *("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "prlimit64"),
 )
 NUMBERS = {
     "x86_64": (435, 424, 272, 56, 72, 62, 200, 234, 129, 297, 302),
