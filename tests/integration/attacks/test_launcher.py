@@ -38,11 +38,9 @@ def path_of(kc: Any) -> list[str]:
     return run(kc, "import sys; print(*sys.path, sep='\\n')").splitlines()
 
 
-@pytest.mark.parametrize(
-    "templates_used", [False, pytest.param(True, marks=pytest.mark.templates)], ids=["new", "copy"]
-)
+@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.templates)], ids=["new", "copy"])
 def test_launcher_is_not_shadowed(
-    templates_used: bool, start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
+    copied: bool, start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name = sandboxed()
     set_traps(notebook_folder)
