@@ -32,7 +32,7 @@ from .handle import Identity, SandboxHandle
 from .inside import Inside
 from .iothread import IO
 from .kernel import Ending, SandboxedKernel
-from .launch import Launch, own_folders, plan, sink
+from .launch import Launch, own_folders, plan, shares_log, sink
 from .link import GuestLink
 from .metadata import Checkpoint, GCSArtifact
 from .prospects import Prospect
@@ -463,7 +463,7 @@ class SandboxProvisioner(SandboxSettings):
 
     def _ending(self, kwargs: dict[str, Any]) -> Ending:
         sinks = {name: sink(kwargs.get(name), inherited) for name, inherited in (("stdout", 1), ("stderr", 2))}
-        return Ending(sinks, self._ended)
+        return Ending(sinks, self._ended, frozenset(name for name in sinks if shares_log(kwargs.get(name))))
 
     def _ended(self, status: int) -> None:
         if status > 0:
