@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .words import indented
+
 AGAIN = "Put it back and try again: nothing is lost."
 OLDER = (
     "There is an older checkpoint: `jupyter sandbox revert` with the sandbox's id goes to it, and keeps this one as a "
@@ -16,12 +18,12 @@ OLDER = (
 
 
 class SandboxError(Exception):
-    """The root of them all. ``str()`` is one or two sentences fit for a notebook's error."""
+    """The root of them all. ``str()`` is one or two sentences fit for a notebook's error, a log and a terminal."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
-        self.problem = problem
-        self.remedy = remedy
-        super().__init__(f"{problem} {remedy}".strip())
+        self.problem = indented(problem)
+        self.remedy = indented(remedy)
+        super().__init__(f"{self.problem} {self.remedy}".strip())
 
 
 class ConfigurationError(SandboxError):

@@ -9,6 +9,11 @@ def printable(said: bytes | str) -> str:
     return " | ".join(map(one_line, text.strip().splitlines()))
 
 
+def indented(text: str) -> str:
+    """Return the text with its lines made printable; all but the first are indented, unlike lines of a log."""
+    return text if text.isprintable() else "\n  ".join(map(one_line, text.splitlines()))
+
+
 def one_line(said: bytes | str) -> str:
     """Return the text with a question mark for each character that is not printable, such as a line end."""
     text = said if isinstance(said, str) else said.decode("utf-8", "replace")
