@@ -144,15 +144,16 @@ class SandboxedKernel:
                 )
         self._join(handle, handle.contents["targets"], ending)
 
-    async def hibernate(self) -> None:
+    async def hibernate(self, insist: float | None = None) -> None:
         """Save a persistent kernel and give its memory back; its clients stay, and what they ask for wakes it.
 
-        One that is about to wake up does so first; nothing happens to one that sleeps.
+        One that is about to wake up does so first; nothing happens to one that sleeps. ``insist``, for a kernel that is
+        not to be woken by this server any more, is SandboxHandle.checkpoint's.
         """
         assert self.manager is not None and self.handle is not None
         self._note_activity()
         try:
-            await self.manager.checkpoint(self.handle.sandbox_id)
+            await self.manager.checkpoint(self.handle.sandbox_id, insist)
         except StateError:  # it sleeps already
             if not self.asleep:
                 raise

@@ -171,11 +171,11 @@ class SandboxManager:
             await self.get(sandbox_id).start(template)
             self.touch(sandbox_id)
 
-    async def checkpoint(self, sandbox_id: str) -> Checkpoint:
-        """Save its memory and end it; it stays ours, to be restored."""
+    async def checkpoint(self, sandbox_id: str, insist: float | None = None) -> Checkpoint:
+        """Save its memory and end it; it stays ours, to be restored. ``insist`` is SandboxHandle.checkpoint's."""
         async with self._lock(sandbox_id):
             self.on_saving(sandbox_id)
-            made = await self.get(sandbox_id).checkpoint()
+            made = await self.get(sandbox_id).checkpoint(insist)
         self.on_saved(sandbox_id)
         return made
 

@@ -25,12 +25,21 @@ from .apology import apologise
 from .asks import attend
 from .bundle import BundleSpec, Mount
 from .claims import Claim, Wanted
-from .errors import ConfigurationError, GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
+from .errors import (
+    ConfigurationError,
+    GuestError,
+    LinkClosedError,
+    ProtocolError,
+    RunscError,
+    SandboxError,
+    StateError,
+    UnresponsiveError,
+)
 from .folders import working_folder
 from .gvisor import GVisorSandbox
 from .handle import Identity, SandboxHandle
 from .inside import Inside
-from .iothread import IO
+from .iothread import EXIT_DEADLINE, IO
 from .kernel import Ending, SandboxedKernel
 from .launch import Launch, own_folders, plan, shares_log, sink
 from .link import GuestLink
@@ -44,6 +53,8 @@ from .variables import filtered
 from .words import printable
 
 STABLE_START = 20.0
+HELP = 20.0
+"""Seconds that a kernel which is shut down may take to help to save itself."""
 TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileNotFoundError)
 """What a template that does not fit can cause; anything else would happen without it, too."""
 
@@ -104,7 +115,7 @@ class SandboxProvisioner(SandboxSettings):
             return
         if self.parent.shutting_down and signum == signal.SIGINT:
             if self._claim and self.on_shutdown == "checkpoint":
-                await self.hibernate()
+                await self.hibernate(insist=HELP)
                 self._keeps_state = True
             if self._kernel.asleep:
                 return
@@ -202,10 +213,11 @@ class SandboxProvisioner(SandboxSettings):
     async def _at_exit(self) -> None:
         """In the I/O thread, when the process ends with the kernel still there: keep its state if it is to be kept.
 
-        One that cannot be saved any more is left running, for the next server to find.
+        One that cannot be saved any more is left running, for the next server to find, unless it refuses to be saved.
         """
         if self._claim and self._kernel.status is None and not self._kernel.asleep:
-            await self._kernel.hibernate()
+            with suppress(UnresponsiveError):
+                await self._kernel.hibernate(insist=EXIT_DEADLINE / 3)
         await self._close(forget=False)
 
     def abandon(self) -> None:
@@ -231,10 +243,14 @@ class SandboxProvisioner(SandboxSettings):
         """Whether a client waits for a first word of the kernel, or for a command beside it: then it is not idle."""
         return bool(self.executions) or self._kernel.relay.waited_for
 
-    async def hibernate(self) -> None:
-        """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
+    async def hibernate(self, insist: float | None = None) -> None:
+        """Save the kernel and give its memory back; the next thing that a client asks of it brings it back.
+
+        When the server or the kernel ends, ``insist`` is how many seconds the guest may take to help; after that it is
+        saved without its help. UnresponsiveError if that is impossible, too.
+        """
         if self._claim and self._launched and self._kernel.status is None:
-            await IO.run(self._kernel.hibernate())
+            await IO.run(self._kernel.hibernate(insist))
 
     async def wake(self) -> None:
         """Bring a hibernated kernel back now."""
