@@ -28,6 +28,7 @@ from .reserved import require_unreserved, reserved_folders
 from .runsc import OLDEST, Runsc, candidates, find, inspect, refused, require_user_namespaces
 from .runsc_sources import nearest, writable
 from .runtime import runtime_root
+from .words import one_line
 
 SETUP = "`jupyter sandbox setup`"
 OLDEST_LINUX = (4, 14, 77)
@@ -293,9 +294,9 @@ def print_table(checks: Sequence[Check], stream: TextIO) -> None:
     room = max(shutil.get_terminal_size((100, 24)).columns - width - 5, 40)
     for check in checks:
         mark = good if check.ok else bad if check.required else "!"
-        lines = textwrap.wrap(check.finding, room, break_long_words=False, break_on_hyphens=False) or [""]
-        lines += [check.remedy] if not check.ok and check.remedy else []
-        print(f"{mark:<2} {check.name:<{width}}  {lines[0]}", file=stream)
+        lines = textwrap.wrap(one_line(check.finding), room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [one_line(check.remedy)] if not check.ok and check.remedy else []
+        print(f"{mark:<2} {one_line(check.name):<{width}}  {lines[0]}", file=stream)
         for line in lines[1:]:
             print(f"{'':<{width + 5}}{line}", file=stream)
     verdict = "can start" if can_start(checks) else f"cannot start before what is marked {bad} is mended"

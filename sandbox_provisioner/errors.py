@@ -6,22 +6,31 @@ Each carries what a program needs as attributes and what a person needs in its t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from .words import indented
 
 AGAIN = "Put it back and try again: nothing is lost."
 OLDER = (
     "There is an older checkpoint: `jupyter sandbox revert` with the sandbox's id goes to it, and keeps this one as a "
     "savepoint."
 )
+HOSTS_FAULT = re.compile(
+    "no space left|quota exceeded|input/output error|read-only file system|permission denied|operation not permitted|"
+    "stale file handle|cannot allocate memory|too many open files|connection refused|signal: killed|unshare",
+    re.IGNORECASE,
+)
+"""What runsc says when something is wrong with the host or its disk."""
 
 
 class SandboxError(Exception):
-    """The root of them all. ``str()`` is one or two sentences fit for a notebook's error."""
+    """The root of them all. ``str()`` is one or two sentences fit for a notebook's error, a log and a terminal."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
-        self.problem = problem
-        self.remedy = remedy
-        super().__init__(f"{problem} {remedy}".strip())
+        self.problem = indented(problem)
+        self.remedy = indented(remedy)
+        super().__init__(f"{self.problem} {self.remedy}".strip())
 
 
 class ConfigurationError(SandboxError):
@@ -70,6 +79,11 @@ class RunscError(SandboxError):
         ended = "did not answer in time" if returncode is None else f"ended with status {returncode}"
         super().__init__(f"{problem or 'runsc'} {ended}: {words.strip() or 'it gave no reason'}")
 
+    @property
+    def hosts_fault(self) -> bool:
+        """True if runsc was stopped, took too long, or could not write: that says nothing of the sandbox."""
+        return self.returncode is None or self.returncode < 0 or bool(HOSTS_FAULT.search(self.words))
+
 
 class StateError(SandboxError):
     """An action that is not legal in the sandbox's present state."""
@@ -110,6 +124,14 @@ class GuestError(SandboxError):
     def __init__(self, problem: str, errno: int | None = None) -> None:
         self.errno = errno
         super().__init__(problem)
+
+
+class UnresponsiveError(SandboxError):
+    """A sandbox's PID 1 or kernel did not answer when it was to be saved."""
+
+    def __init__(self, sandbox_id: str, problem: str) -> None:
+        self.sandbox_id = sandbox_id
+        super().__init__(f"Sandbox {sandbox_id} {problem}.")
 
 
 class ProtocolError(SandboxError):

@@ -22,7 +22,14 @@ from uuid import uuid4
 
 from . import bundle
 from .bundle import BundleSpec
-from .errors import DiskFullError, LinkClosedError, ProtocolError, RunscNotFoundError, SandboxError
+from .errors import (
+    DiskFullError,
+    LinkClosedError,
+    ProtocolError,
+    RunscNotFoundError,
+    SandboxError,
+    UnresponsiveError,
+)
 from .guestprocess import GuestProcess
 from .link import GuestLink
 from .process import LocalProcess
@@ -135,20 +142,26 @@ class GVisorSandbox:
         """Bring it back from ``image``, in this or another process's name. On failure nothing has changed."""
         async with self._acting:
             after(self.sandbox_id, Action.RESTORE, self._state)
+            if self._orphaned:  # its streams are gone, and its clients would wait for answers
+                raise SandboxError(
+                    f"Sandbox {self.sandbox_id} was saved without its help, and cannot go on with its old connections.",
+                    "Open the notebook again: what was saved is restored then.",
+                )
             awaken = self.link.adopt if self.link.fresh else self.link.resume
             await self._launch("restore", awaken, f"--image-path={image}")
             self._enter(Action.RESTORE)
 
-    async def checkpoint(self, image: Path, commit: Commit = _at_once) -> None:
+    async def checkpoint(self, image: Path, commit: Commit = _at_once, insist: bool = False) -> None:
         """Write its memory to the new folder ``image``, ``commit`` to that, and end it.
 
-        If any of it fails, it runs on and there is no image. It does not run between the writing and the commit.
+        If any of it fails, it runs on and there is no image. It does not run between the writing and the commit. If
+        PID 1 does not come to rest, UnresponsiveError is raised, or if we ``insist`` it is cut off and saved as it is.
         """
         async with self._acting:
             after(self.sandbox_id, Action.CHECKPOINT, self._state)
             partial = _draft(image)
             try:
-                await self._write_image(partial, image)
+                await self._write_image(partial, image, insist)
                 await commit()
             except BaseException:
                 await finished(self._carry_on())
@@ -171,6 +184,20 @@ class GVisorSandbox:
                 raise
             finally:
                 await finished(self._carry_on())
+
+    async def cut_off(self) -> None:
+        """Stop talking to a running sandbox that does not answer, so that it can be checkpointed without its help.
+
+        From now on it can be checkpointed or deleted, and nothing else, as one whose server died.
+        """
+        async with self._acting:
+            after(self.sandbox_id, Action.CHECKPOINT, self._state)
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        self.link.quiet = True
+        self.link.detach()
+        self._orphaned = True
 
     async def execute(
         self,
@@ -296,14 +323,19 @@ class GVisorSandbox:
 
     # -- checkpointing -------------------------------------------------------------------------------------------
 
-    async def _quiesce(self) -> None:
+    async def _quiesce(self, insist: bool) -> None:
         if self._orphaned:
             await self._let_dead_servers_commands_end()
             return
         try:
             await asyncio.wait_for(self.link.quiesce(), QUIESCE_TIMEOUT)
         except TimeoutError:
-            raise SandboxError(f"Sandbox {self.sandbox_id} did not come to rest for a checkpoint.") from None
+            if insist:
+                log.warning("Sandbox %s did not come to rest for a checkpoint; it is saved as it is", self.sandbox_id)
+                self._cut_off()
+                await self._let_dead_servers_commands_end()
+                return
+            raise UnresponsiveError(self.sandbox_id, "did not come to rest for a checkpoint") from None
 
     async def _let_dead_servers_commands_end(self) -> None:
         assert self._folder is not None
@@ -319,9 +351,9 @@ class GVisorSandbox:
         """Whether an orphan was paused when its server died, which it is only when it had come to rest."""
         return self._orphaned and json.loads(await self._command("state", self.container_id))["status"] == "paused"
 
-    async def _write_image(self, partial: Path, image: Path) -> None:
+    async def _write_image(self, partial: Path, image: Path, insist: bool = False) -> None:
         """The sandbox rests afterwards, until it is ended or carries on."""
-        await self._quiesce()
+        await self._quiesce(insist)
         await self._save(partial)
         partial.rename(image)
 

@@ -7,6 +7,7 @@ is deleted; checkpoints that no document names are garbage, and are collected.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -20,14 +21,17 @@ from .bundle import BundleSpec, Mount
 from .checkpoints import now
 from .errors import (
     CorruptObjectError,
+    GuestError,
     IncompatibleError,
     ObjectNotFoundError,
+    RunscError,
     SandboxError,
     SandboxNotFoundError,
     SavepointExistsError,
     StateError,
     StorageError,
     TooManySavepointsError,
+    UnresponsiveError,
     UnsaveableError,
 )
 from .estates import RESEED, leased
@@ -47,6 +51,8 @@ from .states import Action, State, after
 from .storage.base import Advance, nothing
 from .stores import Shelf, Stores, required_shelf
 from .workers import bulk, control
+
+log = logging.getLogger(__name__)
 
 RESEED_SECONDS = 10.0
 MAX_SAVEPOINTS = 64
@@ -313,12 +319,16 @@ class SandboxHandle:
                 await self.instance.restore(image)
             await self._record_running(source, None)
 
-    async def checkpoint(self) -> Checkpoint:
+    async def checkpoint(self, insist: float | None = None) -> Checkpoint:
         """Save its memory and end it. If that fails, it runs on, and the last checkpoint is still there.
 
         FencedError if another server has taken it over. It is brought to its end even if the caller is cancelled.
+
+        A guest has ``insist`` seconds to help, if that is given: to run its hook, and to say which files it uses. After
+        that, or if it refuses, it is saved without its help, as one whose server was killed; it then has to be restored
+        by another handle. UnresponsiveError if runsc cannot save it like that: no server could.
         """
-        self._saving = asyncio.create_task(self._checkpoint())
+        self._saving = asyncio.create_task(self._checkpoint(insist))
         return await asyncio.shield(self._saving)
 
     # -- savepoints --------------------------------------------------------------------------------------------------
@@ -417,7 +427,7 @@ class SandboxHandle:
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    async def _checkpoint(self) -> Checkpoint:
+    async def _checkpoint(self, insist: float | None) -> Checkpoint:
         stores, began = self._kept_in(), time.monotonic()
         store = stores.required_checkpoints()
         after(self.sandbox_id, Action.CHECKPOINT, self.instance.state)
@@ -425,7 +435,7 @@ class SandboxHandle:
         made: list[Checkpoint] = []
         garbage: set[str] = set()
         with JOURNAL.doing(self.entry(What.HIBERNATED)) as work, staging(stores.staging) as folder:
-            files = await capture.prepare(self.instance, stores.fingerprints)
+            files = await self._prepare(insist)
             image = folder / "image"
 
             async def commit() -> None:
@@ -433,11 +443,30 @@ class SandboxHandle:
                 made.append(capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began))
                 garbage.update(await self._change(lambda document: document.saved(made[0], now())))
 
-            await self.instance.checkpoint(image, commit)
+            try:
+                await self.instance.checkpoint(image, commit, insist=insist is not None)
+            except RunscError as error:
+                if insist is None or self.instance.reachable or error.hosts_fault:
+                    raise
+                problem = f"did not help to save itself, and runsc cannot save it without: {error.problem}"
+                raise UnresponsiveError(self.sandbox_id, problem) from error
             work.size = made[0].size
         self._source = made[0]
         await self._delete(garbage)
         return made[0]
+
+    async def _prepare(self, insist: float | None) -> dict[str, Any]:
+        """Return the files that it depends on; none if it does not help within ``insist`` seconds, and is cut off."""
+        try:
+            async with asyncio.timeout(insist):
+                return await capture.prepare(self.instance, self._kept_in().fingerprints)
+        except (TimeoutError, GuestError, UnsaveableError) as error:
+            if insist is None:
+                raise
+            reason = str(error) or f"it did not answer within {insist:g} seconds"
+            log.warning("Sandbox %s is saved without its help: %s", self.sandbox_id, reason)
+            await self.instance.cut_off()
+            return {}
 
     def _working_folder(self) -> Mount | None:
         """The folder that its kernel works in, if it is one of the host's."""

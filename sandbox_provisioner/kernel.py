@@ -24,6 +24,7 @@ from .guestprocess import GuestProcess
 from .gvisor import GVisorSandbox
 from .handle import SandboxHandle
 from .journal import JOURNAL, What
+from .kernel_output import PARTIAL, Budget, LogLines
 from .link import GuestLink
 from .manager import SandboxManager
 from .metadata import Checkpoint
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 LAST_OUTPUT = 1.0
 """Seconds that an ended kernel's last messages and output have to get through."""
 LAST_WORDS = 2000
+DROPPED_PER_SECOND = 1 << 20
+"""Bytes per second that are read of output which is not logged."""
 IDENTIFY_TRIES = 10
 INTERNAL = "An internal error; the server's log has more."
 FIRST_PROCESS = 1
@@ -64,10 +67,15 @@ class Start:
 
 @dataclass
 class Ending:
-    """Where a kernel's stdout and stderr go (None drops them) until they are closed, and who hears its status then."""
+    """Where a kernel's stdout and stderr go (None drops them) until they are closed, and who hears its status then.
+
+    Those in ``logged`` are the server's own log or terminal, and get lines that kernel_output.py makes; all others get
+    the bytes unchanged.
+    """
 
     sinks: Mapping[str, int | None] = field(default_factory=dict)
     tell: Callable[[int], None] = lambda status: None
+    logged: frozenset[str] = frozenset()
 
     def close(self) -> None:
         """Close the descriptors, once: their numbers are soon others'."""
@@ -146,15 +154,16 @@ class SandboxedKernel:
                 )
         self._join(handle, handle.contents["targets"], ending, restored=True)
 
-    async def hibernate(self) -> None:
+    async def hibernate(self, insist: float | None = None) -> None:
         """Save a persistent kernel and give its memory back; its clients stay, and what they ask for wakes it.
 
-        One that is about to wake up does so first; nothing happens to one that sleeps.
+        One that is about to wake up does so first; nothing happens to one that sleeps. ``insist``, for a kernel that is
+        not to be woken by this server any more, is SandboxHandle.checkpoint's.
         """
         assert self.manager is not None and self.handle is not None
         self._note_activity()
         try:
-            await self.manager.checkpoint(self.handle.sandbox_id)
+            await self.manager.checkpoint(self.handle.sandbox_id, insist)
         except StateError:  # it sleeps already
             if not self.asleep:
                 raise
@@ -382,7 +391,7 @@ class SandboxedKernel:
         await self.relay.close()
 
     async def _live(self, handle: SandboxHandle, process: GuestProcess, ending: Ending) -> None:
-        sandbox, copying = handle.instance, asyncio.create_task(self._copy(process, ending.sinks))
+        sandbox, copying = handle.instance, asyncio.create_task(self._copy(process, ending, handle.sandbox_id))
         try:
             status = await process.wait()
         except asyncio.CancelledError:  # it was rewound: another process goes on in its place
@@ -401,13 +410,41 @@ class SandboxedKernel:
         await sandbox.delete()
         JOURNAL.write(handle.entry(What.ENDED))
 
-    async def _copy(self, process: Process, sinks: Mapping[str, int | None]) -> None:
-        async for piece in process.stream():
-            self.last_words = (self.last_words + piece.data)[-LAST_WORDS:]
-            sink = sinks.get(piece.stream)
-            if sink is not None:
-                with suppress(OSError):
-                    await _write(sink, piece.data)
+    async def _copy(self, process: Process, ending: Ending, sandbox_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        budget = Budget(loop.time())
+        logs = {name: LogLines(sandbox_id, budget) for name in ending.logged}
+        output = process.stream()
+        following = asyncio.ensure_future(anext(output, None))
+        try:
+            while True:
+                waits = any(stream.pending for stream in logs.values())
+                done, _ = await asyncio.wait({following}, timeout=PARTIAL if waits else None)
+                piece = following.result() if done else None
+                if piece is None:
+                    for name, stream in logs.items():
+                        await _write_all(ending.sinks.get(name), stream.flush(loop.time()))
+                    if done:
+                        return
+                    continue
+                following = asyncio.ensure_future(anext(output, None))
+                self.last_words = (self.last_words + piece.data)[-LAST_WORDS:]
+                log = logs.get(piece.stream)
+                lines = log.feed(piece.data, loop.time()) if log else [piece.data]
+                await _write_all(ending.sinks.get(piece.stream), lines)
+                if log and log.dropping:  # reading it all at once would take time from other kernels
+                    await asyncio.sleep(len(piece.data) / DROPPED_PER_SECOND)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def _write_all(sink: int | None, pieces: Sequence[bytes]) -> None:
+    """Write each piece as a whole, so that lines of different writers do not mix."""
+    if sink is not None:
+        for piece in pieces:
+            with suppress(OSError):
+                await _write(sink, piece)
 
 
 def _signing(contents: Mapping[str, Any]) -> tuple[bytes, str] | None:

@@ -28,7 +28,7 @@ from zmq import MAX_SOCKETS
 from zmq.asyncio import Context
 
 from . import config, persistence
-from .errors import SandboxError
+from .errors import SandboxError, UnresponsiveError
 from .kernelspecs import PROVISIONER
 from .manager import SandboxManager
 from .programs import note_writable
@@ -60,7 +60,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     hibernate_deadline = Float(
         config=True,
         help="Seconds that a stopping server takes to save its persistent kernels; those that take longer run on, and "
-        "are saved when the next server starts. Environment: SANDBOX_HIBERNATE_DEADLINE",
+        "are saved when the next server starts. A kernel that does not help for a third of it is saved without its "
+        "help. Environment: SANDBOX_HIBERNATE_DEADLINE",
     )
 
     @default("hibernate_deadline")
@@ -184,7 +185,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         if self._looking:
             self._looking.stop()
         kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
-        saving = [asyncio.create_task(self._hibernate(name, found)) for name, found in kept.items() if found.can_save]
+        insist, able = self.hibernate_deadline / 3, {name: found for name, found in kept.items() if found.can_save}
+        saving = [asyncio.create_task(self._hibernate(name, found, insist)) for name, found in able.items()]
         if saving:
             self.log.info("Saving %d kernels ...", len(saving))
             following = asyncio.create_task(self._follow_notebooks())
@@ -194,7 +196,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             provisioner.keep_state()
             if not provisioner.can_save:
                 self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", kernel_id)
-            elif not provisioner.asleep:
+            elif not provisioner.asleep and await provisioner.poll() is None:
                 self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
         await STANDBY.end()
@@ -245,9 +247,17 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             return False
         return _is_sandboxed(spec.metadata, self.parent)
 
-    async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
+    async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
+        """Save a kernel. One that refuses, and that no server could save, does not outlive a server that insists."""
         try:
-            await provisioner.hibernate()
+            await provisioner.hibernate(insist)
+        except UnresponsiveError as error:
+            if insist is None:
+                self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
+                return
+            self.log.error("Kernel %s is ended without being saved: %s", kernel_id, error)
+            provisioner.keep_state()
+            await provisioner.kill()
         except SandboxError as error:
             self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
         except Exception:

@@ -84,6 +84,21 @@ def sink(given: Any, inherited: int) -> int | None:
     return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
 
 
+def shares_log(given: Any) -> bool:
+    """Return True if ``given``, as Popen takes it, is this process's own log or a terminal."""
+    if given is None:
+        return True
+    number = given if isinstance(given, int) else given.fileno()
+    return number >= 0 and (os.isatty(number) or any(_same_file(number, own) for own in (1, 2)))
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:  # this process has no such descriptor
+        return False
+
+
 def _configured(
     folder: Mount | None, settings: SandboxSettings, root: str
 ) -> tuple[tuple[Mount, ...], tuple[Mount, ...]]:

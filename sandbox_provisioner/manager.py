@@ -182,17 +182,17 @@ class SandboxManager:
             await self.get(sandbox_id).start(template)
             self.touch(sandbox_id)
 
-    async def checkpoint(self, sandbox_id: str) -> Checkpoint:
-        """Save its memory and end it; it stays ours, to be restored.
+    async def checkpoint(self, sandbox_id: str, insist: float | None = None) -> Checkpoint:
+        """Save its memory and end it; it stays ours, to be restored. ``insist`` is SandboxHandle.checkpoint's.
 
         A caller that is cancelled waits until it is saved: requests that came meanwhile wake it.
         """
         async with self._lock(sandbox_id):
-            return await finished(self._save(self.get(sandbox_id)))
+            return await finished(self._save(self.get(sandbox_id), insist))
 
-    async def _save(self, handle: SandboxHandle) -> Checkpoint:
+    async def _save(self, handle: SandboxHandle, insist: float | None = None) -> Checkpoint:
         self.on_saving(handle.sandbox_id)
-        made = await handle.checkpoint()
+        made = await handle.checkpoint(insist)
         self.on_saved(handle.sandbox_id)
         return made
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from .errors import SandboxError
+from .words import indented, one_line
 
 LOG_INTERVAL = 10.0
 TERMINAL_INTERVAL = 0.2
@@ -43,7 +44,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print one line for good."""
         clear = "\r\x1b[K" if self._terminal else ""
-        print(f"{clear}{text}", file=self._stream, flush=True)
+        print(f"{clear}{indented(text)}", file=self._stream, flush=True)
 
     def done(self, text: str) -> None:
         """Print one line about something that is good."""
@@ -98,7 +99,7 @@ class Step:
 
     def note(self, text: str) -> None:
         """Show ``text`` as what the step is doing now."""
-        self.newest = " ".join(text.split())[:160]
+        self.newest = one_line(" ".join(text.split())[:160])
 
     def seconds(self) -> float:
         """How long the step has run."""

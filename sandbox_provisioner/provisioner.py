@@ -27,14 +27,23 @@ from .asks import attend
 from .bundle import BundleSpec, Mount, parse_mount
 from .claims import Claim, Wanted
 from .config import user_name
-from .errors import ConfigurationError, GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
+from .errors import (
+    ConfigurationError,
+    GuestError,
+    LinkClosedError,
+    ProtocolError,
+    RunscError,
+    SandboxError,
+    StateError,
+    UnresponsiveError,
+)
 from .folders import require_below_root, unlinked, working_folder
 from .gvisor import GVisorSandbox
 from .handle import Identity, SandboxHandle
 from .inside import Inside
-from .iothread import IO
+from .iothread import EXIT_DEADLINE, IO
 from .kernel import Ending, SandboxedKernel
-from .launch import Launch, plan, sink
+from .launch import Launch, plan, shares_log, sink
 from .link import GuestLink
 from .metadata import Checkpoint, GCSArtifact
 from .programs import note_writable
@@ -53,6 +62,8 @@ STABLE_START = 20.0
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a unix socket."""
 COMMAND = "A command runs beside it"
+HELP = 20.0
+"""Seconds that a kernel which is shut down may take to help to save itself."""
 TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileNotFoundError)
 """What a template that does not fit can cause; anything else would happen without it, too."""
 
@@ -119,7 +130,7 @@ class SandboxProvisioner(SandboxSettings):
         if self.parent.shutting_down and signum == signal.SIGINT:
             if self._claim and self.on_shutdown == "checkpoint":
                 if self.can_save:
-                    await self.hibernate()
+                    await self.hibernate(insist=HELP)
                 self._keeps_state = True
             if self._kernel.asleep:
                 return
@@ -222,10 +233,11 @@ class SandboxProvisioner(SandboxSettings):
     async def _at_exit(self) -> None:
         """In the I/O thread, when the process ends with the kernel still there: keep its state if it is to be kept.
 
-        One that cannot be saved any more is left running, for the next server to find.
+        One that cannot be saved any more is left running, for the next server to find, unless it refuses to be saved.
         """
         if self.can_save and self._kernel.status is None and not self._kernel.asleep:
-            await self._kernel.hibernate()
+            with suppress(UnresponsiveError):
+                await self._kernel.hibernate(insist=EXIT_DEADLINE / 3)
         await self._close(forget=False)
 
     def abandon(self) -> None:
@@ -278,10 +290,14 @@ class SandboxProvisioner(SandboxSettings):
             reasons.append("A client waits for its answer")
         return reasons
 
-    async def hibernate(self) -> None:
-        """Save the kernel and give its memory back; the next thing that a client asks of it brings it back."""
+    async def hibernate(self, insist: float | None = None) -> None:
+        """Save the kernel and give its memory back; the next thing that a client asks of it brings it back.
+
+        When the server or the kernel ends, ``insist`` is how many seconds the guest may take to help; after that it is
+        saved without its help. UnresponsiveError if that is impossible, too.
+        """
         if self._claim and self._launched and self._kernel.status is None:
-            await IO.run(self._kernel.hibernate())
+            await IO.run(self._kernel.hibernate(insist))
 
     async def wake(self) -> None:
         """Bring a hibernated kernel back now."""
@@ -588,7 +604,7 @@ class SandboxProvisioner(SandboxSettings):
 
     def _ending(self, kwargs: dict[str, Any]) -> Ending:
         sinks = {name: sink(kwargs.get(name), inherited) for name, inherited in (("stdout", 1), ("stderr", 2))}
-        return Ending(sinks, self._ended)
+        return Ending(sinks, self._ended, frozenset(name for name in sinks if shares_log(kwargs.get(name))))
 
     def _ended(self, status: int) -> None:
         if status > 0:

@@ -30,6 +30,7 @@ from .errors import (
     UserNamespacesForbiddenError,
 )
 from .programs import distrust, on_path, trusted_program
+from .words import one_line
 
 OLDEST = date(2024, 7, 29)
 """Builds before this cannot checkpoint a process that polls a socket, which every kernel does."""
@@ -265,5 +266,5 @@ def explain(argv: Sequence[str], returncode: int | None, words: str) -> SandboxE
 def plain_words(raw: bytes, limit: int = 2000) -> str:
     """The end of what runsc said, as text, without its log prefixes."""
     text = raw.decode("utf-8", "replace")
-    lines = [re.sub(r"^[IWEDF]\d{4} \S+\s+\d+ \S+\] ", "", line).strip() for line in text.splitlines()]
+    lines = [re.sub(r"^[IWEDF]\d{4} \S+\s+\d+ \S+\] ", "", one_line(line)).strip() for line in text.splitlines()]
     return "\n".join(line for line in dict.fromkeys(lines) if line)[-limit:]

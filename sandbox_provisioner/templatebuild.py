@@ -195,7 +195,7 @@ async def _preload(sandbox: GVisorSandbox, name: str) -> str:
         await asyncio.sleep(LOOK_EVERY)
         return "it ends the kernel"
     left_out = said.get("left_out")
-    return str(left_out.get(name, "")) if isinstance(left_out, dict) else ""
+    return printable(str(left_out.get(name, ""))[:WORDS_KEPT]) if isinstance(left_out, dict) else ""
 
 
 async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tuple[bytes, bytes]]) -> str:
@@ -206,7 +206,7 @@ async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tup
         watched: set[asyncio.Future[Any]] = {answer, end, serving}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
-            return str(answer.result().get("unfit", ""))
+            return printable(str(answer.result().get("unfit", ""))[:WORDS_KEPT])
         if end.done():
             words = b"\n".join(end.result())[-WORDS_KEPT:]
             return f"it ended before it could be frozen: {printable(words)}"

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from servers import READY, Server, lend_templates
 from traitlets import TraitError
 from traitlets.config import Config
 
+from sandbox_provisioner import bundle
 from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.interpreter import visible
@@ -156,6 +158,15 @@ def spec() -> BundleSpec:
         mounts=tuple(visible([sys.executable], environment)),
         environment=environment,
     )
+
+
+@pytest.fixture
+def open_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start sandboxes whose PID 1 does not keep other processes from its pipe, as in images of older versions."""
+    guest = tmp_path / "guest"
+    shutil.copytree(bundle.GUEST, guest)
+    (guest / "confine.py").write_text("def confine(): pass")
+    monkeypatch.setattr(bundle, "GUEST", guest)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ SEEN = """
 import json, sys
 spec = __spec__
 names = sorted(name for name in globals() if not name.startswith("__"))
-print(json.dumps([__name__, spec.name, sys.argv, sys.path[0], names]))
+print(json.dumps([__name__, spec.name, sys.argv, sorted(sys.path), names]))
 sys.exit(7)
 """
 
@@ -64,6 +64,16 @@ def test_a_module_sees_what_it_sees_under_dash_m(module: Path, options: tuple[st
         assert "No module named seen" in ours.stderr
     else:
         assert json.loads(ours.stdout)[:2] == ["__main__", "seen"]
+
+
+@pytest.mark.parametrize("name", ["json", "ipykernel_launcher"])
+def test_module_of_working_folder_shadows_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "pathlib.py").write_text("raise SystemExit('shadowed')")
+    module = {"json": "json.tool"}.get(name, name)
+    ours = python(tmp_path, str(GUEST / "roomy.py"), module, "--help")
+
+    assert ours.returncode == 0, ours.stderr
 
 
 def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
+from sandbox_provisioner.errors import RunscError, SandboxError
+from sandbox_provisioner.progress import Progress
+from sandbox_provisioner.runsc import plain_words
 from sandbox_provisioner.words import printable
+
+FORGED = "[E 2026-11-18 12:00:00.000 ServerApp] forged"
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,22 @@ from sandbox_provisioner.words import printable
 def test_what_somebody_said_fits_into_one_line_of_a_log(words: bytes, shown: str) -> None:
     assert printable(words) == shown
     assert printable(words.decode("utf-8", "replace")) == shown
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SandboxError(f"No file \x1b[2J\n{FORGED}", f"Remove \x07\r{FORGED}"),
+        RunscError(["runsc"], 1, plain_words(f"W1118 10:00:00.0 1 x.go:1] \x1b[2J\n{FORGED}".encode())),
+    ],
+)
+def test_error_with_untrusted_text_forges_no_line(error: SandboxError) -> None:
+    for text in (str(error), error.problem, error.remedy):
+        assert all(line.isprintable() for line in text.split("\n"))
+        assert not any(line.startswith("[") for line in text.split("\n"))
+
+
+def test_progress_with_untrusted_text_forges_no_line() -> None:
+    stream = io.StringIO()
+    Progress(stream).say(f"a file \x1b[2J\n{FORGED}")
+    assert stream.getvalue() == f"a file ?[2J\n  {FORGED}\n"

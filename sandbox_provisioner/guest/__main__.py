@@ -43,7 +43,7 @@ from processes import Process, prepare, settle, start
 
 HOST_IN, HOST_OUT = 0, 1
 MAPS = "/run/jupyter/maps"
-"""Where a template's kernel finds what PID 1 has mapped."""
+"""PID 1's mappings, which no other process may read from /proc; for inventory.py and a template's kernel."""
 CONNECT_RETRY = 0.01
 TCP_CONNECT = 0.05
 ORPHAN_TURN = 0.1
@@ -235,9 +235,7 @@ class Init:
         name = message["process"]
         try:
             prepare(message["expect"], message["files"])
-            if self.template:  # which nobody without its powers may look up
-                with open("/proc/self/maps", errors="surrogateescape") as maps:
-                    prepare({}, {MAPS: maps.read()})
+            record_mappings()
             process = start(
                 name, message["argv"], message["env"], message["cwd"], message["stdin"], powerful=self.template
             )
@@ -461,6 +459,15 @@ class Init:
         if self.interest.pop(fd, 0):
             self.epoll.unregister(fd)
         self.by_fd.pop(fd, None)
+
+
+def record_mappings() -> None:
+    """Write PID 1's mappings to MAPS. Other processes may prevent that, which only harms what they restore later."""
+    try:
+        with open("/proc/self/maps", errors="replace") as maps:
+            prepare({}, {MAPS: maps.read()})
+    except (OSError, ValueError):
+        pass
 
 
 def _trouble(error: OSError | ValueError) -> dict[str, Any]:

@@ -19,6 +19,8 @@ REGION = re.compile(
     r"^[0-9a-f]+-[0-9a-f]+ [r-][w-][x-]([ps]) [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) ([0-9]+)[ \n]+", re.MULTILINE
 )
 DELETED = " (deleted)"
+INIT_MAPS = "/run/jupyter/maps"
+"""Where PID 1 records its mappings. Other processes may not read /proc/1/maps, unless PID 1 is of an older version."""
 
 Identity = tuple[int, int]
 Sighting = tuple[str, str, Identity]
@@ -73,8 +75,11 @@ def inventory() -> list[tuple[str, str, str]]:
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
-            with open(f"/proc/{entry}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-                sightings.update(mappings(file.read()))
+            sightings.update(mappings(_read(f"/proc/{entry}/maps")))
+        except PermissionError:
+            if entry == "1":
+                sightings.update(_init_mappings())
+            continue
         except OSError:
             continue
         sightings.update(descriptors(f"/proc/{entry}"))
@@ -83,6 +88,18 @@ def inventory() -> list[tuple[str, str, str]]:
         name, fate = state(path, use, identity)
         found.add((name, use, fate))
     return sorted(found)
+
+
+def _init_mappings() -> list[Sighting]:
+    try:
+        return list(mappings(_read(INIT_MAPS)))
+    except OSError:
+        return []
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        return file.read()
 
 
 if __name__ == "__main__":

@@ -23,13 +23,17 @@ class Process:
 
 
 def prepare(expect: dict[str, int], files: dict[str, str]) -> None:
-    """Write ``files``, unless one of the paths to ``expect`` was changed at another time: then OSError, ESTALE."""
+    """Write ``files``, unless one of the paths to ``expect`` was changed at another time: then OSError, ESTALE.
+
+    A FIFO or a link in a file's place, which another process may have put there, is an OSError and does not block.
+    """
     for path, changed in expect.items():
         if os.stat(path).st_ctime_ns != changed:
             raise OSError(errno.ESTALE, "changed", path)
     for path, text in files.items():
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(path, flags, 0o600), "w") as file:
             file.write(text)
 
 

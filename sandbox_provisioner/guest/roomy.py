@@ -1,5 +1,10 @@
 """``python roomy.py MODULE ...`` is ``python -m MODULE ...`` with hooks, a magic, and room for frames.
 
+The working folder is the last place where modules are looked for, not the first: a file ``ipykernel_launcher.py`` or
+``pathlib.py`` in a notebook's folder does not run in place of the kernel's own. A flag like ``-P`` would not do: older
+versions of Python have none, and a variable would be inherited by what cells start. IPython itself adds the folder,
+before the installed packages, when the kernel has been imported; so ``ipykernel_launcher`` needs no entry at all.
+
 With ``--frozen`` before MODULE it stops when it would begin to serve; see frozen.py.
 
 CPython keeps frames in chunks of 16 KiB. A function that is called over and over just where one chunk ends has a chunk
@@ -35,7 +40,9 @@ def main() -> None:
         del sys.modules["frozen"]
     del sys.path[0], sys.modules["hooks"], sys.modules["magics"]
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd()
+        del sys.path[0]
+        if sys.argv[1] != "ipykernel_launcher":
+            sys.path.append(os.getcwd())
     run: Callable[[str], None] = runpy._run_module_as_main  # type: ignore[attr-defined]
     module, begin = sys.argv.pop(1), with_room
     begin.__code__ = begin.__code__.replace(co_stacksize=WORDS)

@@ -1,0 +1,168 @@
+"""A kernel that refuses to be saved is saved without its help when the server stops, or ended; it does not go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import run
+from jupyter_client.blocking.client import BlockingKernelClient
+from servers import Server, hears
+
+from sandbox_provisioner import gvisor
+from sandbox_provisioner.bundle import BundleSpec
+from sandbox_provisioner.errors import UnresponsiveError
+from sandbox_provisioner.gvisor import GVisorSandbox
+from sandbox_provisioner.runsc import Runsc, find
+from sandbox_provisioner.states import State
+
+LONG = 60
+DEADLINE = "--SandboxKernelManager.hibernate_deadline=30"
+MANAGER = "--ServerApp.kernel_manager_class=sandbox_provisioner.kernelmanager.SandboxKernelManager"
+
+REFUSALS = {
+    "no list of files": "open('/.sandbox/inventory.py', 'w').write('import time; time.sleep(1000)')",
+    "forged list of files": "open('/.sandbox/inventory.py', 'w').write('print(\"nonsense\" * 100)')",
+}
+
+Sandboxed = Callable[..., str]
+Serve = Callable[..., Server]
+
+
+def sandboxes(runtime: Path) -> list[int]:
+    """Return the processes of sandboxes in this runtime folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(f"--root={runtime}/" in part for part in process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def failing_runsc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Use a runsc whose checkpoints fail while a file says why; returns that file."""
+    words, script = tmp_path / "words", tmp_path / "runsc"
+    real = find().path
+    script.write_text(
+        "#!/bin/sh\n"
+        f'for word; do [ "$word" = checkpoint ] && [ -e {words} ] && {{ cat {words} >&2; exit 128; }}; done\n'
+        f'exec {real} "$@"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("SANDBOX_RUNSC", str(script))
+    return words
+
+
+def open_refusing(server: Server, kernel: str, refusal: str) -> None:
+    """Open a notebook whose kernel has a variable, and then refuses to be saved."""
+    status, session = server.open_notebook(kernel)
+    assert status == 201, session
+    client = server.client(session["kernel"]["id"])
+    assert hears(client)
+    run(client, "x = 42")
+    run(client, refusal)
+    client.stop_channels()
+
+
+def reopened(server: Server, kernel: str) -> str:
+    """Open the notebook again; what its kernel says of the variable."""
+    status, session = server.open_notebook(kernel)
+    assert status == 201, session
+    client: BlockingKernelClient = server.client(session["kernel"]["id"])
+    try:
+        assert hears(client)
+        return run(client, "print(globals().get('x'))").strip()
+    finally:
+        client.stop_channels()
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_kernel_that_refuses_is_saved_when_the_server_stops(
+    refusal: str, serve: Serve, sandboxed: Sandboxed, runtime: Path
+) -> None:
+    kernel = sandboxed()
+    server = serve(MANAGER, DEADLINE)
+    open_refusing(server, kernel, REFUSALS[refusal])
+    server.stop()
+    assert sandboxes(runtime) == []
+    assert "is saved without its help" in server.log.read_text()
+    assert reopened(serve(MANAGER, DEADLINE), kernel) == "42"
+
+
+def test_kernel_that_refuses_and_cannot_be_saved_is_ended(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path, failing_runsc: Path
+) -> None:
+    kernel = sandboxed()
+    server = serve(MANAGER, DEADLINE)
+    open_refusing(server, kernel, REFUSALS["forged list of files"])
+    failing_runsc.write_text("checkpoint failed: the sandbox is in a state that cannot be saved")
+    server.stop()
+    assert sandboxes(runtime) == []
+    said = server.log.read_text()
+    assert "is ended without being saved" in said
+    assert "in a state that cannot be saved" in said
+
+
+def test_kernel_that_refuses_outlives_a_full_disk(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path, failing_runsc: Path
+) -> None:
+    kernel = sandboxed()
+    server = serve(MANAGER, DEADLINE)
+    open_refusing(server, kernel, REFUSALS["forged list of files"])
+    failing_runsc.write_text("checkpoint failed: write pages.img: no space left on device")
+    server.stop()
+    assert sandboxes(runtime) != []
+    assert "runs on" in server.log.read_text()
+    failing_runsc.unlink()
+    assert reopened(serve(MANAGER, DEADLINE), kernel) == "42"
+
+
+async def stop_init(sandbox: GVisorSandbox) -> None:
+    """Have a process stop PID 1; returns when PID 1 does not answer any more."""
+    code = "import os, signal; os.kill(1, signal.SIGSTOP)"
+    with pytest.raises(TimeoutError):
+        for _ in range(LONG):
+            await asyncio.wait_for(sandbox.execute([sandbox.spec.python, "-I", "-c", code]), 2)
+
+
+@pytest.mark.usefixtures("open_init")
+async def test_stopped_init_is_cut_off_and_saved(
+    spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 1.0)
+    sandbox = GVisorSandbox("stopped", replace(spec, outlives=True), runsc)
+    await sandbox.start()
+    try:
+        await stop_init(sandbox)
+        await sandbox.checkpoint(tmp_path / "image", insist=True)
+        assert sandbox.state == State.CHECKPOINTED
+        assert os.listdir(tmp_path / "image")
+        with pytest.raises(Exception, match="saved without its help"):
+            await sandbox.restore(tmp_path / "image")
+    finally:
+        await sandbox.delete()
+
+
+@pytest.mark.usefixtures("open_init")
+async def test_stopped_init_is_an_error_for_a_savepoint(
+    spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 1.0)
+    sandbox = GVisorSandbox("stopped", replace(spec, outlives=True), runsc)
+    await sandbox.start()
+    try:
+        await stop_init(sandbox)
+        with pytest.raises(UnresponsiveError, match="did not come to rest"):
+            await sandbox.copy(tmp_path / "image")
+        assert not (tmp_path / "image").exists()
+    finally:
+        await sandbox.delete()
