@@ -26,6 +26,9 @@ CULLING = (
     "--MappingKernelManager.cull_connected=True",
 )
 
+STALLED = 40
+"""Seconds that are fewer than those after which Google's client gives a request up."""
+
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
 
@@ -232,7 +235,8 @@ def test_stop_does_not_wait_for_a_stalled_upload(
     notebook = Notebook(server, sandboxed())
     notebook.close()
     gcs.fault("delay", seconds=600, operation="insert|start|chunk", name=".*pages.*", times=None)
-    server.stop()
+    server.process.terminate()
+    assert server.process.wait(STALLED) == 0
     assert "was not saved in time, and runs on" in server.log.read_text()
     for folder in left_behind():
         assert folder.inhabited
