@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 from conftest import READY, leftovers, run
+from gcs_server import GCS
 from notebooks import Notebook, until
 from servers import Server
+
+from sandbox_provisioner.runtime import left_behind
 
 pytestmark = pytest.mark.runsc
 
@@ -22,6 +25,9 @@ CULLING = (
     "--MappingKernelManager.cull_interval=1",
     "--MappingKernelManager.cull_connected=True",
 )
+
+STALLED = 40
+"""Seconds that are fewer than those after which Google's client gives a request up."""
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
@@ -217,6 +223,24 @@ def test_stopped_server_releases_the_lease_of_a_hibernated_kernel(
     server.stop()
     assert list(shared.rglob("lock*")) == []
     assert not (server.runtime / f"kernel-{notebook.kernel_id}.json").exists()
+
+
+def test_stop_does_not_wait_for_a_stalled_upload(
+    serve: Serve, sandboxed: Sandboxed, runtime: Path, gcs: GCS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
+        monkeypatch.setenv(f"{place}_BUCKET", gcs.bucket)
+    monkeypatch.setenv("SANDBOX_HIBERNATE_DEADLINE", "2")
+    server = serve()
+    notebook = Notebook(server, sandboxed())
+    notebook.close()
+    gcs.fault("delay", seconds=600, operation="insert|start|chunk", name=".*pages.*", times=None)
+    server.process.terminate()
+    assert server.process.wait(STALLED) == 0
+    assert "was not saved in time, and runs on" in server.log.read_text()
+    for folder in left_behind():
+        assert folder.inhabited
+        folder.remove()
 
 
 @pytest.mark.parametrize("handoff", [False, True])

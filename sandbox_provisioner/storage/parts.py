@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import google_crc32c
 
 from ..errors import CorruptObjectError
+from ..workers import Workers
 from .base import Advance, FileRecord
 
 PART = 32 * 1024 * 1024
@@ -91,10 +92,11 @@ def recorded(size: int, sums: Sequence[Sums]) -> FileRecord:
 
 def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
     """Run tasks in a few threads; what the first to fail raised, when those under way have ended."""
-    with ThreadPoolExecutor(THREADS, "storage") as pool:
-        futures = [pool.submit(task) for task in tasks]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        pool.shutdown(wait=True, cancel_futures=True)
+    pool = Workers("sandbox-storage", THREADS)  # which, unlike ThreadPoolExecutor's, do not delay a server's exit
+    futures = [pool.submit(task) for task in tasks]
+    wait(futures, return_when=FIRST_EXCEPTION)
+    wait([future for future in futures if not future.cancel()])
+    pool.retire()
     failed = [error for future in futures if not future.cancelled() and (error := future.exception())]
     if failed:
         raise failed[0]
