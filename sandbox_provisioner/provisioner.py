@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.session import Session
@@ -51,6 +52,7 @@ from .prospects import Prospect
 from .relay import CHANNELS
 from .reserved import reserved_folders
 from .runsc import Runsc, find
+from .runtime import runtime_root
 from .settings import SandboxSettings
 from .shared_folders import list_file, remember
 from .standby import STANDBY
@@ -484,13 +486,13 @@ class SandboxProvisioner(SandboxSettings):
         )
         if km.transport != "tcp" or self.client_transport != "ipc" or configured:
             return
-        folder = Path(jupyter_runtime_dir())
-        prefix = str(folder / f"kernel-{self.kernel_id}")
-        if len(os.fsencode(prefix)) > MAX_SOCKET_PATH - len("-5"):
-            self.log.info("Kernel %s is reached over TCP: %s is too long for unix sockets", self.kernel_id, folder)
+        usual, short = Path(jupyter_runtime_dir(), f"kernel-{self.kernel_id}"), runtime_root() / uuid4().hex[:12]
+        fitting = [path for path in (usual, short) if len(os.fsencode(path)) <= MAX_SOCKET_PATH - len("-5")]
+        if not fitting:
+            self.log.warning("Kernel %s is reached over TCP: %s is too long for unix sockets", self.kernel_id, short)
             return
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        km.transport, km.ip = "ipc", prefix
+        fitting[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        km.transport, km.ip = "ipc", str(fitting[0])
 
     async def _reserve(self) -> None:
         self._prefer_ipc()
