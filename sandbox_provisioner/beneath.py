@@ -316,7 +316,7 @@ class Beneath:
         place = os.path.abspath(path)
         if not within(place, self.name):
             raise PermissionError(errno.EACCES, f"Not beneath {self.name}", path)
-        return os.path.relpath(place, self.name)
+        return place[len(self.name) :].lstrip("/") or "."
 
     def _walk(self, walk: _Walk, relative: str, follow: bool) -> tuple[str, list[Area]]:
         """Walk on to the last component. Returns its name, and the area of each link on the way."""

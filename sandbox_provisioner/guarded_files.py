@@ -127,8 +127,11 @@ def is_file_hidden(path: str, stat_res: os.stat_result | None = None) -> bool:
 
 def is_hidden(path: str, root: str = "/") -> bool:
     """Return whether a path, or a folder between ``root`` and it, is hidden, like jupyter_core's function."""
-    relative = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
-    if relative == ".":
+    place, top = os.path.abspath(path), os.path.abspath(root)
+    if not within(place, top):
+        raise ValueError(f"{path} is not in {root}")
+    relative = place[len(top) :].lstrip("/")
+    if not relative:
         return False
     return any(part.startswith(".") for part in relative.split("/")) or is_file_hidden(path)
 

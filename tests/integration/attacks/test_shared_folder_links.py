@@ -410,13 +410,15 @@ def swap_folder(fill_again: Callable[[Path], None]) -> Swap:
     """Put a link in a folder's place, and then the folder again, with what the operations deleted from it."""
 
     def swap(place: Path, target: Path) -> None:
+        if place.is_symlink():
+            place.unlink()
+        place.mkdir(exist_ok=True)
+        fill_again(place)
         aside = place.with_name(f"{place.name}-aside")
         os.rename(place, aside)
         place.symlink_to(target)
-        fill_again(aside)
+        time.sleep(0)  # let the operations go on
         place.unlink()
-        with suppress(FileExistsError, OSError):
-            shutil.rmtree(place)  # made by an operation just now
         os.rename(aside, place)
 
     return swap
@@ -435,13 +437,7 @@ def swapping(swap: Swap, place: Path, target: Path) -> Iterator[None]:
                 swaps.append("done")
             except OSError as error:  # an operation made or moved something in the same place just now
                 swaps.append(str(error))
-                shutil.rmtree(place, ignore_errors=True)
-                aside = place.with_name(f"{place.name}-aside")
-                if aside.exists():
-                    with suppress(OSError):
-                        place.unlink()
-                    with suppress(OSError):
-                        os.rename(aside, place)
+                shutil.rmtree(place.with_name(f"{place.name}-aside"), ignore_errors=True)
 
     thread = threading.Thread(target=loop)
     thread.start()
