@@ -259,7 +259,7 @@ class DebianSource(Source):
             programs = Apt(*map(trusted_program, ("apt-get", "apt-cache", "dpkg-deb")))
         except ProgramNotFoundError as error:
             raise SandboxError(
-                f"this machine has no usable {error.name}{''.join(f'; {one}' for one in error.refused)}"
+                f"this machine has no {error.name} that can be used{''.join(f'; {one}' for one in error.refused)}"
             ) from error
         reasons = []
         for suites, settings in _suites(workspace):
