@@ -30,7 +30,7 @@ from sandbox_provisioner.errors import SandboxError
 
 GOAL, LATE_GOAL = 0.5, 0.05
 PATIENCE, QUIET = 120.0, 10.0
-AT_ONCE, FEW, ROUNDS, HOARD_MB = 2, 10, 3, 100
+AT_ONCE, FEW, ROUNDS, HOARD_MB, WEBSOCKETS = 2, 10, 3, 100, 40
 SLEEPY = {"enable_checkpoint_at_idle": True, "idle_timeout": 4}
 KINDS = {
     "plain, running": ("local-provisioner", {}),
@@ -102,9 +102,12 @@ class Tab:
 
     async def open(self, server: Server, name: str) -> None:
         """Start its kernel, and have a cell answered."""
-        self._replies: dict[str, asyncio.Future[str]] = {}
         body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "bench"}}
-        kernel = (await server.ask("POST", "api/sessions", body))["kernel"]["id"]
+        await self.connect(server, (await server.ask("POST", "api/sessions", body))["kernel"]["id"])
+
+    async def connect(self, server: Server, kernel: str) -> None:
+        """Open a websocket to a kernel, and have a cell answered."""
+        self._replies: dict[str, asyncio.Future[str]] = {}
         url = f"ws{server.url.removeprefix('http')}api/kernels/{kernel}/channels"
         self._socket = await websocket_connect(
             HTTPRequest(url, headers=TOKEN, request_timeout=PATIENCE), on_message_callback=self._heard
@@ -159,6 +162,34 @@ async def measure(count: int, folder: Path) -> None:
             print(f"{title:30}{crowd:>10}{numbers}{mark if kind[1] else ''}", flush=True)
             if kind[1]:
                 await measure_lateness(server, tabs[0])
+        finally:
+            server.process.terminate()
+            server.process.wait(PATIENCE)
+
+
+async def measure_websockets(folder: Path) -> None:
+    """Print how long the first and the last of many websockets, opened at once to one kernel, wait for a first cell."""
+    print(
+        f"\n{f'{WEBSOCKETS} websockets at once':30}{'first cell':>14}{'last cell':>14}{'last, to plain':>18}",
+        flush=True,
+    )
+    plain = 0.0
+    for title, kind in list(KINDS.items())[:2]:
+        server = Server(folder / f"{title}, websockets", *kind)
+        try:
+            await until(server.up)
+            await Tab().open(server, "0.ipynb")
+            (kernel,) = await server.ask("GET", "api/kernels")
+            began, ends = time.monotonic(), []
+
+            async def connect(server: Server = server, kernel_id: str = kernel["id"], ends: list[float] = ends) -> None:
+                await Tab().connect(server, kernel_id)
+                ends.append(time.monotonic())
+
+            await asyncio.gather(*(connect() for _ in range(WEBSOCKETS)))
+            first, last = min(ends) - began, max(ends) - began
+            plain = plain or last
+            print(f"{title:30}{readable(first):>14}{readable(last):>14}{f'{last / plain:.1f}x':>18}", flush=True)
         finally:
             server.process.terminate()
             server.process.wait(PATIENCE)
@@ -222,6 +253,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def compare() -> None:
         with scratch() as folder:
+            asyncio.run(measure_websockets(folder))
             asyncio.run(measure(count, folder))
 
     return framed(compare, "ipykernel", "jupyter_client", "jupyter_server")
