@@ -61,6 +61,7 @@ from .words import printable
 from .workers import control
 
 STABLE_START = 20.0
+LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a unix socket."""
 COMMAND = "A command runs beside it"
@@ -484,7 +485,7 @@ class SandboxProvisioner(SandboxSettings):
         configured = any(
             "transport" in km.config[kind.__name__] for kind in type(km).__mro__ if kind.__name__ in km.config
         )
-        if km.transport != "tcp" or self.client_transport != "ipc" or configured:
+        if km.transport != "tcp" or km.ip not in LOOPBACK or self.client_transport != "ipc" or configured:
             return
         usual, short = Path(jupyter_runtime_dir(), f"kernel-{self.kernel_id}"), runtime_root() / uuid4().hex[:12]
         fitting = [path for path in (usual, short) if len(os.fsencode(path)) <= MAX_SOCKET_PATH - len("-5")]

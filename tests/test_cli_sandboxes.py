@@ -133,6 +133,8 @@ def test_a_list_for_programs_has_everything(keep: Keep, ask: Ask) -> None:
         "savepoints": [],
         "snapshots": [],
         "problem": None,
+        "busy": False,
+        "busy_reasons": [],
         "storage": "local",
         "where": record.where,
         "settings": {"network": "none"},

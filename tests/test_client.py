@@ -48,7 +48,7 @@ METHODS = {
     "restart_sandbox": "restart", "revert_sandbox": "revert", "execute_in_sandbox": "execute", "fork_sandbox": "fork",
     "list_savepoints": "savepoints", "create_savepoint": "savepoint", "delete_savepoint": "delete_savepoint",
     "rewind_sandbox": "rewind", "list_snapshots": "snapshots", "create_snapshot": "snapshot",
-    "delete_snapshot": "delete_snapshot",
+    "delete_snapshot": "delete_snapshot", "keep_sandbox_awake": "keep_awake",
 }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def a_sandbox(**changes: Any) -> dict[str, Any]:
         "id": "a", "sandbox_id": "b", "state": "saved", "persistent": True, "kernel_id": None, "kernel_name": "k",
         "notebook_path": None, "created": "2026-11-16T12:00:00+00:00", "last_used": "2026-11-16T12:00:00Z", "size": 7,
         "checkpoint": kept, "previous": None, "savepoints": [{**kept, "name": "one"}], "snapshots": [], "problem": None,
-        **changes,
+        "busy": False, "busy_reasons": [], **changes,
     }  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def test_a_restart_gives_a_fresh_kernel_at_the_same_ports_to_the_same_client(
 
 
 def test_a_restart_with_new_ports_leaves_the_old_ones(start_kernel: Start, sandboxed: Sandboxed) -> None:
-    km, kc = start_kernel(sandboxed(), manager={"cache_ports": False})
+    km, kc = start_kernel(sandboxed(client_transport="tcp"), manager={"cache_ports": False})
     before = ports(km)
     kc.stop_channels()
     km.restart_kernel(now=True, newports=True)
@@ -273,7 +273,7 @@ def test_a_kernel_can_be_reached_by_every_transport_whichever_it_uses_inside(
 
 def test_the_ports_are_on_loopback_only(start_kernel: Start, sandboxed: Sandboxed) -> None:
     before = listening()
-    km, _ = start_kernel(sandboxed())
+    km, _ = start_kernel(sandboxed(client_transport="tcp"))
     assert listening() - before == {("127.0.0.1", port) for port in ports(km).values()}
 
 
@@ -290,7 +290,7 @@ def test_ipc_sockets_are_for_this_user_only_and_go_with_the_kernel(
 
 
 def test_encryption_passes_through_from_end_to_end(start_kernel: Start, sandboxed: Sandboxed) -> None:
-    km, kc = start_kernel(sandboxed(), manager={"transport_encryption": "required"})
+    km, kc = start_kernel(sandboxed(client_transport="tcp"), manager={"transport_encryption": "required"})
     assert run(kc, "1 + 1") == "2"
     address = ("127.0.0.1", km.shell_port)
     with socket.create_connection(address, READY) as wire, wire.makefile("rb") as received:

@@ -226,7 +226,7 @@ def test_hearts_beat_while_it_sleeps_and_wake_nobody(notebook: Notebook, runtime
     assert leftovers(runtime) == []
     with zmq.Context() as context, context.socket(zmq.REQ) as newcomer:
         newcomer.linger, newcomer.rcvtimeo = 0, LONG * 1000
-        newcomer.connect(f"tcp://127.0.0.1:{notebook.km.hb_port}")
+        newcomer.connect(notebook.km._make_url("hb"))
         for _ in range(4):
             newcomer.send(b"ping")
             assert newcomer.recv() == b"ping"

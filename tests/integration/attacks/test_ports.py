@@ -34,7 +34,7 @@ for port in map(int, sys.argv[2:]):
 time.sleep(3)
 """
 ENDLESS = """
-import os, socket, threading
+import os, socket, threading, time
 path = "/run/jupyter/kernel-2"
 os.unlink(path)
 listener = socket.socket(socket.AF_UNIX)
@@ -47,6 +47,10 @@ def serve():
         peer, _ = listener.accept()
         try:
             peer.sendall(bytes.fromhex("HELLO"))
+            heard = b""
+            while len(heard) <= 64 or b"READY" not in heard:
+                heard += peer.recv(1000)
+            time.sleep(0.5)
             while True:
                 peer.sendall(b"\\x03" + (1 << 16).to_bytes(8, "big") + bytes(1 << 16))
                 sent += 1 << 16
