@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from .folders import within
 
 LINKS = 40
+STEPS = 1000
+"""Components of a path with all links on the way; a guest can make targets of thousands, each of which costs time."""
 """Links that one path may lead through; the same limit as in Linux."""
 TRIES = 100
 """Attempts to open a file that is being replaced by a link again and again."""
@@ -98,7 +100,8 @@ class Beneath:
 
     A link in one of the ``shared()`` folders, which sandboxes can write to, may lead to a place in that folder. Any
     other link may lead to a place beneath the root. All may lead to the ``allowed`` areas. Writing through a link in
-    a shared folder or area to a ``protected`` or hidden place is refused, because a sandbox cannot write there itself.
+    a shared folder or area to a ``protected()`` or hidden place is refused, because a sandbox cannot write there
+    itself.
     """
 
     def __init__(
@@ -106,13 +109,13 @@ class Beneath:
         root: str,
         allowed: Iterable[Area] = (),
         shared: Callable[[], Iterable[str]] = tuple,
-        protected: Iterable[str] = (),
+        protected: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self.name = os.path.abspath(root)
         self._root = Area(os.path.realpath(root), trusted=True)
         self._allowed = tuple(allowed)
         self._shared = shared
-        self._protected = tuple(os.path.realpath(path) for path in protected)
+        self._protected = protected
 
     @contextmanager
     def locate(self, path: str, *, follow: bool = True, write: bool = False) -> Iterator[Place]:
@@ -322,8 +325,12 @@ class Beneath:
         """Walk on to the last component. Returns its name, and the area of each link on the way."""
         pending = relative.split("/")[::-1]
         scopes: list[Area] = []
+        steps = 0
         while pending:
             part = pending.pop()
+            steps += 1
+            if steps > STEPS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), relative)
             if part in ("", "."):
                 continue
             if part == "..":
@@ -371,7 +378,7 @@ class Beneath:
             return True
         inner = os.path.relpath(real, scope.real).split("/")
         hidden = any(name.startswith(".") and name != "." and name not in asked for name in inner)
-        return not hidden and not any(within(real, place) for place in self._protected)
+        return not hidden and not any(within(real, os.path.realpath(place)) for place in self._protected())
 
 
 def copy_entry(folder: int, name: str, target_folder: int, target: str) -> None:

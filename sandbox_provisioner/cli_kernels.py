@@ -137,10 +137,8 @@ def run_keep_awake(arguments: argparse.Namespace) -> int:
         after = found.after(server.client.keep_awake(found.sandbox.id, arguments.how), server)
         if arguments.json:
             print_json(as_json(after))
-        elif arguments.how == 0:
-            say(f"{after.title} is not kept awake.")
         else:
-            say(f"{after.title} is kept awake.")
+            say(f"{after.title}: {'. '.join(after.sandbox.busy_reasons) or 'The kernel is not kept awake'}.")
     return 0
 
 

@@ -8,12 +8,15 @@ makes its kernel manager, and so can choose it. A class that the user configured
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 from typing import Any
 
 from jupyter_server.serverapp import ServerApp
 
 from . import telemetry
+from .folders import within
 from .guarded_contents import CLASSES, GuardedContents
 from .handlers import handlers
 from .kernelmanager import SandboxKernelManager
@@ -32,6 +35,7 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     """Called by Jupyter Server before it makes its managers of kernels and of contents."""
     _guard_contents(serverapp)
+    _trust_no_shared_folder(serverapp)
     if "kernel_manager_class" in serverapp.config.ServerApp:
         serverapp.log.info("Sandboxed kernels are not hibernated: ServerApp.kernel_manager_class is configured.")
         return
@@ -55,6 +59,21 @@ def _guard_contents(serverapp: ServerApp) -> None:
         if "contents_manager_class" in serverapp.config.ServerApp:
             serverapp.config.ServerApp.contents_manager_class = guarded
         serverapp.contents_manager_class = guarded
+
+
+def _trust_no_shared_folder(serverapp: ServerApp) -> None:
+    """Keep the server from running code in the folder that it was started in, where kernels can write.
+
+    ``python -m jupyter_server`` puts that folder on the module search path, and nbconvert looks for templates in it.
+    """
+    here, root = os.path.realpath(os.getcwd()), os.path.realpath(serverapp.root_dir)
+    if not within(here, root) and not within(root, here):
+        return
+    if removed := [entry for entry in sys.path if os.path.realpath(entry) == here]:
+        sys.path[:] = [entry for entry in sys.path if entry not in removed]
+        serverapp.log.info("Python modules in %s are not imported by the server: kernels can write there.", here)
+    if "extra_template_basedirs" not in serverapp.config.TemplateExporter:
+        serverapp.config.TemplateExporter.extra_template_basedirs = []
 
 
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:

@@ -31,7 +31,7 @@ from .bundle import parse_mount
 from .errors import ConfigurationError
 from .guarded_files import REPLACEMENTS, Refused, call, exists, guard, is_hidden, leads_outside
 from .provisioner import SandboxProvisioner
-from .shared_folders import list_file, recall
+from .shared_folders import list_file, protected_file, recall
 
 MODULES = (fileio, filecheckpoints, filemanager, largefilemanager)
 
@@ -67,7 +67,7 @@ class GuardedContents(LoggingConfigurable):
     def _get_os_path(self, path: str) -> str:
         """Return the path of a file in the file system; it is guarded from now on."""
         if self.__dict__.get("_guarded_dir") != self.root_dir:
-            guard(Beneath(self.root_dir, self._areas(), lambda: recall(list_file()), _protected()))
+            guard(Beneath(self.root_dir, self._areas(), lambda: recall(list_file()), _protected))
             self.__dict__["_guarded_dir"] = self.root_dir
         os_path: str = super()._get_os_path(path)  # type: ignore[misc]
         return os_path
@@ -85,8 +85,8 @@ class GuardedContents(LoggingConfigurable):
 
 
 def _protected() -> list[str]:
-    """Return what the server runs or believes, which sandboxes see as read-only wherever it is."""
-    return [sys.prefix, *jupyter_path(), *jupyter_config_path()]
+    """Return what the server and kernels run or believe, which sandboxes see as read-only wherever it is."""
+    return [sys.prefix, *jupyter_path(), *jupyter_config_path(), *recall(protected_file())]
 
 
 class GuardedFileHandler(AuthenticatedFileHandler):

@@ -101,6 +101,7 @@ class SandboxHandle:
         self.idle_timeout: float | None = None
         self.cleanup_task: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[Checkpoint] | None = None
+        self._inventory: asyncio.Task[dict[str, Any]] | None = None
         self._stores = stores
         self._ledger = book
         self._shelf = stores.shelf if stores else shelf
@@ -350,7 +351,7 @@ class SandboxHandle:
         below = f"{checkpoints_prefix(sandbox_id)}{checkpoints.new_name()}/"
         with staging(stores.staging) as folder:
             image = folder / "image"
-            files = await capture.prepare(self.instance, stores.fingerprints)
+            files = await self._take_inventory()
             await self.instance.copy(image)
             artifact = await bulk(checkpoints.save, stores.required_checkpoints(), below, image, advance)
         return capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began)
@@ -455,11 +456,30 @@ class SandboxHandle:
         await self._delete(garbage)
         return made[0]
 
+    async def _take_inventory(self) -> dict[str, Any]:
+        """Return the files that it depends on, as the guest and the host see them; ``give_up_inventory`` ends that."""
+        self._inventory = asyncio.create_task(capture.prepare(self.instance, self._kept_in().fingerprints))
+        try:
+            return await self._inventory
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                self._inventory.cancel()
+                raise
+            raise SandboxError(f"Sandbox {self.sandbox_id} did not say in time which files it uses.") from None
+        finally:
+            self._inventory = None
+
+    def give_up_inventory(self) -> None:
+        """Have a savepoint or copy fail that waits for the guest, so that a stopping server can go on."""
+        if self._inventory:
+            self._inventory.cancel()
+
     async def _prepare(self, insist: float | None) -> dict[str, Any]:
         """Return the files that it depends on; none if it does not help within ``insist`` seconds, and is cut off."""
         try:
             async with asyncio.timeout(insist):
-                return await capture.prepare(self.instance, self._kept_in().fingerprints)
+                return await self._take_inventory()
         except (TimeoutError, GuestError, UnsaveableError) as error:
             if insist is None:
                 raise

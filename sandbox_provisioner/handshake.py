@@ -73,11 +73,16 @@ class KernelHandshake:
 
     def __init__(self) -> None:
         self.done = False
+        self.greeted = False
+        """True when the kernel has sent its greeting: libzmq drops a peer that sends a message before that."""
+        self._seen = 0
         self._heard = b""
         self._position: Position | None = None
 
     def strip(self, data: bytes) -> bytes:
         """Return what of ``data`` is to be passed on."""
+        self._seen += len(data)
+        self.greeted = self._seen >= GREETING_SIZE
         if self._position is None:
             self._heard += data
             if len(self._heard) < MECHANISM_END:

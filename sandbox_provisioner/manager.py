@@ -187,7 +187,13 @@ class SandboxManager:
 
         A caller that is cancelled waits until it is saved: requests that came meanwhile wake it.
         """
+        patience = None
+        if insist is not None and sandbox_id in self.handles:  # a guest must not hold up a server that stops
+            give_up = self.handles[sandbox_id].give_up_inventory
+            patience = asyncio.get_running_loop().call_later(insist, give_up)
         async with self._lock(sandbox_id):
+            if patience:
+                patience.cancel()
             return await finished(self._save(self.get(sandbox_id), insist))
 
     async def _save(self, handle: SandboxHandle, insist: float | None = None) -> Checkpoint:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.session import Session
@@ -38,7 +39,7 @@ from .errors import (
     StateError,
     UnresponsiveError,
 )
-from .folders import require_below_root, unlinked, working_folder
+from .folders import require_below_root, unlinked, within, working_folder
 from .gvisor import GVisorSandbox
 from .handle import Identity, SandboxHandle
 from .inside import Inside
@@ -52,9 +53,8 @@ from .prospects import Prospect
 from .relay import CHANNELS
 from .reserved import reserved_folders
 from .runsc import Runsc, find
-from .runtime import runtime_root
 from .settings import SandboxSettings
-from .shared_folders import list_file, remember
+from .shared_folders import list_file, protected_file, remember
 from .standby import STANDBY
 from .variables import filtered
 from .words import printable
@@ -98,6 +98,8 @@ class SandboxProvisioner(SandboxSettings):
         self.executions: set[object] = set()
         """Commands that somebody has running beside the kernel."""
         self._keeps_state = False
+        self._tcp_address: str | None = None
+        self._socket_folder: Path | None = None
         self._touching: asyncio.Task[None] | None = None
         self._moved = ""
         self._left: Future[None] | None = None
@@ -221,6 +223,7 @@ class SandboxProvisioner(SandboxSettings):
         if IO.held_by(self):
             await IO.run(self._close(forget))
             await IO.release(self)
+        self._forget_ipc()
         self._claim = None
         self._launched = False
 
@@ -251,6 +254,7 @@ class SandboxProvisioner(SandboxSettings):
         IO.drop(self)
         self._claim = None
         self._launched = False
+        self._forget_ipc()
 
     # -- keeping a kernel's state ------------------------------------------------------------------------------------
 
@@ -487,13 +491,23 @@ class SandboxProvisioner(SandboxSettings):
         )
         if km.transport != "tcp" or km.ip not in LOOPBACK or self.client_transport != "ipc" or configured:
             return
-        usual, short = Path(jupyter_runtime_dir(), f"kernel-{self.kernel_id}"), runtime_root() / uuid4().hex[:12]
-        fitting = [path for path in (usual, short) if len(os.fsencode(path)) <= MAX_SOCKET_PATH - len("-5")]
-        if not fitting:
-            self.log.warning("Kernel %s is reached over TCP: %s is too long for unix sockets", self.kernel_id, short)
-            return
-        fitting[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        km.transport, km.ip = "ipc", str(fitting[0])
+        prefix = Path(jupyter_runtime_dir(), f"kernel-{self.kernel_id}")
+        if len(os.fsencode(prefix)) <= MAX_SOCKET_PATH - len("-5"):
+            prefix.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            self._socket_folder = Path(tempfile.mkdtemp(prefix="jupyter-"))
+            prefix = self._socket_folder / "kernel"
+        self._tcp_address = km.ip
+        km.transport, km.ip = "ipc", str(prefix)
+
+    def _forget_ipc(self) -> None:
+        """Undo ``_prefer_ipc`` when the sockets are closed."""
+        if self._tcp_address is not None:
+            self.parent.transport, self.parent.ip = "tcp", self._tcp_address
+            self._tcp_address = None
+        if self._socket_folder:
+            shutil.rmtree(self._socket_folder, ignore_errors=True)
+            self._socket_folder = None
 
     async def _reserve(self) -> None:
         self._prefer_ipc()
@@ -522,6 +536,7 @@ class SandboxProvisioner(SandboxSettings):
         runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd") or self._recorded_folder())
         self._remember_shared(folder)
         launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc, self._root)
+        self._remember_protected(launch.spec)
         if self._resumes:
             await self._resume(launch, kwargs)
             return
@@ -636,6 +651,14 @@ class SandboxProvisioner(SandboxSettings):
         if folder.source in map(os.path.realpath, sys.path):
             self.log.warning("The server itself imports from %s, which this kernel can write to.", folder.source)
         return folder
+
+    def _remember_protected(self, spec: BundleSpec) -> None:
+        """Note the read-only places in folders that the kernel can write to: the server does not write there."""
+        writable = [mount.source for mount in spec.mounts if mount.source and mount.writable]
+        shown = [mount.source for mount in spec.mounts if mount.source and not mount.writable]
+        inner = {os.path.realpath(path) for path in shown if any(within(path, place) for place in writable)}
+        with suppress(OSError):  # the same problem was told for the shared folders
+            remember(inner, protected_file())
 
     def _remember_shared(self, folder: Mount | None) -> None:
         """Note the folders that the kernel can write to, where the server trusts links less from now on."""

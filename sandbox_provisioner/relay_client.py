@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING, cast
 
 from .activity import OBSERVING
-from .handshake import GREETING, Handshake, KernelHandshake
+from .handshake import Handshake, KernelHandshake
 from .heart import Heart
 from .message_reader import Header
 from .peers import trusted_peer
@@ -46,7 +46,10 @@ class ClientConnection(asyncio.Protocol):
         self._handshake: Handshake | None = None
         self._kernel_handshake: KernelHandshake | None = None
         self._greeting = b""
+        self._greeted = 0
         self._early = b""
+        self._after_greeting = bytearray()
+        """Sent by a client whose handshake was answered here, and held until the kernel has greeted it, too."""
         self._waiting = bytearray()
         self._unsent = 0
         self._congested = False
@@ -84,8 +87,8 @@ class ClientConnection(asyncio.Protocol):
             return
         asked = self._follow(data) if self.channel in CALLS else 0
         self._relay.asked += asked
-        self._stream.write(data)
-        held = self._stream.backlog
+        self._pass_on(data)
+        held = self._stream.backlog + len(self._after_greeting)
         if asked and held:
             self._calling = True
         if held > self._room:
@@ -180,19 +183,20 @@ class ClientConnection(asyncio.Protocol):
         if self._stream is None or self.channel not in CALLS or not self.trusted:
             return False
         in_handshake = self._spoke and not self._served and (self._handshake is None or self._handshake.opaque)
-        return in_handshake or (self._calling and self._stream.backlog > 0)
+        return in_handshake or (self._calling and (self._stream.backlog > 0 or bool(self._after_greeting)))
 
     def held(self) -> bytes:
         """Return the messages that wait for the kernel, without the client's handshake."""
-        held = self._stream.held() if self._stream else b""
-        return held[self._held_handshake(held) :]
+        if self._kernel_handshake:
+            return bytes(self._after_greeting[self._ready_size :])
+        return self._stream.held() if self._stream else b""
 
     def settle(self, answer: bytes) -> None:
         """Send an answer in the kernel's place, and drop the messages that waited."""
-        if self._stream:
-            held = self._stream.held()
+        if self._kernel_handshake:
+            del self._after_greeting[self._ready_size :]
+        elif self._stream:
             self._stream.forget_held()
-            self._stream.write(held[: self._held_handshake(held)])
         self._calling = False
         self._transport.resume_reading()
         self._send(answer)
@@ -249,9 +253,21 @@ class ClientConnection(asyncio.Protocol):
         self._position.follow(data)
         self._transport.write(data)
 
-    def _held_handshake(self, held: bytes) -> int:
-        """Return how many bytes of what is held are the client's handshake: a greeting begins as no frame does."""
-        return self._questions.handshake_size if held[:1] == GREETING[:1] else 0
+    @property
+    def _ready_size(self) -> int:
+        """Return how many bytes after its greeting are the rest of the client's handshake."""
+        return max(0, self._questions.handshake_size - GREETING_SIZE)
+
+    def _pass_on(self, data: bytes) -> None:
+        """Send what the client sent; all but the greeting waits for the kernel's, if the client has had one already."""
+        assert self._stream is not None
+        if self._kernel_handshake and not self._kernel_handshake.greeted:
+            rest = GREETING_SIZE - self._greeted
+            self._greeted += len(data[:rest])
+            self._after_greeting += data[rest:]
+            data = data[:rest]
+        if data:
+            self._stream.write(data)
 
     def _follow(self, data: bytes) -> int:
         """Follow what the client sends; return how many messages of it count."""
@@ -288,15 +304,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _deliver(self, data: bytes) -> None:
         self._served = True
-        if self._kernel_handshake and not self._kernel_handshake.done:
-            passed = self._kernel_handshake.strip(data)
-            assert self._stream is not None
-            self._stream.consumed(len(data) - len(passed))
-            data = passed
-            if self._kernel_handshake.done:
-                self._handshake = self._kernel_handshake = None
-            if not data:
-                return
+        data = self._without_handshake(data)
+        if not data:
+            return
         try:
             begun = self._position.follow(data)
         except MessageTooLargeError:
@@ -311,6 +321,19 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(data)
         if not self._congested:
             self._settle()
+
+    def _without_handshake(self, data: bytes) -> bytes:
+        """Return what a woken kernel sends without its handshake; send what waited for that."""
+        if self._kernel_handshake is None or self._stream is None:
+            return data
+        passed = self._kernel_handshake.strip(data)
+        self._stream.consumed(len(data) - len(passed))
+        if self._kernel_handshake.greeted and self._after_greeting:
+            waiting, self._after_greeting = bytes(self._after_greeting), bytearray()
+            self._stream.write(waiting)
+        if self._kernel_handshake.done:
+            self._handshake = self._kernel_handshake = None
+        return passed
 
     def _refuse_large(self) -> None:
         stream, self._stream = self._stream, None
@@ -333,6 +356,7 @@ class ClientConnection(asyncio.Protocol):
     def _listen_on(self, data: bytes) -> None:
         """Follow the replies to a client that left, until there are no more to come."""
         assert self._stream is not None
+        data = self._without_handshake(data)
         self._stream.consumed(len(data))
         try:
             self._position.follow(data)

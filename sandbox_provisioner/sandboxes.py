@@ -137,6 +137,8 @@ class Sandboxes:
         """Keep its kernel from being hibernated for idleness."""
         subject = await self._inventory.find(wanted)
         live = await self._open(subject, "keep awake")
+        if seconds != 0 and live.provisioner.asleep:
+            await live.provisioner.wake()
         await live.provisioner.keep_awake(seconds)
         return await self._inventory.show(subject)
 

@@ -1,4 +1,4 @@
-"""Remember which folders sandboxes were able to write to.
+"""Remember which folders sandboxes were able to write to, and which parts of them were read-only.
 
 A link in such a folder may have been made by the code of a notebook, also long after its kernel ended.
 """
@@ -19,6 +19,11 @@ _read: dict[Path, tuple[tuple[int, int], frozenset[str]]] = {}
 def list_file() -> Path:
     """Return the path of the user's list, which has one JSON string in each line."""
     return Path(jupyter_data_dir(), "sandbox", "shared-folders")
+
+
+def protected_file() -> Path:
+    """Return the path of the list of environments and other places that kernels saw as read-only."""
+    return list_file().with_name("protected-folders")
 
 
 def remember(folders: Iterable[str], file: Path) -> None:

@@ -28,7 +28,7 @@ def staging(top: Path) -> Iterator[Path]:
             folder.mkdir(mode=0o700)
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-    _later(lambda: _collect(top))
+    _later(lambda: _collect_quietly(top))
     try:
         yield folder
     finally:
@@ -42,6 +42,11 @@ def _later(work: Callable[[], None]) -> None:
         work()
 
 
+def _collect_quietly(top: Path) -> None:
+    with suppress(OSError):
+        _collect(top)
+
+
 def _remove(folder: Path, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
@@ -49,15 +54,15 @@ def _remove(folder: Path, lock: int) -> None:
 
 def collect(top: Path) -> None:
     """Remove the folders in ``top`` whose processes are dead. Blocks."""
-    with disk_errors(str(top), "remove a folder"), suppress(FileNotFoundError), locked(top, fcntl.LOCK_EX):
-        _collect(top)
+    with disk_errors(str(top), "remove a folder"), suppress(FileNotFoundError):
+        _collect(top, fcntl.LOCK_EX)
 
 
-def _collect(top: Path) -> None:
-    """Remove the folders of dead processes, unless another one makes a folder just now."""
+def _collect(top: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
+    """Remove the folders of dead processes; by default not while another one makes a folder."""
     with ExitStack() as stack:
         dead = []
-        with suppress(OSError), locked(top, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with suppress(BlockingIOError), locked(top, how):
             for path in top.iterdir():
                 with suppress(OSError):
                     stack.enter_context(locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB))

@@ -127,7 +127,7 @@ def test_hidden_and_protected_places_are_not_written_through_links(root: Path) -
         (project / place).write_text("old")
     (project / "hook").symlink_to(".git/hooks/post-commit")
     (project / "script").symlink_to("env/bin/activate")
-    beneath = Beneath(str(root), shared=lambda: [str(project)], protected=[str(project / "env")])
+    beneath = Beneath(str(root), shared=lambda: [str(project)], protected=lambda: [str(project / "env")])
     for name in ("hook", "script"):
         assert read(beneath, project / name) == "old"
         with pytest.raises(AccessRefused):

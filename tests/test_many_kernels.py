@@ -82,7 +82,7 @@ async def test_many_kernels_start_answer_and_stop_together_and_leave_nothing(
     temporary: Path,
     count: int,
 ) -> None:
-    name = sandboxed()
+    name = sandboxed(client_transport="tcp")
     ports, descriptors = listening(), psutil.Process().num_fds()
     others = psutil.Process().children(recursive=True)
     managers = [AsyncKernelManager(kernel_name=name, kernel_spec_manager=kernelspecs) for _ in range(count)]

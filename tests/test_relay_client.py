@@ -150,8 +150,10 @@ async def test_a_client_that_connects_while_the_kernel_rests_gets_its_handshake(
         await client.send(request)
         await until(lambda: relay.called)
         link._flow()
+        await until(lambda: end.heard["shell"] == GREETING)
+        end.writers[0].write(KERNEL)  # the kernel greets, too; the client has heard that
         await until(lambda: end.heard["shell"] == CLIENT + request)
-        end.writers[0].write(KERNEL + reply(msg_id))  # the kernel greets, too; the client has heard that
+        end.writers[0].write(reply(msg_id))
         assert await client.receive(len(reply(msg_id)))
         assert not relay.activity.busy
 
@@ -177,6 +179,8 @@ async def test_held_requests_are_answered_without_the_handshake(
         await client.receive(len(reply(msg_id)))
         assert not relay.called and not relay.activity.busy
         link._flow()
+        await until(lambda: end.heard["shell"] == GREETING)
+        end.writers[0].write(KERNEL)
         await until(lambda: end.heard["shell"] == CLIENT)
 
 
@@ -301,7 +305,7 @@ async def test_other_users_cannot_wake_or_crowd_out(
         await until(lambda: len(relay._clients) == 3)
         await foreign[0].send(GREETING)
         await foreign[0].send(b"x" * 200_000)
-        await until(lambda: any(one._stream and one._stream.backlog > 1 << 16 for one in relay._clients))
+        await until(lambda: any(len(one._after_greeting) > 1 << 16 for one in relay._clients))
         assert not relay.called and calls == []
         monkeypatch.setattr(relay_client, "trusted_peer", lambda connection: True)
         own = await dial(ports["shell"])

@@ -24,6 +24,7 @@ from conftest import LONG, READY, Notebook, Open, leftovers
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from jupyter_client.session import Session
 
 from sandbox_provisioner import estates, persistence
 from sandbox_provisioner.bundle import BundleSpec
@@ -238,6 +239,18 @@ def test_hearts_beat_while_it_sleeps_and_wake_nobody(notebook: Notebook, runtime
         assert notebook.run("x") == "1"
         newcomer.send(b"ping")
         until(lambda: notebook.kc.hb_channel.is_beating())
+
+
+def test_first_request_of_a_new_client_is_answered(notebook: Notebook) -> None:
+    """Jupyter Server asks a kernel once, on a connection of its own, and waits a minute for the answer."""
+    for _ in range(3):
+        notebook.hibernate()
+        with notebook.km.connect_shell() as newcomer:
+            session = Session(key=notebook.km.session.key)
+            request = session.send(newcomer, "kernel_info_request")
+            assert newcomer.poll(LONG * 1000)
+            reply = session.deserialize(session.feed_identities(newcomer.recv_multipart())[1])
+            assert reply["parent_header"]["msg_id"] == request["msg_id"]
 
 
 def test_what_is_sent_meanwhile_is_answered_in_order(notebook: Notebook) -> None:
@@ -626,7 +639,7 @@ def test_a_kernel_is_not_woken_with_a_folder_that_a_link_leads_to(
     precious.mkdir()
     notebook_folder.rename(moved)
     notebook_folder.symlink_to(precious)
-    with pytest.raises(ConfigurationError, match="is another one now: a link leads to"):
+    with pytest.raises(ConfigurationError, match="is another folder or file now: a link leads to"):
         notebook.wake()
     assert notebook.asleep
     notebook_folder.unlink()
@@ -794,7 +807,7 @@ def test_a_notebook_is_handed_over_with_its_state(
 def test_hand_off_leaves_no_listener_file_or_thread(
     open_notebook: Open, elsewhere: Callable[..., Elsewhere], data: Path
 ) -> None:
-    notebook = open_notebook(enable_handoff=True)
+    notebook = open_notebook(enable_handoff=True, client_transport="tcp")
     km, provisioner = notebook.km, notebook.km.provisioner
     ports = {getattr(km, f"{channel}_port") for channel in CHANNELS}
     assert ports <= listening() and Path(km.connection_file).exists()

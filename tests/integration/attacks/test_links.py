@@ -61,7 +61,8 @@ def test_writable_mount_allows_a_folder_outside_the_root(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, elsewhere: Path
 ) -> None:
     (notebook_folder / "data").symlink_to(elsewhere)
-    notebook = Notebook(serve(), sandboxed(mounts=[f"{elsewhere}:rw"]), "data/y.ipynb")
+    server = serve(f"--SandboxProvisioner.mounts={elsewhere}:rw")
+    notebook = Notebook(server, sandboxed(), "data/y.ipynb")
     assert notebook.run("import os; os.listdir()") == "['key']"
     notebook.close()
 

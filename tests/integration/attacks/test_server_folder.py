@@ -1,0 +1,74 @@
+"""Withstand code that a kernel leaves in the folder that the server was started in: the server does not run it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from notebooks import Notebook
+from servers import Server
+
+pytestmark = pytest.mark.runsc
+
+Serve = Callable[..., Server]
+Sandboxed = Callable[..., str]
+
+
+def test_modules_in_the_servers_folder_are_not_imported(
+    serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
+) -> None:
+    server = serve()
+    notebook = Notebook(server, sandboxed())
+    code = f"open({str(tmp_path / 'owned')!r}, 'w').close()"
+    for module in ("ipykernel", "nbconvert", "xeus_python"):
+        notebook.run(f"open('{module}.py', 'w').write({code!r})")
+    assert (notebook_folder / "nbconvert.py").exists()
+    server.ask("GET", "kernelspecs")
+    server.ask("GET", "nbconvert")
+    assert not (tmp_path / "owned").exists()
+    notebook.close()
+
+
+def test_templates_in_the_servers_folder_are_not_used(
+    serve: Serve, sandboxed: Sandboxed, notebook_folder: Path
+) -> None:
+    server = serve()
+    notebook = Notebook(server, sandboxed())
+    notebook.run(
+        "import os; os.mkdir('lab'); open('lab/index.html.j2', 'w').write('OWNED')\n"
+        "open('lab/conf.json', 'w').write('{\"base_template\": \"base\"}')"
+    )
+    body = {"type": "notebook", "content": {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}}
+    assert server.ask("PUT", "contents/a.ipynb", body)[0] in (200, 201)
+    from urllib.request import Request, urlopen
+
+    with urlopen(Request(f"{server.url}nbconvert/html/a.ipynb", headers={"Authorization": "token t"})) as answer:
+        assert b"OWNED" not in answer.read()
+    notebook.close()
+
+
+def test_an_environment_beside_the_notebooks_is_not_written_through_a_link(
+    serve: Serve, sandboxed: Sandboxed, notebook_folder: Path
+) -> None:
+    """The kernel's interpreter lies in the folder that the kernel can write to, and is read-only for it."""
+    environment = notebook_folder / "env"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin" / "python"
+    python.symlink_to(os.path.realpath(sys.executable))
+    (environment / "pyvenv.cfg").write_text(f"home = {os.path.dirname(os.path.realpath(sys.executable))}\n")
+    packages = environment / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
+    spec = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "env"}
+    server = serve()
+    notebook = Notebook(server, sandboxed(spec={**spec, "language": "python"}))
+    with pytest.raises(AssertionError, match="Read-only"):
+        notebook.run(f"open({str(packages / 'sitecustomize.py')!r}, 'w')")
+    notebook.run(f"import os; os.symlink({str(packages / 'sitecustomize.py')!r}, 'y.py')")
+    status, _ = server.ask("PUT", "contents/y.py", {"type": "file", "format": "text", "content": "owned"})
+    assert status == 403
+    assert not (packages / "sitecustomize.py").exists()
+    notebook.close()
