@@ -429,8 +429,9 @@ def _read_link(entry: int) -> str:
 
 
 def _innermost(areas: Iterable[Area], path: str) -> Area | None:
-    """Return the smallest of the areas that contain a real path."""
-    return max((area for area in areas if within(path, area.real)), key=lambda area: len(area.real), default=None)
+    """Return the smallest of the areas that contain a real path; of two for one folder, a read-only one."""
+    found = (area for area in areas if within(path, area.real))
+    return max(found, key=lambda area: (len(area.real), not area.writable), default=None)
 
 
 def _ordinary(found: os.stat_result) -> bool:

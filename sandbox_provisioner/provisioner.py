@@ -178,6 +178,8 @@ class SandboxProvisioner(SandboxSettings):
             startrequest.heed(env, self)
             wanted = startrequest.wanted(env, self, self.parent.kernel_name)
             if wanted and not self._claim:
+                if kwargs.get("cwd"):
+                    self._folder(kwargs["cwd"])  # one that is refused leaves no record of a sandbox
                 await self._make_claim(wanted)
             if self._resumes:
                 kwargs |= self._take_up_connection()

@@ -111,7 +111,7 @@ def at_once(*things: Coroutine[Any, Any, None]) -> None:
 
 
 def images(data: Path) -> list[Path]:
-    return list((data / "sandbox" / "storage").rglob("pages.img"))
+    return list((data / "sandbox" / "storage" / "sandboxes").rglob("pages.img"))
 
 
 # -- saved in the middle of something ----------------------------------------------------------------------------------

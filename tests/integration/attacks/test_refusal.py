@@ -26,7 +26,40 @@ LONG = 60
 DEADLINE = "--SandboxKernelManager.hibernate_deadline=30"
 MANAGER = "--ServerApp.kernel_manager_class=sandbox_provisioner.kernelmanager.SandboxKernelManager"
 
+STALLED_SAVEPOINTS = """
+import subprocess, sys
+open('/tmp/stall.py', 'w').write('''
+import os, signal, socket, threading, time
+def ask():
+    number = 0
+    while True:
+        number += 1
+        try:
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect("/run/jupyter/sandbox")
+                peer.sendall(b'{"op": "savepoint", "name": "s%d"}' % number)
+                peer.shutdown(socket.SHUT_WR)
+                peer.recv(9999)
+        except OSError:
+            time.sleep(0.1)
+for _ in range(4):
+    threading.Thread(target=ask, daemon=True).start()
+while True:
+    time.sleep(0.005)
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in (1, os.getpid()):
+            try:
+                if "inventory" in open(f"/proc/{entry}/cmdline").read():
+                    os.kill(int(entry), signal.SIGSTOP)
+            except OSError:
+                pass
+''')
+subprocess.Popen([sys.executable, "/tmp/stall.py"], start_new_session=True)
+import time; time.sleep(3)
+"""
+
 REFUSALS = {
+    "savepoints that never end": STALLED_SAVEPOINTS,
     "no list of files": "open('/.sandbox/inventory.py', 'w').write('import time; time.sleep(1000)')",
     "forged list of files": "open('/.sandbox/inventory.py', 'w').write('print(\"nonsense\" * 100)')",
 }
