@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -99,7 +97,6 @@ class SandboxProvisioner(SandboxSettings):
         """Commands that somebody has running beside the kernel."""
         self._keeps_state = False
         self._tcp_address: str | None = None
-        self._socket_folder: Path | None = None
         self._touching: asyncio.Task[None] | None = None
         self._moved = ""
         self._left: Future[None] | None = None
@@ -493,12 +490,13 @@ class SandboxProvisioner(SandboxSettings):
         )
         if km.transport != "tcp" or km.ip not in LOOPBACK or self.client_transport != "ipc" or configured:
             return
-        prefix = Path(jupyter_runtime_dir(), f"kernel-{self.kernel_id}")
-        if len(os.fsencode(prefix)) <= MAX_SOCKET_PATH - len("-5"):
-            prefix.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        else:
-            self._socket_folder = Path(tempfile.mkdtemp(prefix="jupyter-"))
-            prefix = self._socket_folder / "kernel"
+        folder = Path(jupyter_runtime_dir())
+        names = (folder / f"kernel-{self.kernel_id[:length]}" for length in (8, 13, 36))
+        prefix = next(name for name in names if not os.path.lexists(f"{name}-1"))
+        if len(os.fsencode(prefix)) > MAX_SOCKET_PATH - len("-1"):
+            self.log.warning("Kernel %s is reached over TCP: %s is too long for unix sockets", self.kernel_id, folder)
+            return
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._tcp_address = km.ip
         km.transport, km.ip = "ipc", str(prefix)
 
@@ -507,9 +505,6 @@ class SandboxProvisioner(SandboxSettings):
         if self._tcp_address is not None:
             self.parent.transport, self.parent.ip = "tcp", self._tcp_address
             self._tcp_address = None
-        if self._socket_folder:
-            shutil.rmtree(self._socket_folder, ignore_errors=True)
-            self._socket_folder = None
 
     async def _reserve(self) -> None:
         self._prefer_ipc()

@@ -16,6 +16,7 @@ import pytest
 from jupyter_core.utils import ensure_async
 from jupyter_server.base.handlers import AuthenticatedFileHandler
 from jupyter_server.files.handlers import FilesHandler
+from jupyter_server.gateway.gateway_client import GatewayClient
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.contents import filecheckpoints, largefilemanager
 from jupyter_server.services.contents.filemanager import FileContentsManager
@@ -81,6 +82,7 @@ def test_configured_stock_manager_is_guarded(root: Path, stock: type) -> None:
 
 
 def test_guarded_though_another_kernel_manager_is_configured(root: Path) -> None:
+    GatewayClient.clear_instance()  # another test of this process may have had a gateway
     theirs = "jupyter_server.services.kernels.kernelmanager.AsyncMappingKernelManager"
     app = server(root, f"--ServerApp.kernel_manager_class={theirs}")
     assert type(app.contents_manager) is guarded_contents.GuardedAsyncLargeFileManager

@@ -126,14 +126,11 @@ class FolderStore(ObjectStore):
             prove(self.where, name, file, record, write_to(copy, advance))
 
     def in_place(self, name: str, record: FileRecord) -> Path | None:
-        """The file itself, when it was read and proven; None if another user could change it after that.
-
-        Its CRC32C is proof enough, because only this user can have changed it.
-        """
+        """The file itself, when it was read and proven; None if another user could change it after that."""
         with disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
             if not self._private(name, file):
                 return None
-            prove(self.where, name, file, record, ignore, digested=False)
+            prove(self.where, name, file, record, ignore)
         return self.root / name
 
     def _private(self, name: str, file: int) -> bool:

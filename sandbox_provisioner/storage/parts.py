@@ -72,8 +72,7 @@ class Sums:
 
     def match(self, record: FileRecord, number: int) -> bool:
         """Return whether the bytes are those of a part of ``record``, as far as that can tell."""
-        compared = self._sha256 is not None and record.digests
-        return self.crc == record.parts[number] and (not compared or self.digest == record.digests[number])
+        return self.crc == record.parts[number] and (not record.digests or self.digest == record.digests[number])
 
 
 def checksum(file: int, span: Span, each: Each, digested: bool = True) -> Sums:
@@ -110,15 +109,15 @@ def record_of(file: int, each: Each) -> FileRecord:
     return recorded(size, at_once([partial(checksum, file, span, each) for span in spans(size, PART)]))
 
 
-def prove(where: str, name: str, file: int, record: FileRecord, each: Each, digested: bool = True) -> None:
-    """Raise CorruptObjectError unless an open file is what ``record`` says; its digests count if ``digested``."""
+def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> None:
+    """CorruptObjectError unless an open file is what ``record`` says."""
     expected = spans_of(where, name, record)
     size = os.fstat(file).st_size
     if size != record.size:
         raise CorruptObjectError(where, name, f"it has {size} bytes instead of {record.size}")
 
     def check(span: Span) -> None:
-        if not checksum(file, span, each, digested and bool(record.digests)).match(record, span.number):
+        if not checksum(file, span, each, bool(record.digests)).match(record, span.number):
             raise wrong_part(where, name, span, record)
 
     at_once([partial(check, span) for span in expected])
