@@ -285,6 +285,8 @@ class ActivityWatch:
                 reply = session.deserialize(session.feed_identities(await shell.recv_multipart())[1])
                 if reply["parent_header"]["msg_id"] == request["msg_id"]:
                     self._activity.end_inherited()
+                    self._sockets.remove(shell)
+                    shell.close()
                     return
             except (ValueError, TypeError, LookupError, RecursionError):
                 continue

@@ -247,9 +247,9 @@ class SandboxedKernel:
             self.status, self.restored = None, True
             self.activity.reset(handle.contents)
             self._life = asyncio.create_task(self._live(handle, self._process, self._ending))
-            self.on_joined(handle.instance.link)
             signing = _signing(handle.contents)
             await self.relay.reconnect(handle.instance.link, handle.contents["targets"], signing, *farewell)
+            self.on_joined(handle.instance.link)  # whose own connections are not among those that were waited for
         before.link.lose(LinkClosedError("it was rewound."))
 
     def _note_activity(self) -> None:

@@ -228,7 +228,7 @@ class ChannelRelay:
 
     def linger(self, client: ClientConnection) -> bool:
         """Keep the stream of a client that left until its replies have come; return False if there are too many."""
-        if self._link is None or len(self.lingering) >= MAX_LINGERING:
+        if self._link is None or not client.leads_to(self._link) or len(self.lingering) >= MAX_LINGERING:
             return False
         self.lingering.add(client)
         return True

@@ -20,6 +20,7 @@ from .stream import Stream
 from .zmtp import GREETING_SIZE, MessageTooLargeError, Position, identity
 
 if TYPE_CHECKING:
+    from .link import GuestLink
     from .relay import ChannelRelay
 
 CALLS = ("shell", "stdin", "control")
@@ -166,6 +167,10 @@ class ClientConnection(asyncio.Protocol):
     def joined(self) -> bool:
         """True while the connection leads to the kernel."""
         return self._stream is not None and not self._transport.is_closing()
+
+    def leads_to(self, link: GuestLink) -> bool:
+        """Return True if the connection's stream is one of ``link``."""
+        return self._stream is not None and self._stream.link is link
 
     @property
     def ready(self) -> bool:
@@ -331,6 +336,8 @@ class ClientConnection(asyncio.Protocol):
         if self._kernel_handshake.greeted and self._after_greeting:
             waiting, self._after_greeting = bytes(self._after_greeting), bytearray()
             self._stream.write(waiting)
+            if self._stream.ready and not self._transport.is_closing():
+                self._transport.resume_reading()
         if self._kernel_handshake.done:
             self._handshake = self._kernel_handshake = None
         return passed

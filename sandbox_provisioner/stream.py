@@ -36,7 +36,7 @@ class Stream:
         self.on_data: Callable[[bytes], None] = lambda data: None
         self.on_end: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
-        self._link = link
+        self.link = link
         self._credit = WINDOW
         self._allowance = WINDOW
         self._owed = 0
@@ -48,7 +48,7 @@ class Stream:
     @property
     def ready(self) -> bool:
         """Whether what is written now goes out now."""
-        return not self._backlog and self._credit > 0 and not self._link.quiet
+        return not self._backlog and self._credit > 0 and not self.link.quiet
 
     @property
     def backlog(self) -> int:
@@ -85,10 +85,10 @@ class Stream:
 
     def _grant(self) -> None:
         abandoned = self._closed and self._closing == RESET
-        if self._owed < SMALLEST_CREDIT or self._ended or abandoned or self._link.quiet:
+        if self._owed < SMALLEST_CREDIT or self._ended or abandoned or self.link.quiet:
             return
         self._allowance += self._owed
-        self._link._send(encode_credit(self.number, self._owed))
+        self.link._send(encode_credit(self.number, self._owed))
         self._owed = 0
 
     def _close(self, how: int) -> None:
@@ -98,7 +98,7 @@ class Stream:
         self._flush()
 
     def _flush(self) -> None:
-        if self._link.quiet:
+        if self.link.quiet:
             return
         while self._backlog and self._credit > 0:
             data = self._backlog.popleft()
@@ -107,11 +107,11 @@ class Stream:
                 self._backlog.appendleft(data[room:])
                 data = data[:room]
             self._credit -= len(data)
-            self._link._send(encode(DATA, self.number, data))
+            self.link._send(encode(DATA, self.number, data))
         if self._closing is not None and not self._backlog:
             self._closed = True
-            self._link._send(encode(self._closing, self.number))
-            self._link._retire(self)
+            self.link._send(encode(self._closing, self.number))
+            self.link._retire(self)
 
     def _resume(self) -> None:
         self._grant()
@@ -148,4 +148,4 @@ class Stream:
             self.on_end()
         if kind == RESET and not self._closed:
             self.reset()
-        self._link._retire(self)
+        self.link._retire(self)
