@@ -568,7 +568,9 @@ async def stopped(sandbox: GVisorSandbox) -> None:
 
 @pytest.mark.parametrize("attack", HOSTILE)
 @pytest.mark.usefixtures("open_init")
-async def test_a_guest_that_breaks_the_rules_is_ended_alone(attack: str, start_sandbox: StartSandbox) -> None:
+async def test_unconfined_a_guest_that_breaks_the_rules_is_ended_alone(
+    attack: str, start_sandbox: StartSandbox
+) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     argv = [sandbox.spec.python, "-I", "-c", f"{PIPE}\n{HOSTILE[attack]}\ntime.sleep(100)"]
     with bounded_memory():
@@ -593,7 +595,9 @@ async def test_a_guest_that_breaks_the_rules_is_ended_alone(attack: str, start_s
     ids=["output", "crumbs of output", "crumbs in frames", "a frame drop by drop", "half a frame", "PID 1's errors"],
 )
 @pytest.mark.usefixtures("open_init")
-async def test_a_flood_costs_bounded_memory_and_delays_nobody(flood: str, start_sandbox: StartSandbox) -> None:
+async def test_unconfined_a_flood_costs_bounded_memory_and_delays_nobody(
+    flood: str, start_sandbox: StartSandbox
+) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     with bounded_memory():
         first = await sandbox.execute([sandbox.spec.python, "-I", "-c", "import time; time.sleep(100)"])
@@ -608,7 +612,7 @@ async def test_a_flood_costs_bounded_memory_and_delays_nobody(flood: str, start_
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGSEGV"])
 @pytest.mark.usefixtures("open_init")
-def test_a_kernel_that_ends_or_stops_pid_1_hurts_only_itself(
+def test_unconfined_a_kernel_that_ends_or_stops_pid_1_hurts_only_itself(
     signal: str, start_kernel: Start, sandboxed: Sandboxed, runtime: Path
 ) -> None:
     name = sandboxed()
@@ -624,7 +628,9 @@ def test_a_kernel_that_ends_or_stops_pid_1_hurts_only_itself(
 
 
 @pytest.mark.usefixtures("open_init")
-def test_a_kernel_that_lies_about_its_end_can_be_restarted(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_unconfined_a_kernel_that_lies_about_its_end_can_be_restarted(
+    start_kernel: Start, sandboxed: Sandboxed
+) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nos.kill(1, signal.SIGSTOP)\nsend(say(op='exited', process=1, status=99999))", silent=True)
     until(lambda: not km.is_alive())
@@ -719,7 +725,9 @@ def test_output_never_reaches_a_descriptor_that_has_changed_hands(
 
 
 @pytest.mark.usefixtures("open_init")
-def test_a_sandbox_that_is_lost_leaves_nothing_behind(start_kernel: Start, sandboxed: Sandboxed, runtime: Path) -> None:
+def test_unconfined_a_sandbox_that_is_lost_leaves_nothing_behind(
+    start_kernel: Start, sandboxed: Sandboxed, runtime: Path
+) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nsend(os.urandom(100_000))", silent=True)
     until(lambda: not km.is_alive())
