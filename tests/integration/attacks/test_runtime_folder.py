@@ -17,28 +17,29 @@ from sandbox_provisioner import runtime
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 
 
-@pytest.mark.runsc
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user's")
-def test_squatted_folder(
-    start_kernel: Start,
-    sandboxed: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
-    squatted = Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
-    if squatted.exists():
-        squatted = tmp_path / "squatted"
-        monkeypatch.setattr(runtime, "_fixed_root", lambda: squatted)
-    squatted.mkdir()
-    request.addfinalizer(lambda: shutil.rmtree(squatted))
-    os.chown(squatted, 65534, 65534)
-    monkeypatch.delenv("SANDBOX_RUNTIME_DIR")
-    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
-    root = runtime.runtime_root()
-    request.addfinalizer(lambda: shutil.rmtree(root, ignore_errors=True))
-    km, kc = start_kernel(sandboxed())
-    assert run(kc, "1 + 1") == "2"
-    assert root != squatted and len(list(root.iterdir())) == 1
-    km.shutdown_kernel(now=True)
-    assert list(squatted.iterdir()) == [] and list(root.iterdir()) == []
+if os.geteuid() == 0:  # only root can make a folder of another user's
+
+    @pytest.mark.runsc
+    def test_squatted_folder(
+        start_kernel: Start,
+        sandboxed: Callable[..., str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        request: pytest.FixtureRequest,
+    ) -> None:
+        squatted = Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
+        if squatted.exists():
+            squatted = tmp_path / "squatted"
+            monkeypatch.setattr(runtime, "_fixed_root", lambda: squatted)
+        squatted.mkdir()
+        request.addfinalizer(lambda: shutil.rmtree(squatted))
+        os.chown(squatted, 65534, 65534)
+        monkeypatch.delenv("SANDBOX_RUNTIME_DIR")
+        monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+        root = runtime.runtime_root()
+        request.addfinalizer(lambda: shutil.rmtree(root, ignore_errors=True))
+        km, kc = start_kernel(sandboxed())
+        assert run(kc, "1 + 1") == "2"
+        assert root != squatted and len(list(root.iterdir())) == 1
+        km.shutdown_kernel(now=True)
+        assert list(squatted.iterdir()) == [] and list(root.iterdir()) == []
