@@ -44,6 +44,9 @@ class Idler:
     def __init__(self, *arguments: str) -> None:
         self._child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *arguments])
         self.started.append(self._child)
+        command = Path("/proc", str(self._child.pid), "cmdline")
+        while b"signal.pause" not in command.read_bytes():  # which Linux shows some moments after the start
+            time.sleep(0.001)
 
     @property
     def alive(self) -> bool:
