@@ -191,10 +191,16 @@ class SandboxManager:
         if insist is not None and sandbox_id in self.handles:  # a guest must not hold up a server that stops
             give_up = self.handles[sandbox_id].give_up_inventory
             patience = asyncio.get_running_loop().call_later(insist, give_up)
-        async with self._lock(sandbox_id):
+        lock = self._lock(sandbox_id)
+        try:
+            await lock.acquire()
+        finally:
             if patience:
                 patience.cancel()
+        try:
             return await finished(self._save(self.get(sandbox_id), insist))
+        finally:
+            lock.release()
 
     async def _save(self, handle: SandboxHandle, insist: float | None = None) -> Checkpoint:
         self.on_saving(handle.sandbox_id)
