@@ -28,7 +28,8 @@ help:
 	@echo "             test-templates: the tests of kernels with all of them started from templates"
 	@echo "make check   lint and types"
 	@echo "make docs    build the documentation, docs/_build/html/index.html; warnings are errors"
-	@echo "make bench   measure, beside a plain kernel, gVisor without our relay, and cat"
+	@echo "make bench   measure, beside a plain kernel, gVisor without our relay, and cat;"
+	@echo "             BENCH=--quick: see in a few minutes that all of it works"
 	@echo "make clean   remove .venv and everything in it"
 
 $(BIN)/python:
@@ -85,6 +86,8 @@ check: .venv/.test
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/deptry sandbox_provisioner
 	@$(BIN)/python tools/unasync.py --check
 
 docs: .venv/.docs
@@ -92,12 +95,12 @@ docs: .venv/.docs
 	@echo "The documentation is in docs/_build/html/index.html"
 
 bench: .venv/.test .venv/.ready
-	@$(BIN)/python benchmarks/kernels.py
-	@$(BIN)/python benchmarks/start.py
-	@$(BIN)/python benchmarks/persistence.py
-	@$(BIN)/python benchmarks/wake.py
-	@$(BIN)/python benchmarks/crowd.py
-	@$(BIN)/python benchmarks/listing.py
+	@$(BIN)/python benchmarks/kernels.py $(BENCH)
+	@$(BIN)/python benchmarks/start.py $(BENCH)
+	@$(BIN)/python benchmarks/persistence.py $(BENCH)
+	@$(BIN)/python benchmarks/wake.py $(BENCH)
+	@$(BIN)/python benchmarks/crowd.py $(BENCH)
+	@$(BIN)/python benchmarks/listing.py $(BENCH)
 
 clean:
 	rm -rf .venv docs/_build docs/generated .mypy_cache .ruff_cache .pytest_cache

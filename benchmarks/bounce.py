@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Self
 
 from sandbox_provisioner.guest.frames import CONTROL, DATA, MAX_PAYLOAD, VERSION, WINDOW, Decoder, encode
-from sandbox_provisioner.iothread import IO
-from sandbox_provisioner.link import GuestLink
-from sandbox_provisioner.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.io_thread import IO
+from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.mux.connection import GuestLink
 
 MOST = 2000
 MESSAGE = b"x" * (WINDOW // MOST)

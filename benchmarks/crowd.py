@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psutil
@@ -29,8 +29,9 @@ from wake import HOARD, MB
 from sandbox_provisioner.errors import SandboxError
 
 GOAL, LATE_GOAL = 0.5, 0.05
-PATIENCE, QUIET = 120.0, 10.0
-AT_ONCE, FEW, ROUNDS, HOARD_MB, WEBSOCKETS = 2, 10, 3, 100, 40
+WEBSOCKETS_GOAL = 2.0
+PATIENCE = 120.0
+AT_ONCE, FEW, HOARD_MB = 2, 10, 100
 SLEEPY = {"enable_checkpoint_at_idle": True, "idle_timeout": 4}
 KINDS = {
     "plain, running": ("local-provisioner", {}),
@@ -38,6 +39,18 @@ KINDS = {
     "sandboxed, hibernated": ("sandbox-provisioner", SLEEPY),
 }
 ONLY_OURS = {"sandbox_provisioner.extension": True, "lateness": True, "jupyterlab": False, "jupyter_lsp": False}
+
+
+class Effort(NamedTuple):
+    """How much is measured: kernels that hibernate, websockets to one kernel, rounds, and seconds of quiet in each."""
+
+    kernels: int = 200
+    websockets: int = 40
+    rounds: int = 3
+    quiet: float = 10.0
+
+
+QUICK = Effort(kernels=2, websockets=10, rounds=1, quiet=1.0)
 TOKEN = {"Authorization": "token t"}
 
 
@@ -139,13 +152,13 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.2)
 
 
-async def measure(count: int, folder: Path) -> None:
-    """Print both tables."""
+async def measure(effort: Effort, folder: Path) -> None:
+    """Print what each kernel costs, and how late the server's loops are."""
     columns = f"{'how many':>10}{'processes':>14}{'in the server':>16}{'in all':>12}{'to plain':>10}"
     print(f"\n{'memory of each, with its tab':30}{columns}")
     plain = jupyters = 0.0
     for title, kind in KINDS.items():
-        crowd = count if kind[1] else min(count, FEW)
+        crowd = effort.kernels if kind[1] else min(effort.kernels, FEW)
         server = Server(folder / title, *kind)
         try:
             await until(server.up)
@@ -161,18 +174,15 @@ async def measure(count: int, folder: Path) -> None:
             numbers = f"{own:>11.1f} MB{each:>13.2f} MB{own + each:>9.1f} MB{ratio:>10}"
             print(f"{title:30}{crowd:>10}{numbers}{mark if kind[1] else ''}", flush=True)
             if kind[1]:
-                await measure_lateness(server, tabs[0])
+                await measure_lateness(server, tabs[0], effort)
         finally:
             server.process.terminate()
             server.process.wait(PATIENCE)
 
 
-async def measure_websockets(folder: Path) -> None:
+async def measure_websockets(count: int, folder: Path) -> None:
     """Print how long the first and the last of many websockets, opened at once to one kernel, wait for a first cell."""
-    print(
-        f"\n{f'{WEBSOCKETS} websockets at once':30}{'first cell':>14}{'last cell':>14}{'last, to plain':>18}",
-        flush=True,
-    )
+    print(f"\n{f'{count} websockets at once':30}{'first cell':>14}{'last cell':>14}{'last, to plain':>18}", flush=True)
     plain = 0.0
     for title, kind in list(KINDS.items())[:2]:
         server = Server(folder / f"{title}, websockets", *kind)
@@ -186,10 +196,11 @@ async def measure_websockets(folder: Path) -> None:
                 await Tab().connect(server, kernel_id)
                 ends.append(time.monotonic())
 
-            await asyncio.gather(*(connect() for _ in range(WEBSOCKETS)))
+            await asyncio.gather(*(connect() for _ in range(count)))
             first, last = min(ends) - began, max(ends) - began
+            mark = f"  {verdict(last < plain * WEBSOCKETS_GOAL)} (goal {WEBSOCKETS_GOAL}x)" if plain else ""
             plain = plain or last
-            print(f"{title:30}{readable(first):>14}{readable(last):>14}{f'{last / plain:.1f}x':>18}", flush=True)
+            print(f"{title:30}{readable(first):>14}{readable(last):>14}{f'{last / plain:.1f}x':>18}{mark}", flush=True)
         finally:
             server.process.terminate()
             server.process.wait(PATIENCE)
@@ -210,7 +221,7 @@ async def open_all(server: Server, count: int) -> list[Tab]:
     return tabs
 
 
-async def measure_lateness(server: Server, tab: Tab) -> None:
+async def measure_lateness(server: Server, tab: Tab, effort: Effort) -> None:
     """Print how late the loops of a server are at worst, whose kernels sleep, while one of them wakes and sleeps."""
     print(f"\n{'loops late by, at worst':34}{'server':>12}{'blocked':>12}{'I/O thread':>14}{'blocked':>12}", flush=True)
     await tab.run(HOARD.format(count=HOARD_MB))
@@ -221,10 +232,10 @@ async def measure_lateness(server: Server, tab: Tab) -> None:
         await action
         seen.setdefault(title, []).append([Late(*late) for late in (await server.ask("GET", "lateness"))["late"]])
 
-    for _ in range(ROUNDS):
+    for _ in range(effort.rounds):
         await watch(f"{HOARD_MB} MB hibernate", until(server.sleeps))
-        await watch("all sleep", asyncio.sleep(QUIET))
-        await watch("all sleep, processors busy", burn(QUIET))
+        await watch("all sleep", asyncio.sleep(effort.quiet))
+        await watch("all sleep, processors busy", burn(effort.quiet))
         await watch(f"{HOARD_MB} MB wake", tab.run("1"))
     for title, rounds in seen.items():
         server_late, io_late = (Late(*map(max, zip(*lates, strict=True))) for lates in zip(*rounds, strict=True))
@@ -248,13 +259,20 @@ async def burn(seconds: float) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Measure what hibernated kernels cost their server.")
-    parser.add_argument("--kernels", type=int, default=200, help="how many hibernate (200, which takes ten minutes)")
-    count = parser.parse_args(arguments).kernels
+    parser.add_argument("--quick", action="store_true", help="in about a minute: that it works, not how much it costs")
+    parser.add_argument(
+        "--kernels", type=int, help="how many hibernate (200, which takes ten minutes); 0: websockets only"
+    )
+    asked = parser.parse_args(arguments)
+    effort = QUICK if asked.quick else Effort()
+    if asked.kernels is not None:
+        effort = effort._replace(kernels=asked.kernels)
 
     def compare() -> None:
         with scratch() as folder:
-            asyncio.run(measure_websockets(folder))
-            asyncio.run(measure(count, folder))
+            asyncio.run(measure_websockets(effort.websockets, folder))
+            if effort.kernels:
+                asyncio.run(measure(effort, folder))
 
     return framed(compare, "ipykernel", "jupyter_client", "jupyter_server")
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
-from sandbox_provisioner import bundle, interpreter, runsc
-from sandbox_provisioner.bundle import BundleSpec, Mount
-from sandbox_provisioner.runtime import RuntimeFolder
+from sandbox_provisioner.gvisor import bundle, interpreter, runsc
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
+from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder
 
 PASSED_ON = ("LANG", "LC_ALL", "PATH")
 

@@ -13,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from sandbox_provisioner import runsc
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.runtime import left_behind
+from sandbox_provisioner.gvisor import runsc
+from sandbox_provisioner.gvisor.runtime_dir import left_behind
 
 
 def framed(measure: Callable[[], None], *packages: str) -> int:

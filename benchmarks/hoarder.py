@@ -17,13 +17,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sandbox_provisioner import runsc
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.guestprocess import GuestProcess
-from sandbox_provisioner.interpreter import visible
-from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.gvisor import runsc
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.interpreter import visible
+from sandbox_provisioner.mux.process import GuestProcess
+from sandbox_provisioner.sandbox.manager import SandboxManager
 
 SANDBOX_ID = "hoard"
 PIECE = 1 << 20

@@ -11,7 +11,7 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.serverapp import ServerApp
 from tornado.web import authenticated
 
-from sandbox_provisioner.iothread import IO
+from sandbox_provisioner.io_thread import IO
 
 TICK = 0.01
 

@@ -20,21 +20,28 @@ from uuid import uuid4
 
 from frame import framed, readable, scratch, verdict
 
-from sandbox_provisioner import environment, metadata, names, records
-from sandbox_provisioner.bundle import BundleSpec, Mount
-from sandbox_provisioner.checkpoints import IMAGE_FILES, now
 from sandbox_provisioner.config import user_name
-from sandbox_provisioner.environment import FilePrint
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Stored, Summary, Tenancy
-from sandbox_provisioner.persistence import Persistence
-from sandbox_provisioner.records import SandboxRecord
-from sandbox_provisioner.sights import Sight, look
-from sandbox_provisioner.snapshots import FILE, MANIFEST
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
+from sandbox_provisioner.persistence import compatibility, metadata, names, records
+from sandbox_provisioner.persistence.checkpoints import IMAGE_FILES, now
+from sandbox_provisioner.persistence.compatibility import FilePrint
+from sandbox_provisioner.persistence.metadata import (
+    Checkpoint,
+    GCSArtifact,
+    GCSSandboxMetadata,
+    Stored,
+    Summary,
+    Tenancy,
+)
+from sandbox_provisioner.persistence.records import SandboxRecord
+from sandbox_provisioner.persistence.snapshots import FILE, MANIFEST
+from sandbox_provisioner.sandbox.listing import Sight, look
+from sandbox_provisioner.sandbox.user_sandboxes import Persistence
 from sandbox_provisioner.storage.base import FileRecord
 
 GOAL = 0.5
-SANDBOXES = 1000
+SANDBOXES, FEW = 1000, 50
 FILES = 100
 """The host's files that a kernel has in use: 63 if it has imported nothing, and 123 with numpy and pandas."""
 ROUNDS = 5
@@ -58,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure how long a list of sandboxes takes.")
     parser.add_argument("--sandboxes", type=int, default=SANDBOXES, help="how many there are")
+    parser.add_argument("--quick", action="store_const", const=FEW, dest="sandboxes", help=f"{FEW}: that it works")
     return parser.parse_args(arguments)
 
 
@@ -157,7 +165,7 @@ def checkpoint(storage: Path, sandbox_id: str, name: str) -> Checkpoint:
         spec=BundleSpec(
             "/usr/bin/python3.11", "/home/me", "me", tuple(Mount(f"/opt/{n}", f"/opt/{n}") for n in range(10))
         ),
-        files=environment.to_json(prints),
+        files=compatibility.to_json(prints),
         contents={"cwd": "/home/me/notebooks", "process": 1},
         seconds=0.5,
     )

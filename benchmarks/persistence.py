@@ -21,7 +21,7 @@ from pathlib import Path
 from frame import framed, readable, scratch, verdict
 
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.runtime import left_behind
+from sandbox_provisioner.gvisor.runtime_dir import left_behind
 
 MB = 10**6
 MEMORY_GOAL = 100 * MB

@@ -32,7 +32,7 @@ class Contender:
     title: str
     provisioner: str
     transport: str = "tcp"
-    settings: Mapping[str, object] = field(default_factory=lambda: {"template": "none"})
+    settings: Mapping[str, object] = field(default_factory=lambda: {"template": "none"}, hash=False)
     """For the provisioner, if it is ours."""
 
 

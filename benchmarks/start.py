@@ -20,11 +20,11 @@ from traitlets.config import Config
 from wake import IMPORTS, use
 
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.prospects import recipe_for
 from sandbox_provisioner.provisioner import SandboxProvisioner
-from sandbox_provisioner.standby import STANDBY
-from sandbox_provisioner.templatebuild import build
-from sandbox_provisioner.templates import TemplateShelf
+from sandbox_provisioner.templates.build import build
+from sandbox_provisioner.templates.match import recipe_for
+from sandbox_provisioner.templates.store import TemplateShelf
+from sandbox_provisioner.templates.warm_pool import STANDBY
 
 ROUNDS = 21
 GOALS = {COPY.name: 0.75, READY.name: 0.15, PRELOADED.name: 0.4}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from generate_settings import table
 
-from sandbox_provisioner import cli, cli_exits
+from sandbox_provisioner.cli import app, exit_codes
 
 SHARED = 3
 """What so many commands have in common is told once."""
@@ -21,7 +21,7 @@ Commands = Mapping[str, argparse.ArgumentParser]
 def markdown() -> str:
     """What `--help` says of each command, but what they have in common only once."""
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
-    commands = _commands(cli._parser())
+    commands = _commands(app._parser())
     common = _common(commands)
     lines = ["## Options of most commands", "", *_arguments(common.values()), ""]
     for words in _shared_words(commands):
@@ -34,7 +34,7 @@ def markdown() -> str:
 
 def exits() -> str:
     """What the exit status means."""
-    head, *rows = cli_exits.HELP.splitlines()
+    head, *rows = exit_codes.HELP.splitlines()
     numbers = [row.split(maxsplit=1) for row in rows if row.startswith("  ")]
     words = [row for row in rows if not row.startswith("  ")]
     return "\n".join([*table((head.rstrip(":"), ""), numbers), "", *words, ""])

@@ -6,7 +6,7 @@ import yaml
 from generate_settings import table
 from prometheus_client import REGISTRY
 
-from sandbox_provisioner import telemetry
+from sandbox_provisioner.server import telemetry
 
 PREFIX = "jupyter_sandbox_"
 SUFFIXES = {"counter": "_total"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from generate_settings import table
 
-from sandbox_provisioner.states import TRANSITIONS, Action, State
+from sandbox_provisioner.gvisor.state import TRANSITIONS, Action, State
 
 HAPPEN = (Action.EXIT, Action.FAIL)
 """What nobody does to a sandbox."""

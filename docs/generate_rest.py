@@ -11,9 +11,9 @@ from generate_settings import table
 
 import sandbox_provisioner
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.problems import STATUSES
+from sandbox_provisioner.server.problem_details import STATUSES
 
-SPEC = Path(sandbox_provisioner.__file__).with_name("openapi.yaml")
+SPEC = Path(sandbox_provisioner.__file__).with_name("server") / "openapi.yaml"
 METHODS = ("get", "post", "put", "patch", "delete")
 Json = Mapping[str, Any]
 

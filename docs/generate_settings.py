@@ -12,9 +12,9 @@ from typing import Any
 from traitlets import Enum, HasTraits
 
 from sandbox_provisioner.config import GCSConfig, Place
-from sandbox_provisioner.guarded_contents import GuardedContents
-from sandbox_provisioner.kernelmanager import SandboxKernelManager
-from sandbox_provisioner.settings import SandboxSettings
+from sandbox_provisioner.contents.managers import GuardedContents
+from sandbox_provisioner.kernel.settings import SandboxSettings
+from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
 
 ENVIRONMENT = re.compile(r"\s*Environment(?P<list>, comma-separated)?: (?P<name>[A-Z_]+)\.?$")
 KEPT = {

@@ -20,12 +20,13 @@ from urllib.request import Request, urlopen
 from jupyter_client.blocking.client import BlockingKernelClient
 from traitlets.config import Config
 
-from sandbox_provisioner import kernelspecs, runsc
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.prospects import recipe_for
-from sandbox_provisioner.runtime import left_behind, runtime_root
-from sandbox_provisioner.templatebuild import build
-from sandbox_provisioner.templates import TemplateShelf
+from sandbox_provisioner.gvisor import runsc
+from sandbox_provisioner.gvisor.runtime_dir import left_behind, runtime_root
+from sandbox_provisioner.setup import kernelspecs
+from sandbox_provisioner.templates.build import build
+from sandbox_provisioner.templates.match import recipe_for
+from sandbox_provisioner.templates.store import TemplateShelf
 
 PATIENCE = 60.0
 SETTINGS = ("SANDBOX_", "GCS_SANDBOX_", "FILESYSTEM_SNAPSHOT_", "JUPYTER_")

@@ -11,13 +11,13 @@ import asyncio
 import os
 import sys
 
-from sandbox_provisioner import runsc
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.handle import SandboxHandle
-from sandbox_provisioner.interpreter import visible
-from sandbox_provisioner.manager import SandboxManager
-from sandbox_provisioner.persistence import Persistence, settings
+from sandbox_provisioner.gvisor import runsc
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.interpreter import visible
+from sandbox_provisioner.sandbox.handle import SandboxHandle
+from sandbox_provisioner.sandbox.manager import SandboxManager
+from sandbox_provisioner.sandbox.user_sandboxes import Persistence, settings
 
 NAME = "examples/persistent.py"
 CODE = """

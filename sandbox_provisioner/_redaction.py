@@ -1,7 +1,7 @@
-"""What may be told of an error to somebody who is not to know this machine: all but its paths.
+"""Remove the host's paths from error texts for readers who must not learn about this machine.
 
-The rule is the same for all: whatever looks like an absolute path, or is an attribute of the exception that begins like
-one, is replaced by three dots. Of the files for which a kernel cannot be saved or brought back, the name is told.
+Everything that looks like an absolute path, and every attribute of the exception that starts like one, is replaced by
+an ellipsis. File names remain only in errors that list the files which prevent a save or a restore.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ PATH = re.compile(
     (?: (?P<quote>["'])/.*?(?P=quote) | (?:file:/*)?/[^\s"'`,;()]* (?:[ ][^\s"'`,;()]+/[^\s"'`,;()]*)* (?<![.:]) )""",
     re.VERBOSE,
 )
-"""An absolute path: all that is in quotes, or else a word and those that follow it with a slash in them, for the names
-of folders can have spaces."""
+"""Matches an absolute path: all text in quotes, or a word and the following words with a slash, because names of
+folders can contain spaces."""
 
 
 def public(error: SandboxError) -> str:
-    """All that an exception says, without paths."""
+    """Return the text of an exception without paths."""
     return without_paths(error, str(error))
 
 
 def without_paths(error: SandboxError, text: str) -> str:
-    """A text of an exception's, without paths."""
+    """Return ``text``, which is about ``error``, without paths."""
     if isinstance(error, IncompatibleError | UnsaveableError):
         return PATH.sub(lambda found: f"{HIDDEN}/{found[0].strip(QUOTES).rpartition('/')[2]}", text)
     for name, value in vars(error).items():

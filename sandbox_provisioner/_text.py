@@ -1,4 +1,4 @@
-"""Make untrusted text fit for one line of a log, a terminal or an error."""
+"""Make untrusted text safe to print in a log, a terminal or an error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ def printable(said: bytes | str) -> str:
 
 
 def indented(text: str) -> str:
-    """Return the text with its lines made printable; all but the first are indented, unlike lines of a log."""
+    """Return the text with printable lines; all but the first are indented, so that none looks like a new log line."""
     return text if text.isprintable() else "\n  ".join(map(one_line, text.splitlines()))
 
 
 def one_line(said: bytes | str) -> str:
-    """Return the text with a question mark for each character that is not printable, such as a line end."""
+    """Return the text with a question mark for each unprintable character, such as a line end, and spaces for tabs."""
     text = said if isinstance(said, str) else said.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", "    "))

@@ -1,4 +1,4 @@
-"""Settings from environment variables, parsed and checked in one place, and never read at import."""
+"""Parse and check all settings from environment variables. Nothing is read at import."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .errors import ConfigurationError
 SIGNING_KEY = "SANDBOX_SIGNING_KEY"
 TRUST_STORAGE = "SANDBOX_TRUST_STORAGE"
 SHORTEST_KEY = 32
+"""Smallest length of SANDBOX_SIGNING_KEY, in characters."""
 
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off", "")
@@ -24,9 +25,9 @@ NO = ("0", "false", "no", "off", "")
 BUCKET = re.compile(
     r"(?=.{3,222}$)(?!\d+\.\d+\.\d+\.\d+$)(?=[a-z0-9])[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*(?<=[a-z0-9])"
 )
-"""Google's rules for the name of a bucket."""
+"""Matches the bucket names that Google allows."""
 PREFIX = re.compile(r"(?=.{1,200}$)[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-"""What can stand before every object's name, which has its own 512 characters at most."""
+"""Matches valid prefixes of object names; the names themselves have at most 512 characters."""
 
 STORAGE_FOLDERS = (
     "SANDBOX_STORAGE_DIR",
@@ -35,21 +36,21 @@ STORAGE_FOLDERS = (
     "SANDBOX_CHECKPOINT_MOUNT_PATH",
     "FILESYSTEM_SNAPSHOT_MOUNT_PATH",
 )
-"""The variables that name folders in which sandboxes are kept."""
+"""Variables that name the folders in which sandboxes are stored."""
 
 
 def text(variable: str, default: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """The variable's value as it stands."""
+    """Return the unchanged value."""
     return environ.get(variable, default)
 
 
 def words(variable: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The variable's comma-separated items, without those that are empty."""
+    """Return the comma-separated items, without empty ones."""
     return [item.strip() for item in environ.get(variable, "").split(",") if item.strip()]
 
 
 def seconds(variable: str, default: float, environ: Mapping[str, str] = os.environ) -> float:
-    """A time; ConfigurationError names a value that is none."""
+    """Return a time in seconds. Raises ConfigurationError if the value is no finite number from 0."""
     value = environ.get(variable) or str(default)
     try:
         number = float(value)
@@ -62,7 +63,7 @@ def seconds(variable: str, default: float, environ: Mapping[str, str] = os.envir
 
 
 def count(variable: str, default: int, environ: Mapping[str, str] = os.environ) -> int:
-    """A number of things; ConfigurationError names a value that is none."""
+    """Return a whole number. Raises ConfigurationError for any other value."""
     value = environ.get(variable) or str(default)
     if not value.isdecimal():
         problem = f"{variable} is {value!r}, which is not a whole number."
@@ -71,7 +72,7 @@ def count(variable: str, default: int, environ: Mapping[str, str] = os.environ) 
 
 
 def flag(variable: str, environ: Mapping[str, str] = os.environ, default: bool = False) -> bool:
-    """A yes or no; ConfigurationError names a value that is neither."""
+    """Return True for yes and False for no. Raises ConfigurationError for any other value."""
     value = environ.get(variable, "").strip().lower() or ("1" if default else "0")
     if value not in YES + NO:
         raise ConfigurationError(
@@ -81,7 +82,7 @@ def flag(variable: str, environ: Mapping[str, str] = os.environ, default: bool =
 
 
 def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping[str, str] = os.environ) -> str:
-    """One of ``choices``; ConfigurationError names a value that is not."""
+    """Return the value. Raises ConfigurationError if it is not one of ``choices``."""
     value = environ.get(variable) or default
     if value not in choices:
         raise ConfigurationError(variable, f"{variable} is {value!r}.", f"It can be {' or '.join(choices)}.")
@@ -89,7 +90,7 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
 
 
 def user_name() -> str:
-    """Return the name by which this user's sandboxes are known: the login name, or the number of one without a name."""
+    """Return the user's name in the records of sandboxes: the login name, or one with the uid if it has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -97,12 +98,12 @@ def user_name() -> str:
 
 
 def own_folder() -> Path:
-    """Return the folder of Jupyter's data directory with the user's key and registry."""
+    """Return the folder for the user's key and registry, in Jupyter's data directory."""
     return Path(jupyter_data_dir(), "sandbox")
 
 
 def signing_key(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the key of SANDBOX_SIGNING_KEY; ConfigurationError, which does not tell it, if it is too short."""
+    """Return SANDBOX_SIGNING_KEY. Raises ConfigurationError, which does not contain the key, if it is too short."""
     value = environ.get(SIGNING_KEY, "").strip()
     if value and len(value) < SHORTEST_KEY:
         problem = f"{SIGNING_KEY} has {len(value)} characters, which can be guessed."
@@ -112,10 +113,10 @@ def signing_key(environ: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one sort of thing is kept: a bucket, a folder where one is mounted, or, if neither is set, nowhere."""
+    """The storage for one kind of object: a bucket, a folder where a bucket is mounted, both or neither."""
 
     stem: str
-    """What the names of its variables begin with."""
+    """Start of the names of its two variables."""
     bucket: str = ""
     mount: Path | None = None
 
@@ -131,30 +132,30 @@ class Place:
 
     @property
     def variables(self) -> str:
-        """Both, for a message that asks for one of them."""
+        """Both variables, for an error message about a missing place."""
         return f"{self.bucket_variable} (or {self.mount_variable})"
 
     @property
     def is_set(self) -> bool:
-        """Whether there is such a place at all."""
+        """True if a bucket or a folder is configured."""
         return bool(self.bucket or self.mount)
 
     def read(self, environ: Mapping[str, str]) -> Place:
-        """This place as its two variables describe it."""
+        """Return this place with the values of its variables. Raises ConfigurationError for an invalid value."""
         return Place(self.stem, _bucket(self.bucket_variable, environ), _mount(self.mount_variable, environ))
 
 
 @dataclass(frozen=True)
 class GCSConfig:
-    """Where this server keeps persistent sandboxes, and so what it is able to do.
+    """The storage for persistent sandboxes, and the features that it makes possible on this server.
 
-    With no bucket and no mount path at all it is the embedded default: everything is in ``folder``, on this machine,
-    and all can be done. Otherwise each sort of thing has its own place, one that has none is a thing this server
-    cannot do, and ``folder`` has only what is on its way from or to those places.
+    Without any bucket and mount path, the storage is embedded: everything is in ``folder``, on this machine, and all
+    features are available. Otherwise each kind of object has its own place, a feature whose place is not set is not
+    available, and ``folder`` is only for data on the way to or from these places.
 
-    Metadata and locks need compare-and-swap: where they have a bucket it is used through Google's client, also if a
-    mount path is set, and a mount path alone is a folder that several servers share. Checkpoints and snapshots are
-    bulk data under names that are used once: where they have a mount path, it is used.
+    Metadata and locks need compare-and-swap: their bucket is used through Google's client even if a mount path is set;
+    a mount path alone is a folder that several servers share. Checkpoints and snapshots are bulk data under names that
+    are used once: their mount path is used if it is set.
     """
 
     folder: Path
@@ -163,19 +164,19 @@ class GCSConfig:
     checkpoints: Place = Place("SANDBOX_CHECKPOINT")
     snapshots: Place = Place("FILESYSTEM_SNAPSHOT")
     prefix: str = ""
-    """What every object's name begins with, in buckets and where they are mounted; no slash at its end."""
+    """Prefix of every object name, in buckets and mounted folders; without a slash at its end."""
     own: Path = field(default_factory=own_folder)
-    """The folder of the user's that has the key and the registry, wherever the rest is kept."""
+    """The user's folder with the key and the registry, independent of the other storage."""
     signing_key: str = field(default_factory=signing_key, repr=False)
-    """The key that signs what is kept; empty means the one in ``own``."""
+    """The key that signs stored documents; empty for the one in ``own``."""
     trust_storage: bool = False
-    """Whether documents that are not signed with the key are accepted."""
+    """True if documents that are not signed with the key are accepted."""
 
     @classmethod
     def from_environment(cls, default_folder: Path, environ: Mapping[str, str] = os.environ) -> GCSConfig:
-        """What the variables say; ConfigurationError names one that cannot be used, and its value.
+        """Return the configuration in ``environ``. Raises ConfigurationError for an invalid value.
 
-        ``default_folder`` is its folder unless SANDBOX_STORAGE_DIR names another.
+        ``default_folder`` is used unless SANDBOX_STORAGE_DIR is set.
         """
         return cls(
             folder=_absolute("SANDBOX_STORAGE_DIR", environ) or Path(os.path.realpath(default_folder)),
@@ -190,23 +191,23 @@ class GCSConfig:
 
     @property
     def embedded(self) -> bool:
-        """Whether it is the embedded default."""
+        """True if no bucket and no mount path is set: everything is stored in ``folder``."""
         return not any(place.is_set for place in (self.metadata, self.locks, self.checkpoints, self.snapshots))
 
     def can_persist(self) -> bool:
-        """Whether a sandbox can have a permanent record, owned by one server at a time."""
+        """Return True if metadata and leases can be stored, so that sandboxes can be persistent."""
         return self.embedded or (self.metadata.is_set and self.locks.is_set)
 
     def can_checkpoint(self) -> bool:
-        """Whether the memory of a persistent sandbox can be kept."""
+        """Return True if persistent sandboxes can be checkpointed."""
         return self.can_persist() and (self.embedded or self.checkpoints.is_set)
 
     def can_hand_off(self) -> bool:
-        """Whether a running sandbox can pass to another server, which it does as a checkpoint."""
+        """Return True if a running sandbox can be handed off to another server, which needs a checkpoint."""
         return self.can_checkpoint()
 
     def can_snapshot(self) -> bool:
-        """Whether the files of a sandbox, persistent or not, can be kept."""
+        """Return True if file snapshots can be stored, of ephemeral sandboxes too."""
         return self.embedded or self.snapshots.is_set
 
     def require(
@@ -216,10 +217,10 @@ class GCSConfig:
         enable_checkpoint_at_idle: bool = False,
         sandbox_id: str | None = None,
     ) -> None:
-        """Refuse, before anything is made, a sandbox that this server cannot provide for.
+        """Check, before anything is created, that the storage supports the requested sandbox.
 
-        ``gcs_sandbox_id`` demands buckets for metadata and locks; ``sandbox_id`` takes what storage there is.
-        ConfigurationError's ``setting`` is the first variable that is missing, its text has them all.
+        ``gcs_sandbox_id`` needs buckets for metadata and locks; ``sandbox_id`` works with any storage. Raises
+        ConfigurationError: ``setting`` is the first missing variable, and the text names all.
         """
         gcs = gcs_sandbox_id is not None
         saves = enable_handoff or enable_checkpoint_at_idle

@@ -1,7 +1,7 @@
-"""Every exception of the package, under one root.
+"""All exceptions of the package, with SandboxError as their base class.
 
-Each carries what a program needs as attributes and what a person needs in its text: what happened, then, in
-``remedy``, what to do about it.
+The text of each is for people: the ``problem``, then the ``remedy``. Attributes have the same facts for programs.
+docs/generate_rest.py copies the first line of each docstring, up to a semicolon, into the REST documentation.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .words import indented
+from ._text import indented
 
 AGAIN = "Put it back and try again: nothing is lost."
 OLDER = (
@@ -21,11 +21,19 @@ HOSTS_FAULT = re.compile(
     "stale file handle|cannot allocate memory|too many open files|connection refused|signal: killed|unshare",
     re.IGNORECASE,
 )
-"""What runsc says when something is wrong with the host or its disk."""
+"""Matches the messages of runsc about a problem of the host or its disk."""
+
+
+STORAGE_SETTINGS = {
+    "local": "SANDBOX_STORAGE_DIR",
+    "mounted": "SANDBOX_METADATA_MOUNT_PATH",
+    "gcs": "SANDBOX_METADATA_BUCKET",
+}
+"""The variable that configures each kind of storage."""
 
 
 class SandboxError(Exception):
-    """The root of them all. ``str()`` is one or two sentences fit for a notebook's error, a log and a terminal."""
+    """Base class. ``str()`` is one or two printable sentences for a notebook, a log or a terminal."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         self.problem = indented(problem)
@@ -34,7 +42,7 @@ class SandboxError(Exception):
 
 
 class ConfigurationError(SandboxError):
-    """A setting has a value that cannot be used; ``setting`` names it."""
+    """A setting is missing or has an invalid value; ``setting`` names it."""
 
     def __init__(self, setting: str, problem: str, remedy: str = "") -> None:
         self.setting = setting
@@ -42,15 +50,15 @@ class ConfigurationError(SandboxError):
 
 
 class UnsettledError(SandboxError):
-    """A file that a template depends on was changed while it was made, or just before."""
+    """A file that a template depends on changed while the template was made, or just before."""
 
 
 class RunscNotFoundError(SandboxError):
-    """No usable runsc anywhere we look."""
+    """No usable runsc was found or could be installed."""
 
 
 class RunscTooOldError(SandboxError):
-    """A runsc was found that cannot do what a kernel needs."""
+    """The runsc that was found is too old."""
 
     def __init__(self, path: str, version: str, problem: str, remedy: str) -> None:
         self.path = path
@@ -59,18 +67,22 @@ class RunscTooOldError(SandboxError):
 
 
 class UserNamespacesForbiddenError(SandboxError):
-    """This system does not let an ordinary user make the user namespace that runsc needs."""
+    """The system does not let an ordinary user create the user namespace that runsc needs."""
 
 
 class DiskFullError(SandboxError):
-    """There was no room for a sandbox's few files."""
+    """The disk is full."""
 
     def __init__(self, words: str) -> None:
-        super().__init__(f"The disk is full: {words.strip()}.", "Free some space; `df -h` shows where there is none.")
+        super().__init__(
+            f"The disk is full: {words.strip()}.",
+            "Free some space; `df -h` shows where there is none. Or set SANDBOX_STORAGE_DIR, where sandboxes are "
+            "saved, and SANDBOX_RUNTIME_DIR, where they run, to folders on another disk.",
+        )
 
 
 class RunscError(SandboxError):
-    """A runsc command failed; ``words`` is what it said."""
+    """A runsc command failed; ``words`` has its output, ``returncode`` is None if it took too long."""
 
     def __init__(self, argv: Sequence[str], returncode: int | None, words: str, problem: str = "") -> None:
         self.argv = tuple(argv)
@@ -81,12 +93,12 @@ class RunscError(SandboxError):
 
     @property
     def hosts_fault(self) -> bool:
-        """True if runsc was stopped, took too long, or could not write: that says nothing of the sandbox."""
+        """True if runsc was killed, took too long or reported a problem of the host: the sandbox itself may be fine."""
         return self.returncode is None or self.returncode < 0 or bool(HOSTS_FAULT.search(self.words))
 
 
 class StateError(SandboxError):
-    """An action that is not legal in the sandbox's present state."""
+    """The action is not allowed in the sandbox's current state."""
 
     def __init__(self, sandbox_id: str, action: str, state: str) -> None:
         self.sandbox_id = sandbox_id
@@ -96,7 +108,7 @@ class StateError(SandboxError):
 
 
 class CommandNotFoundError(SandboxError, FileNotFoundError):
-    """A kernelspec names a program that is not on this machine."""
+    """The kernelspec's program is not on this machine."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -107,7 +119,7 @@ class CommandNotFoundError(SandboxError, FileNotFoundError):
 
 
 class ProgramNotFoundError(SandboxError):
-    """No trusted program of that name is on PATH; ``refused`` says which were found and why they are not used."""
+    """No trusted program of this name is on PATH; ``refused`` has those that were found, and why they are not used."""
 
     def __init__(self, name: str, refused: Sequence[str]) -> None:
         self.name = name
@@ -119,7 +131,7 @@ class ProgramNotFoundError(SandboxError):
 
 
 class GuestError(SandboxError):
-    """The guest refused a request, such as a command that does not exist; ``errno`` if there was one."""
+    """The guest refused a request, such as a command that does not exist; ``errno`` is the guest's, or None."""
 
     def __init__(self, problem: str, errno: int | None = None) -> None:
         self.errno = errno
@@ -127,7 +139,7 @@ class GuestError(SandboxError):
 
 
 class UnresponsiveError(SandboxError):
-    """A sandbox's PID 1 or kernel did not answer when it was to be saved."""
+    """The sandbox did not answer when it was to be saved, and could not be saved without its help."""
 
     def __init__(self, sandbox_id: str, problem: str) -> None:
         self.sandbox_id = sandbox_id
@@ -135,60 +147,78 @@ class UnresponsiveError(SandboxError):
 
 
 class ProtocolError(SandboxError):
-    """The guest broke the rules of the data path and has lost its connection."""
+    """The guest violated the protocol of the byte stream; its connection was closed."""
 
 
 class LinkClosedError(SandboxError):
-    """The connection to the guest is gone: the sandbox ended, or was stopped."""
+    """The connection to the guest is closed: the sandbox ended or was stopped."""
 
 
 class MetadataError(SandboxError):
-    """A stored document cannot be understood."""
+    """A stored document is invalid."""
 
 
 class SignatureError(SandboxError):
-    """A stored document was not written with this user's key; ``foreign`` if it claims to be another user's."""
+    """A stored document is not signed with this user's key; ``foreign`` is True if it may be another user's.
 
-    def __init__(self, problem: str, remedy: str, foreign: bool) -> None:
+    ``reason`` is a predicate, such as "is not signed"; ``setting`` is the variable that may help.
+    """
+
+    def __init__(self, problem: str, remedy: str, foreign: bool, reason: str = "", setting: str = "") -> None:
         self.foreign = foreign
+        self.reason = reason
+        self.setting = setting
         super().__init__(problem, remedy)
 
     @classmethod
     def unsigned(cls, name: str, where: str, foreign: bool) -> SignatureError:
         """Return the error for a document without a signature."""
         return cls(
-            f"{name} in {where} is not signed and was refused: another user, or a program that may write there, may "
-            "have made or changed it.",
+            f"{name} in {where} is not signed and was refused: others who can write there may have made it.",
             "If it is yours, from before documents were signed, set SANDBOX_TRUST_STORAGE=1, open it once, and unset "
-            "the variable.",
+            "the variable. `jupyter sandbox delete --unverified` with its id deletes it.",
             foreign,
+            "is not signed",
+            "SANDBOX_TRUST_STORAGE",
         )
 
     @classmethod
-    def other_key(cls, name: str, where: str, theirs: str, ours: str, key_file: str) -> SignatureError:
-        """Return the error for a document that names another key."""
+    def other_key(cls, name: str, where: str, theirs: str, ours: str) -> SignatureError:
+        """Return the error for a document that was signed with another key."""
         return cls(
             f"{name} in {where} is signed with the key {theirs} and was refused: the key of this server is {ours}.",
-            "It belongs to another user, or to a server of yours that has a key of its own. Servers that share storage "
-            f"need one key: set SANDBOX_SIGNING_KEY on all of them, for example to the content of {key_file} on the "
-            "server that saved it. If that key is lost, set SANDBOX_TRUST_STORAGE=1, open the sandbox once, and unset "
-            "the variable.",
-            foreign=True,
+            "Servers that share storage need one key: set SANDBOX_SIGNING_KEY on all of them, to the content of "
+            "sandbox/key in Jupyter's data folder of the server that saved it. If that key is lost, `jupyter sandbox "
+            "doctor` says what you can do.",
+            True,
+            f"is signed with the key {theirs}",
+            "SANDBOX_SIGNING_KEY",
         )
 
     @classmethod
     def changed(cls, name: str, where: str) -> SignatureError:
-        """Return the error for a document that our key did not sign as it is."""
+        """Return the error for a document that does not match its signature."""
         return cls(
-            f"{name} in {where} does not match its signature and was refused: it was changed, or moved from another "
-            "place, after this user's key signed it.",
+            f"{name} in {where} does not match its signature and was refused: it was changed, or moved there, after "
+            "it was signed.",
             "Find out who can write there. Put back the original, or delete the sandbox.",
-            foreign=False,
+            False,
+            "was changed after it was signed",
+        )
+
+    @classmethod
+    def of_another(cls, name: str, where: str, user: str) -> SignatureError:
+        """Return the error for an unverified document that was to be deleted but names another user."""
+        return cls(
+            f"{name} in {where} was not deleted: it names the user {user!r:.100}, and your key proves nothing else.",
+            "Only that user can delete it, or whoever administers the storage.",
+            True,
+            "names another user",
         )
 
 
 class ForeignSandboxError(SandboxError):
-    """A sandbox belongs to another ``user``, who does not share it with us."""
+    """The sandbox belongs to another user, who does not share it with this one."""
 
     def __init__(self, sandbox_id: str, user: str, ours: str) -> None:
         self.sandbox_id = sandbox_id
@@ -200,15 +230,15 @@ class ForeignSandboxError(SandboxError):
 
 
 class SnapshotError(SandboxError):
-    """A snapshot of a sandbox's files could not be made, or is none."""
+    """A file snapshot could not be made, or is invalid."""
 
 
 class SnapshotNotFoundError(SnapshotError):
-    """There is no snapshot of that name."""
+    """No file snapshot has this name."""
 
 
 class StorageError(SandboxError):
-    """Storage did not do what it should; ``where`` says which."""
+    """An operation on storage failed; ``where`` names the storage."""
 
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
         self.where = where
@@ -216,7 +246,7 @@ class StorageError(SandboxError):
 
 
 class ObjectNotFoundError(StorageError):
-    """There is no object of that name; ``name`` has it."""
+    """No object has this ``name``."""
 
     def __init__(self, where: str, name: str) -> None:
         self.name = name
@@ -224,7 +254,7 @@ class ObjectNotFoundError(StorageError):
 
 
 class ConflictError(StorageError):
-    """The object is not the one that was meant: somebody else wrote, or deleted, it."""
+    """The object is not at the expected generation: another process wrote or deleted it."""
 
     def __init__(self, where: str, name: str, expected: int) -> None:
         self.name = name
@@ -234,15 +264,15 @@ class ConflictError(StorageError):
 
 
 class StorageUnavailableError(StorageError):
-    """Storage could not be reached, or failed in a way that may pass; what was asked for may have happened."""
+    """Storage is unreachable or failed temporarily; the requested change may have been made."""
 
 
 class RateLimitedError(StorageUnavailableError):
-    """Storage refused a request because too many came; it was not carried out."""
+    """Storage refused a request because of too many requests; nothing was changed."""
 
 
 class CorruptObjectError(StorageError):
-    """What is stored is not what was written; ``name`` says where."""
+    """A stored object is damaged; ``name`` is its name, ``previous`` is True if an older checkpoint exists."""
 
     def __init__(self, where: str, name: str, problem: str) -> None:
         self.name = name
@@ -250,14 +280,14 @@ class CorruptObjectError(StorageError):
         super().__init__(where, f"{name} in {where} is damaged: {problem}.")
 
     def offer_older(self, previous: bool) -> None:
-        """Say that there is an older checkpoint, if there is."""
+        """Add the remedy to revert to the older checkpoint, or remove it if there is no ``previous`` one."""
         self.previous = previous
         self.remedy = OLDER if previous else ""
         self.args = (f"{self.problem} {self.remedy}".strip(),)
 
 
 class LeaseHeldError(SandboxError):
-    """Another server has it; ``owner`` says which."""
+    """The sandbox is in use by another server; ``owner`` names it."""
 
     def __init__(self, name: str, owner: object) -> None:
         self.name = name
@@ -271,7 +301,7 @@ class LeaseHeldError(SandboxError):
 
 
 class LeaseLostError(SandboxError):
-    """A lease is not ours any more; ``reason`` says why."""
+    """This server lost the lease; ``reason`` is why."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.name = name
@@ -280,7 +310,7 @@ class LeaseLostError(SandboxError):
 
 
 class SandboxNotFoundError(SandboxError):
-    """There is no persistent sandbox of that id."""
+    """No persistent sandbox has this id."""
 
     def __init__(self, sandbox_id: str, where: str) -> None:
         self.sandbox_id = sandbox_id
@@ -290,7 +320,7 @@ class SandboxNotFoundError(SandboxError):
 
 
 class SandboxExistsError(SandboxError):
-    """There is a persistent sandbox of that id already."""
+    """A persistent sandbox with this id exists already."""
 
     def __init__(self, sandbox_id: str, where: str) -> None:
         self.sandbox_id = sandbox_id
@@ -298,7 +328,7 @@ class SandboxExistsError(SandboxError):
 
 
 class FencedError(SandboxError):
-    """Another server has taken the sandbox over; what this one had of it can no longer be saved."""
+    """Another server owns the sandbox now; changes on this server can no longer be saved."""
 
     def __init__(self, sandbox_id: str, owner: str) -> None:
         self.sandbox_id = sandbox_id
@@ -307,7 +337,7 @@ class FencedError(SandboxError):
 
 
 class IncompatibleError(SandboxError):
-    """A checkpoint does not fit this server; ``reasons`` say why, ``previous`` whether an older one may be tried."""
+    """The checkpoint does not fit this server; ``reasons`` has why, ``previous`` is True if an older one exists."""
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str], previous: bool) -> None:
         self.sandbox_id = sandbox_id
@@ -320,7 +350,7 @@ class IncompatibleError(SandboxError):
 
 
 class UnknownSandboxError(SandboxError):
-    """No record here has that id or notebook; ``known`` has the ids there are."""
+    """No record has this id or notebook; ``known`` has the existing ids."""
 
     def __init__(self, wanted: str, known: Sequence[str]) -> None:
         self.wanted = wanted
@@ -331,7 +361,7 @@ class UnknownSandboxError(SandboxError):
 
 
 class AmbiguousSandboxError(SandboxError):
-    """Several records fit what was asked for; ``matching`` has their ids."""
+    """Several records match the request; ``matching`` has their ids."""
 
     def __init__(self, wanted: str, matching: Sequence[str]) -> None:
         self.wanted = wanted
@@ -340,7 +370,7 @@ class AmbiguousSandboxError(SandboxError):
 
 
 class UnreadableRecordError(SandboxError):
-    """A record of a sandbox cannot be understood; ``path`` says which file it is."""
+    """The record of a sandbox is invalid; ``path`` is its file."""
 
     def __init__(self, path: str, problem: str, remedy: str = "") -> None:
         self.path = path
@@ -348,20 +378,21 @@ class UnreadableRecordError(SandboxError):
 
 
 class StorageNotHereError(SandboxError):
-    """A sandbox is kept in a storage, ``kind`` and ``where``, that this server does not have."""
+    """The sandbox is in a storage that this server does not have; ``kind`` and ``where`` identify it."""
 
     def __init__(self, sandbox_id: str, kind: str, where: str, here: str) -> None:
         self.sandbox_id = sandbox_id
         self.kind = kind
         self.where = where
+        self.setting = STORAGE_SETTINGS.get(kind, "")
         super().__init__(
             f"Sandbox {sandbox_id} is kept in {kind} storage at {where}, which this server does not have.",
-            f"Its own is at {here}; set it up for the other one, or use the sandbox from a server that is.",
+            f"Its own is at {here}. Set {self.setting} as on the server that saved it, or use the sandbox from there.",
         )
 
 
 class SavepointExistsError(SandboxError):
-    """A savepoint's name is taken."""
+    """A savepoint with this name exists already."""
 
     def __init__(self, sandbox_id: str, name: str) -> None:
         self.sandbox_id, self.name = sandbox_id, name
@@ -369,7 +400,7 @@ class SavepointExistsError(SandboxError):
 
 
 class TooManySavepointsError(SandboxError):
-    """A sandbox has as many savepoints as one may have."""
+    """The sandbox has the maximum number of savepoints."""
 
     def __init__(self, sandbox_id: str, most: int) -> None:
         self.sandbox_id = sandbox_id
@@ -377,7 +408,7 @@ class TooManySavepointsError(SandboxError):
 
 
 class SavepointNotFoundError(SandboxError):
-    """There is no savepoint of that name; ``known`` are those there are."""
+    """No savepoint has this name; ``known`` has the existing names."""
 
     def __init__(self, sandbox_id: str, name: str, known: Sequence[str]) -> None:
         self.sandbox_id, self.name, self.known = sandbox_id, name, tuple(known)
@@ -387,7 +418,7 @@ class SavepointNotFoundError(SandboxError):
 
 
 class UnsaveableError(SandboxError):
-    """A sandbox runs on in a way that would not survive a restore; ``reasons`` say what is in the way."""
+    """The sandbox cannot be checkpointed now and continues to run; ``reasons`` has why."""
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str]) -> None:
         self.sandbox_id = sandbox_id
@@ -396,6 +427,6 @@ class UnsaveableError(SandboxError):
 
 
 def _some(reasons: Sequence[str], most: int = 5) -> str:
-    """As many of ``reasons`` as a person reads."""
+    """Return the first ``most`` reasons and the number of the others."""
     more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
     return "; ".join([*reasons[:most], *more])

@@ -1,6 +1,6 @@
-"""The journal: what happens to this process's sandboxes, with one line of the log for each, told to all who ask for it.
+"""Publish the events of this process's sandboxes to subscribers, and log each in one line.
 
-Nothing of what runs in a sandbox is in it: no code, no environment, no keys.
+Events contain no data of the code that runs in a sandbox: no source, no environment, no keys.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from ._text import printable
 from .errors import SandboxError
-from .words import printable
 
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY = 0.1
-"""Seconds between two reports of the same work."""
+"""Shortest time between two progress events of the same work, in seconds."""
 
 
 class What(StrEnum):
-    """What happened to a sandbox."""
+    """The kinds of events."""
 
     CREATED = "created"
     STARTED = "started"
@@ -32,22 +32,24 @@ class What(StrEnum):
     WOKEN = "woken"
     HANDED_OFF = "handed_off"
     SAVED = "saved"
-    """A savepoint or a snapshot was made; it runs on."""
+    """A savepoint or a file snapshot was made; the sandbox continues."""
     REWOUND = "rewound"
     FORKED = "forked"
     ENDED = "ended"
-    """Its kernel ended; what was saved of it stays."""
+    """The kernel ended; its saved state is kept."""
     DELETED = "deleted"
     LOST = "lost"
+    """Another server owns the sandbox now."""
     FAILED = "failed"
     PROGRESS = "progress"
-    """Not logged: so many bytes of what is under way have been moved."""
+    """The bytes that the current work has moved so far. Not logged."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that happened. ``size`` is in bytes; ``doing`` is what failed or is under way, and ``reason`` why it
-    failed: the name of the exception, which says nothing that a user wrote.
+    """An event. ``size`` is in bytes; ``doing`` is the kind of event that failed or is in progress.
+
+    ``reason`` is why it failed: only the name of the exception, because its text may contain a user's data.
     """
 
     sandbox_id: str
@@ -62,18 +64,18 @@ class Entry:
 
 
 Listener = Callable[[Entry], None]
-"""Called in whatever thread something happens in, and so must be quick and must not raise."""
+"""Called in the thread of the event, so it must be quick and must not raise."""
 
 
 class Journal:
-    """What this process writes down. There is one, ``JOURNAL``."""
+    """The event bus of this process: the instance ``JOURNAL``. Any thread."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._listeners: tuple[Listener, ...] = ()
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` told of everything from now on; returns how to end that."""
+        """Call ``listener`` with every event from now on. Return a function that ends this."""
         with self._guard:
             self._listeners = (*self._listeners, listener)
 
@@ -84,13 +86,13 @@ class Journal:
         return end
 
     def write(self, entry: Entry) -> None:
-        """Log it, unless it is mere progress, and tell everybody."""
+        """Log an event, unless it is progress, and pass it to all listeners."""
         if entry.what != What.PROGRESS:
             log.info("%s %s", entry.sandbox_id, _sentence(entry))
         self._tell(entry)
 
     def fail(self, entry: Entry, error: Exception) -> None:
-        """What would have been ``entry`` did not come about: log why, and tell everybody what kind of error it was."""
+        """Log that the work for ``entry`` failed, and publish a FAILED event with the name of the exception."""
         ours = isinstance(error, SandboxError)
         reason = type(error).__name__ if ours else "InternalError"
         failed = replace(entry, what=What.FAILED, doing=str(entry.what), reason=reason)
@@ -101,7 +103,7 @@ class Journal:
 
     @contextmanager
     def doing(self, entry: Entry) -> Iterator[Work]:
-        """``entry`` is what will have happened after the block; if that raises, a failure is written instead."""
+        """Publish ``entry`` with its duration after the block, or a FAILED event if the block raises."""
         work = Work(self, entry)
         began = time.monotonic()
         try:
@@ -117,7 +119,7 @@ class Journal:
 
 
 class Work:
-    """Something under way: ``advance`` is told of each piece, and ``size`` is what it came to in the end."""
+    """Work in progress, from ``Journal.doing``. ``size`` is the final size for the event; set it in the block."""
 
     def __init__(self, journal: Journal, entry: Entry) -> None:
         self.size: int | None = None
@@ -128,7 +130,7 @@ class Work:
         self._next = 0.0
 
     def advance(self, amount: int) -> None:
-        """So many further bytes have been moved; from any thread."""
+        """Count ``amount`` more bytes, and publish progress at most every PROGRESS_EVERY seconds. Any thread."""
         with self._guard:
             self._moved += amount
             now, moved = time.monotonic(), self._moved

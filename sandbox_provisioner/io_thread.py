@@ -1,8 +1,8 @@
-"""The one background thread in which all sandbox I/O runs, on an asyncio loop of its own.
+"""Run all sandbox I/O in one background thread with its own asyncio loop.
 
-Jupyter calls a provisioner from whatever loop is at hand: the server's, a notebook's, or one that runs only while
-a synchronous KernelManager waits. Bytes must flow in between, so nothing that lives longer than one call may hang
-on the caller's loop. The thread exists while somebody holds it and leaves nothing behind.
+Jupyter calls a provisioner from different loops: the server's, a notebook's, or one that runs only while a synchronous
+KernelManager waits. Bytes must flow between these calls, so anything that lives longer than one call must not depend on
+the caller's loop. The thread exists only while it has a holder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from .workers import BULK, CONTROL, finished
 T = TypeVar("T")
 
 EXIT_DEADLINE = 10.0
+"""Longest time, in seconds, that the interpreter's exit waits for the holders, and then for the thread."""
 
 
 class IOThread:
-    """Held by everything that has I/O under way; see ``hold`` and ``release``."""
+    """The I/O thread and its loop. Objects with I/O in progress hold it, from ``hold`` to ``drop`` or ``release``."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -34,9 +35,10 @@ class IOThread:
         self._inherited: list[object] = []
 
     def begin_anew(self) -> None:
-        """Called in a forked child: its parent's loop is not its own, and is kept only so that nothing closes it.
+        """Start without a thread in a forked child. Called by ``os.fork``.
 
-        Both share the loop's epoll set: closing a socket of it here would take it away from the parent.
+        The parent's loop and holders stay referenced, so that they are never closed: both processes share the loop's
+        epoll set, and closing a socket here would remove it from the parent's.
         """
         self._inherited += [self._loop, self._holders]
         self._guard = threading.Lock()
@@ -44,7 +46,7 @@ class IOThread:
         self._loop = None
 
     def hold(self, holder: object, at_exit: Callable[[], Awaitable[object]]) -> None:
-        """Start the thread if need be and keep it; ``at_exit`` is called in it if the interpreter ends first."""
+        """Add a holder and start the thread if necessary. ``at_exit`` runs in it if the interpreter exits first."""
         with self._guard:
             self._holders[holder] = at_exit
             if self._loop is None:
@@ -56,13 +58,13 @@ class IOThread:
                 started.wait()
 
     def held_by(self, holder: object) -> bool:
-        """Whether ``holder`` holds it."""
+        """Return True if ``holder`` holds the thread."""
         return holder in self._holders
 
     def drop(self, holder: object) -> Future[threading.Thread] | None:
-        """Remove a holder, from any thread; the last one's removal ends the thread.
+        """Remove a holder, from any thread. Without a holder the thread ends.
 
-        Returns None if the thread goes on, else a future that has the thread when only ``join`` is left to do.
+        Return None if the thread continues, else a future; its result is the thread, as soon as it can be joined.
         """
         with self._guard:
             self._holders.pop(holder, None)
@@ -74,15 +76,16 @@ class IOThread:
         return ended
 
     async def release(self, holder: object) -> None:
-        """Remove a holder, from any thread but this one; the last to do so waits, without blocking, for its end."""
+        """Remove a holder, from any other thread. The last one waits for the thread's end without blocking its loop."""
         if ended := self.drop(holder):
             thread = await asyncio.shield(asyncio.wrap_future(ended))
-            thread.join()  # it returns at once
+            thread.join()  # returns at once
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` in the thread and wait for it on the caller's loop.
+        """Run ``coroutine`` in the thread and return its result to the caller's loop.
 
-        Cancelling the caller cancels the coroutine, and returns when that has ended.
+        If the caller is cancelled, cancel the coroutine and wait for its end. Raises RuntimeError if the thread does
+        not run.
         """
         loop = self._loop
         if loop is None:
@@ -93,7 +96,7 @@ class IOThread:
 
         def note_end(task: asyncio.Task[T]) -> None:
             if not task.cancelled():
-                task.exception()  # seen: a cancelled caller does not ask for it
+                task.exception()  # mark as retrieved: a cancelled caller does not do so
             ended.set_result(None)
 
         def begin() -> None:
@@ -109,14 +112,14 @@ class IOThread:
         try:
             await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            with suppress(RuntimeError):  # the thread has ended, and all work with it
+            with suppress(RuntimeError):  # the thread and all its work have ended
                 loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             await finished(asyncio.wait({waiting}))
             raise
         return tasks[0].result()
 
     def close(self) -> None:
-        """End everything that is still held; called when the interpreter exits."""
+        """Call ``at_exit`` of all holders and end the thread. Called by ``atexit``."""
         with self._guard:
             loop, holders = self._loop, dict(self._holders)
         if loop is None:
@@ -141,7 +144,7 @@ class IOThread:
         try:
             loop.run_forever()
         finally:
-            loop.run_until_complete(asyncio.sleep(0))  # what was about to begin begins, and is cancelled with the rest
+            loop.run_until_complete(asyncio.sleep(0))  # let scheduled tasks begin: they are cancelled below
             while tasks := asyncio.all_tasks(loop):
                 for task in tasks:
                     task.cancel()

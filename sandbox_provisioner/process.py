@@ -1,8 +1,8 @@
-"""Process: an async child, started, streamed, written to, waited for and stopped in one way.
+"""Run a child process asynchronously, on the host or in a sandbox, with one interface.
 
-``Process`` is the interface; ``LocalProcess`` is a child of ours on the host. (A command inside a sandbox is a
-``GuestProcess``.) Output is bytes, kept until somebody takes it and never more than ``BUFFER`` of it:
-a child that writes faster than it is read waits, and loses nothing.
+``Process`` is the interface; ``LocalProcess`` is a child on the host, ``mux.process.GuestProcess`` a command in a
+sandbox. Output is bytes, buffered until it is read. When about ``BUFFER`` bytes are waiting, a child that writes more
+has to wait; no output is lost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 BUFFER = 1 << 20
+"""Bytes of unread output at which reading from a child stops."""
 CRUMB = 1 << 12
-"""Smaller pieces that nobody has taken yet are joined, so that a byte of output does not cost a hundred of memory."""
+"""Unread pieces are joined up to this size in bytes, so that a byte of output does not use a hundred of memory."""
 
 
 class Output(NamedTuple):
-    """A piece of output and where it was written: "stdout" or "stderr"."""
+    """A piece of output and its stream: "stdout" or "stderr"."""
 
     stream: str
     data: bytes
 
 
 class Process(ABC):
-    """A child process, wherever it runs."""
+    """A child process on the host or in a sandbox. Belongs to the loop that it was created on."""
 
     def __init__(self) -> None:
         self._pieces: deque[Output] = deque()
@@ -40,15 +41,15 @@ class Process(ABC):
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Exit status, negative for a signal; None while the process runs."""
         return self._exit.result() if self._exit.done() and not self._exit.exception() else None
 
     async def wait(self) -> int:
-        """Wait for the end; says nothing of output that has not been read yet."""
+        """Wait for the exit status and return it. Output may still be unread."""
         return await asyncio.shield(self._exit)
 
     async def stream(self) -> AsyncIterator[Output]:
-        """Everything it writes, as it comes, until it has closed its outputs. What was taken is not given twice."""
+        """Yield output as it arrives, until both outputs are closed and read. No piece is yielded twice."""
         while self._pieces or self._open_outputs:
             if self._pieces:
                 piece = self._pieces.popleft()
@@ -60,14 +61,14 @@ class Process(ABC):
                 await self._news.wait()
 
     async def read(self) -> tuple[bytes, bytes]:
-        """All the rest of stdout and of stderr."""
+        """Return the remaining output: stdout, stderr."""
         parts: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
         async for piece in self.stream():
             parts[piece.stream].append(piece.data)
         return b"".join(parts["stdout"]), b"".join(parts["stderr"])
 
     async def stop(self, grace: float = 5.0) -> int:
-        """End it: politely, and after ``grace`` seconds by force. Returns the exit status."""
+        """Send SIGTERM, and SIGKILL after ``grace`` seconds. Return the exit status."""
         if not self._exit.done():
             self.send_signal(signal.SIGTERM)
             try:
@@ -78,19 +79,19 @@ class Process(ABC):
 
     @abstractmethod
     def send_signal(self, signum: int) -> None:
-        """Send a signal to the process and those it started; nothing happens if it has ended."""
+        """Send a signal to the process and its children. Does nothing if the process has ended."""
 
     @abstractmethod
     async def write(self, data: bytes) -> None:
-        """Write to its stdin, waiting until it was accepted; BrokenPipeError if nobody reads there any more."""
+        """Write to stdin and wait until all is accepted. Raises BrokenPipeError if stdin is closed."""
 
     @abstractmethod
     def close_stdin(self) -> None:
-        """Say that no more input comes."""
+        """Signal the end of the input."""
 
     @abstractmethod
     def _taken(self, piece: Output) -> None:
-        """A reader took ``piece``: a producer that was held back may go on."""
+        """Let a held-back producer continue if there is room again. Called when ``piece`` was read."""
 
     def _feed(self, piece: Output) -> None:
         last = self._pieces[-1] if self._pieces else None
@@ -111,7 +112,7 @@ class Process(ABC):
 
 
 class LocalProcess(Process):
-    """A child of this process, in a session of its own, so that a Ctrl-C in the terminal is not for it."""
+    """A child of this process, in its own session, so that it does not get a Ctrl-C in the terminal."""
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class LocalProcess(Process):
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
     ) -> LocalProcess:
-        """Start ``argv``; OSError if there is no such program. The descriptors are as for subprocess.Popen."""
+        """Start ``argv``, with descriptors as for subprocess.Popen. Raises OSError if the program cannot be started."""
         child = subprocess.Popen(
             argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True
         )
@@ -152,7 +153,7 @@ class LocalProcess(Process):
     async def run(
         cls, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
     ) -> tuple[int | None, bytes, bytes]:
-        """Run a command to its end: status (None if it took longer than ``timeout``), stdout, stderr."""
+        """Run a command and return status, stdout and stderr. After a timeout the status is None, the output empty."""
         process = cls.start(argv, env=env)
         try:
             out, err = await asyncio.wait_for(process.read(), timeout)
@@ -164,12 +165,12 @@ class LocalProcess(Process):
             process.close()
 
     def send_signal(self, signum: int) -> None:
-        """Signal the child's whole session."""
+        """Send a signal to the child's process group. Does nothing if the child has ended."""
         if not self._exit.done():
             os.killpg(self.pid, signum)
 
     async def write(self, data: bytes) -> None:
-        """Write all of ``data`` to its stdin."""
+        """Write all of ``data`` to stdin. Raises BrokenPipeError if stdin is closed."""
         view = memoryview(data)
         while view:
             if self._child.stdin is None or self._child.stdin.closed:
@@ -183,7 +184,7 @@ class LocalProcess(Process):
                 await self._writable.wait()
 
     def close_stdin(self) -> None:
-        """Close its stdin; a write that waits ends with BrokenPipeError."""
+        """Close stdin. A waiting write raises BrokenPipeError."""
         if self._child.stdin and not self._child.stdin.closed:
             self._wake_writer()
             self._child.stdin.close()
@@ -194,7 +195,7 @@ class LocalProcess(Process):
         self._writable.set()
 
     def close(self) -> None:
-        """Close our ends of its pipes; what it had written and nobody read is gone."""
+        """Close this end of the pipes. Output that has not arrived yet is lost."""
         self.close_stdin()
         for name in list(self._outputs):
             self._drop(name)

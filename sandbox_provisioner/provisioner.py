@@ -1,7 +1,7 @@
-"""SandboxProvisioner: Jupyter's way to start a kernel inside a gVisor sandbox.
+"""The KernelProvisioner that starts Jupyter kernels in gVisor sandboxes.
 
-Deriving from LocalProvisioner keeps what a client sees (connection file, ports, CurveZMQ keys, resolve_path)
-exactly as Jupyter's own; the process, and everything the kernel can reach, is ours.
+SandboxProvisioner derives from LocalProvisioner, so that everything a client sees (connection file, ports, CurveZMQ
+keys, resolve_path) is the same as without a sandbox. Only the process and its surroundings differ.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.session import Session
 from jupyter_core.paths import jupyter_runtime_dir
 
-from . import persistence, prospects, startrequest
-from .activity import ActivityWatch, KernelActivity
-from .apology import apologise
-from .asks import attend
-from .bundle import BundleSpec, Mount, parse_mount
-from .claims import Claim, Wanted
+from ._text import printable
 from .config import user_name
 from .errors import (
     ConfigurationError,
@@ -37,40 +32,51 @@ from .errors import (
     StateError,
     UnresponsiveError,
 )
-from .folders import require_below_root, unlinked, within, working_folder
-from .gvisor import GVisorSandbox
-from .handle import Identity, SandboxHandle
-from .inside import Inside
-from .iothread import EXIT_DEADLINE, IO
-from .kernel import Ending, SandboxedKernel
-from .launch import Launch, plan, shares_log, sink
-from .link import GuestLink
-from .metadata import Checkpoint, GCSArtifact
-from .programs import note_writable
-from .prospects import Prospect
-from .relay import CHANNELS
-from .reserved import reserved_folders
-from .runsc import Runsc, find
-from .settings import SandboxSettings
-from .shared_folders import list_file, protected_file, remember
-from .standby import STANDBY
-from .variables import filtered
-from .words import printable
+from .gvisor.bundle import BundleSpec, Mount, parse_mount
+from .gvisor.mounts import require_below_root, unlinked, within, working_folder
+from .gvisor.programs import note_writable
+from .gvisor.reserved_dirs import reserved_folders
+from .gvisor.runsc import Runsc, find
+from .gvisor.sandbox import GVisorSandbox
+from .io_thread import EXIT_DEADLINE, IO
+from .kernel import start_request
+from .kernel.activity import PLAIN, ActivityWatch, KernelActivity
+from .kernel.env_filter import filtered
+from .kernel.host_api import attend
+from .kernel.kernel import Ending, SandboxedKernel
+from .kernel.launch_plan import Launch, plan, shares_log, sink
+from .kernel.notebook_actions import Inside
+from .kernel.relay import CHANNELS
+from .kernel.settings import SandboxSettings
+from .kernel.shared_folders import list_file, protected_file, remember
+from .kernel.synthetic_replies import apologise
+from .mux.connection import GuestLink
+from .persistence.metadata import Checkpoint, GCSArtifact
+from .sandbox import user_sandboxes
+from .sandbox.claims import Claim, Wanted
+from .sandbox.handle import Identity, SandboxHandle
+from .templates import match
+from .templates.match import Prospect
+from .templates.warm_pool import STANDBY
 from .workers import control
 
 STABLE_START = 20.0
+"""Seconds after which a kernel that still runs counts as started; KernelRestarter uses it."""
 LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 MAX_SOCKET_PATH = 107
-"""Bytes of the path of a unix socket."""
+"""Longest path of a unix socket, in bytes."""
 COMMAND = "A command runs beside it"
 HELP = 20.0
-"""Seconds that a kernel which is shut down may take to help to save itself."""
+"""Seconds that the guest has to help with the save when its kernel is shut down."""
 TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileNotFoundError)
-"""What a template that does not fit can cause; anything else would happen without it, too."""
+"""Errors that a bad template can cause. Any other error would also occur without a template."""
 
 
 class SandboxProvisioner(SandboxSettings):
-    """Starts a kernel inside a gVisor sandbox, and keeps its state if it is a notebook's."""
+    """The provisioner of one kernel in a gVisor sandbox; saves its state if it is persistent. Owned by KernelManager.
+
+    Runs on the caller's loop and delegates to the I/O thread, where the callbacks of kernel and SandboxManager run.
+    """
 
     parent: Any
 
@@ -86,7 +92,7 @@ class SandboxProvisioner(SandboxSettings):
                 )
         super().__init__(**kwargs)
         self._kernel = SandboxedKernel()
-        self._kernel.heeds_calls = lambda: not self.parent.shutting_down
+        self._kernel.heeds_calls = lambda: not (self.parent.shutting_down or self._keeps_state)
         self._kernel.on_trouble = self._not_woken
         self._kernel.on_joined = self._joined
         self._kernel.relay.max_message_size = self.max_message_size
@@ -94,7 +100,7 @@ class SandboxProvisioner(SandboxSettings):
         self._claim: Claim | None = None
         self._activity: ActivityWatch | None = None
         self.executions: set[object] = set()
-        """Commands that somebody has running beside the kernel."""
+        """Commands that currently run beside the kernel."""
         self._keeps_state = False
         self._tcp_address: str | None = None
         self._touching: asyncio.Task[None] | None = None
@@ -105,19 +111,19 @@ class SandboxProvisioner(SandboxSettings):
         self._launched_before = False
         self._releasing = False
 
-    # -- the contract of KernelProvisionerBase; KernelManager calls all of these -----------------------------------
+    # -- the interface of KernelProvisionerBase; called by KernelManager -------------------------------------------
 
     @property
     def has_process(self) -> bool:
-        """Whether a kernel was launched and its end not yet waited for."""
+        """True from the launch of a kernel until ``wait`` returns or its resources are released."""
         return self._launched
 
     async def poll(self) -> int | None:
-        """None while the kernel runs, else its exit status."""
+        """Return None while the kernel runs or is hibernated, else its exit status."""
         return self._kernel.status
 
     async def wait(self) -> int | None:
-        """Wait until the kernel has ended and its sandbox is gone."""
+        """Wait until the kernel and its sandbox have ended, and return the exit status; 0 if none was launched."""
         await self._wait_until_left()
         if not self._launched:
             return 0
@@ -126,7 +132,11 @@ class SandboxProvisioner(SandboxSettings):
         return status
 
     async def send_signal(self, signum: int) -> None:
-        """Signal the kernel's process group inside the sandbox."""
+        """Send a signal to the kernel's process group in the sandbox.
+
+        The SIGINT at the start of a shutdown first hibernates a persistent kernel if ``on_shutdown`` is "checkpoint". A
+        hibernated kernel is not woken for that SIGINT.
+        """
         if not self._launched:
             return
         if self.parent.shutting_down and signum == signal.SIGINT:
@@ -139,30 +149,33 @@ class SandboxProvisioner(SandboxSettings):
         await IO.run(self._kernel.signal(signum))
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """The kernel was asked to end, by a person; one that sleeps does not hear that, and is not woken for it."""
+        """Kill a hibernated kernel instead of waking it. Called by KernelManager when it has sent a shutdown request.
+
+        A person requested this, so a kernel that moved to another server may be started here again.
+        """
         self._moved = ""
         if self._launched and self._kernel.asleep:
             await self.kill(restart)
 
     async def kill(self, restart: bool = False) -> None:
-        """End the kernel and its sandbox at once."""
+        """End the kernel and its sandbox immediately."""
         await self.send_signal(signal.SIGKILL)
 
     async def terminate(self, restart: bool = False) -> None:
-        """Ask the kernel to end."""
+        """Send SIGTERM to the kernel."""
         await self.send_signal(signal.SIGTERM)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """Give everything back; before a restart the listeners stay, so that clients find the same ports."""
+        """Release all resources. Before a restart keep them, so that clients find the same ports."""
         if not restart:
             await self._release(forget=self.on_shutdown == "delete" and not self._keeps_state)
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
-        """Reserve the ports, and only then write the connection file; a machine that is not ready says so first."""
-        shared = [mount.source for mount in map(parse_mount, self.mounts) if mount.writable]
-        note_writable(self._root, kwargs.get("cwd") or "", self.working_folder, *shared)
-        find(self.runsc)
-        if self._moved:  # a restart that no person asked for would take it back
+        """Check the machine, open the persistent sandbox, reserve the ports, and then write the connection file.
+
+        Raises SandboxError if runsc is missing or the kernel has moved to another server.
+        """
+        if self._moved:  # an automatic restart must not take the sandbox back
             raise SandboxError(
                 f"The kernel is not here any more: {self._moved}.", "Open the notebook again to have it back."
             )
@@ -171,12 +184,13 @@ class SandboxProvisioner(SandboxSettings):
         IO.hold(self, self._at_exit)
         self._releasing = False
         try:
+            await control(self._find_runsc, kwargs.get("cwd") or "")  # before the claim, and while the thread is held
             env = kwargs.get("env") or {}
-            startrequest.heed(env, self)
-            wanted = startrequest.wanted(env, self, self.parent.kernel_name)
+            start_request.heed(env, self)
+            wanted = start_request.wanted(env, self, self.parent.kernel_name)
             if wanted and not self._claim:
                 if kwargs.get("cwd"):
-                    self._folder(kwargs["cwd"])  # one that is refused leaves no record of a sandbox
+                    await control(self._folder, kwargs["cwd"])  # check first: a refused folder must not leave a record
                 await self._make_claim(wanted)
             if self._resumes:
                 kwargs |= self._take_up_connection()
@@ -188,7 +202,7 @@ class SandboxProvisioner(SandboxSettings):
             raise
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
-        """Start the sandbox and the kernel in it."""
+        """Start or restore the sandbox and its kernel, and return the connection info. Release all on failure."""
         try:
             await self._launch(cmd, **kwargs)
         except BaseException as error:
@@ -199,22 +213,22 @@ class SandboxProvisioner(SandboxSettings):
         return self.connection_info
 
     async def get_provisioner_info(self) -> dict[str, Any]:
-        """What identifies this kernel's sandbox, besides the connection."""
+        """Return the connection info and the ids of the sandbox and its container."""
         info: dict[str, Any] = await super().get_provisioner_info()
         if self.sandbox:
             info.update(sandbox_id=self.sandbox.sandbox_id, container_id=self.sandbox.container_id)
         return info
 
     def get_stable_start_time(self, recommended: float = 10.0) -> float:
-        """A start takes longer in a sandbox, the more so when many start at once."""
+        """Return at least STABLE_START: starts in sandboxes take longer, most of all when many start at once."""
         return max(recommended, STABLE_START)
 
     @property
     def sandbox(self) -> GVisorSandbox | None:
-        """The driver of the sandbox that the present kernel runs in; call its methods through ``iothread.IO.run``."""
+        """The driver of the current kernel's sandbox, or None. Call its methods through ``io_thread.IO.run``."""
         return self._kernel.handle.instance if self._kernel.handle else None
 
-    # -- how -----------------------------------------------------------------------------------------------------
+    # -- ending ----------------------------------------------------------------------------------------------------
 
     async def _release(self, forget: bool = False) -> None:
         self._releasing = True
@@ -227,7 +241,7 @@ class SandboxProvisioner(SandboxSettings):
         self._launched = False
 
     async def _close(self, forget: bool) -> None:
-        """In the I/O thread: nothing of the kernel is left, but what was saved of it unless that is to be forgotten."""
+        """End the kernel and release its sandbox; with ``forget``, also delete its saved state. I/O thread only."""
         if self._activity:
             self._activity.close()
             self._activity = None
@@ -236,9 +250,10 @@ class SandboxProvisioner(SandboxSettings):
             await self._claim.give_up(forget)
 
     async def _at_exit(self) -> None:
-        """In the I/O thread, when the process ends with the kernel still there: keep its state if it is to be kept.
+        """Save a persistent kernel and end it. Called in the I/O thread if the process exits while the kernel runs.
 
-        One that cannot be saved any more is left running, for the next server to find, unless it refuses to be saved.
+        If the save fails, the kernel keeps running, and the next server saves it. After UnresponsiveError it is ended:
+        no server could save it.
         """
         if self.can_save and self._kernel.status is None and not self._kernel.asleep:
             with suppress(UnresponsiveError):
@@ -246,16 +261,16 @@ class SandboxProvisioner(SandboxSettings):
         await self._close(forget=False)
 
     def abandon(self) -> None:
-        """Leave a persistent kernel running when the server ends, for the next server to save it.
+        """Leave a persistent kernel running when the server ends. The next server saves it.
 
-        Nothing is waited for: an upload under way may take long, and it ends with this process.
+        Does not wait for an upload in progress: that may take long, and it ends with this process.
         """
         IO.drop(self)
         self._claim = None
         self._launched = False
         self._forget_ipc()
 
-    # -- keeping a kernel's state ------------------------------------------------------------------------------------
+    # -- saving a kernel's state -------------------------------------------------------------------------------------
 
     @property
     def claim(self) -> Claim | None:
@@ -269,26 +284,26 @@ class SandboxProvisioner(SandboxSettings):
 
     @property
     def asleep(self) -> bool:
-        """Whether the kernel is hibernated."""
+        """True while the kernel is hibernated."""
         return self._kernel.asleep
 
     @property
     def activity(self) -> KernelActivity:
-        """The kernel's unfinished requests, and whether it is to be kept awake."""
+        """The kernel's unfinished requests and its reasons to be kept awake."""
         return self._kernel.activity
 
     @property
     def busy(self) -> bool:
-        """True while the kernel is not idle: the one answer for timer, culler, REST, command line and metrics."""
+        """True while the kernel is not idle. Used by timer, culler, REST, command line and metrics alike."""
         return self.waited_for or self.activity.busy
 
     @property
     def waited_for(self) -> bool:
-        """True while a client waits for a first sign of life of the kernel, or a command runs beside it."""
+        """True while the kernel has sent nothing since a client's last request, or a command runs beside it."""
         return bool(self.executions) or self._kernel.relay.waited_for
 
     def busy_reasons(self) -> list[str]:
-        """Return why the kernel is not idle, as sentences without a full stop; empty if it is."""
+        """Return the reasons why the kernel is busy, as sentences without a full stop; empty if it is idle."""
         reasons = self.activity.reasons()
         if self.executions:
             reasons.append(f"{len(self.executions)} commands run beside it" if len(self.executions) > 1 else COMMAND)
@@ -297,62 +312,62 @@ class SandboxProvisioner(SandboxSettings):
         return reasons
 
     async def hibernate(self, insist: float | None = None) -> None:
-        """Save the kernel and give its memory back; the next thing that a client asks of it brings it back.
+        """Save the kernel and free its memory. A client's next request wakes it. Does nothing if it is not persistent.
 
-        When the server or the kernel ends, ``insist`` is how many seconds the guest may take to help; after that it is
-        saved without its help. UnresponsiveError if that is impossible, too.
+        Give ``insist`` when the server or the kernel ends: after that many seconds the kernel is saved without the help
+        of the guest. Raises UnresponsiveError if that fails too.
         """
         if self._claim and self._launched and self._kernel.status is None:
             await IO.run(self._kernel.hibernate(insist))
 
     async def wake(self) -> None:
-        """Bring a hibernated kernel back now."""
+        """Restore a hibernated kernel now."""
         await IO.run(self._kernel.wake())
 
     async def keep_awake(self, seconds: float | None) -> None:
-        """Keep the kernel from being hibernated or culled for idleness: None without end, 0 no more."""
+        """Prevent hibernation and culling for idleness for ``seconds``: None for no limit, 0 to stop."""
         await IO.run(self._keep_awake(seconds))
 
     async def _keep_awake(self, seconds: float | None) -> None:
-        self._kernel.keep_awake("api", seconds)
+        self._kernel.keep_awake(PLAIN, seconds)
 
     async def follow(self, notebook_path: str) -> None:
-        """The notebook has this path now."""
+        """Record the notebook's new path, unless the sandbox was opened by its own id."""
         named = self.sandbox_id or self.gcs_sandbox_id
         if self._claim and not named and notebook_path != self._claim.record.notebook_path:
             await IO.run(self._claim.follow(notebook_path))
 
     async def savepoint(self, name: str) -> Checkpoint:
-        """Keep the kernel's memory under a name; it runs on."""
+        """Save the kernel's memory as a savepoint and return it. The kernel continues to run."""
         self._require_kept()
         return await IO.run(self._kernel.savepoint(name))
 
     async def drop_savepoint(self, name: str) -> None:
-        """Forget a savepoint."""
+        """Delete a savepoint."""
         claim = self._require_kept()
         await IO.run(claim.manager.drop_savepoint(claim.record.sandbox_id, name))
 
     async def rewind(self, name: str) -> str:
-        """Bring the kernel back as it was at a savepoint; returns the name of one that has the present.
+        """Restore the kernel to a savepoint. Return the name of the savepoint that has the state from before.
 
-        To its clients that is a restart: what they had asked for and not got yet, they do not get.
+        Clients see a restart: their unanswered requests are lost.
         """
         self._require_kept()
         return await IO.run(self._kernel.rewind(name))
 
     async def fork(self, new_id: str, savepoint: str = "", notebook_path: str = "") -> None:
-        """Found the sandbox ``new_id`` with this kernel's memory, now or at a savepoint; it is not started."""
+        """Store a new sandbox ``new_id`` with this kernel's memory, current or at a savepoint; do not start it."""
         claim = self._require_kept()
         about = Identity(claim.record.kernel_name, notebook_path, user_name())
         await IO.run(claim.manager.fork(claim.record.sandbox_id, new_id, about, savepoint))
 
     async def save_snapshot(self, name: str) -> GCSArtifact:
-        """Keep the files that were written in the sandbox under a name; it runs on."""
+        """Save the files that were written in the sandbox as a file snapshot. The kernel continues to run."""
         claim = self._require_kept()
         return await IO.run(claim.manager.save_snapshot(claim.record.sandbox_id, name))
 
     async def load_snapshot(self, name: str, source_id: str) -> None:
-        """Put the files of a snapshot of the sandbox ``source_id`` in their places."""
+        """Write the files of a snapshot of the sandbox ``source_id`` to their places in this one."""
         claim = self._require_kept()
         await IO.run(claim.manager.load_snapshot(claim.record.sandbox_id, name, source_id))
 
@@ -366,20 +381,23 @@ class SandboxProvisioner(SandboxSettings):
 
     @property
     def moved(self) -> str:
-        """Why the kernel is not here any more; empty while it is."""
+        """The reason why another server has the kernel; empty while this one has it."""
         return self._moved
 
     def keep_state(self) -> None:
-        """Whatever ends the kernel now is no reason to forget what was saved of it: the server stops."""
+        """Keep the saved state, however the kernel ends now, and do not wake it for clients.
+
+        Called by the server before it stops, culls the kernel, or ends it with its state kept.
+        """
         self._keeps_state = True
 
     async def _make_claim(self, wanted: Wanted) -> None:
-        settings, runsc = persistence.settings(self.storage_dir), find(self.runsc)
+        settings, runsc = user_sandboxes.settings(self.storage_dir), await control(find, self.runsc)
         patience = self.handoff_timeout if self.enable_handoff else 0.0
 
         async def make() -> None:
-            """Set the claim in the I/O thread: a caller that is cancelled meanwhile finds it there and releases it."""
-            self._claim = await Claim.make(wanted, settings, runsc, persistence.server(), self.features, patience)
+            """Set the claim in the I/O thread, so that a caller that is cancelled meanwhile can release it."""
+            self._claim = await Claim.make(wanted, settings, runsc, user_sandboxes.server(), self.features, patience)
 
         await IO.run(make())
         claim = self._claim
@@ -391,28 +409,28 @@ class SandboxProvisioner(SandboxSettings):
         self._kernel.manager = claim.manager
 
     def _saved(self, sandbox_id: str) -> None:
-        """In the I/O thread: it was hibernated."""
+        """Record that the kernel was hibernated. Called by the manager in the I/O thread."""
         self._kernel.saved()
         if self._claim:
             self._touching = asyncio.create_task(self._claim.touch())
 
     def _joined(self, link: GuestLink) -> None:
-        """In the I/O thread: there is another kernel, or the same as it once was."""
+        """Serve the guest's calls and watch the activity of a new or restored kernel. Called in the I/O thread."""
         attend(link, Inside(self._kernel, self._own_session))
         self._watch_activity()
 
     def _own_session(self) -> Session:
-        """To speak in the kernel's name."""
+        """Return a session to sign messages on behalf of the kernel."""
         return Session(key=self.parent.session.key, signature_scheme=self.parent.session.signature_scheme)
 
     def _watch_activity(self) -> None:
-        """Learn what a persistent kernel publishes, to know when it was used and when its requests have ended."""
+        """Listen to a persistent kernel's iopub channel, to record when it is used and when its requests end."""
         if self._claim is None:
             return
         if self._activity:
             self._activity.close()
         manager, sandbox_id, km = self._claim.manager, self._claim.record.sandbox_id, self.parent
-        self._activity = ActivityWatch(self.activity, lambda: manager.touch(sandbox_id))
+        self._activity = ActivityWatch(self.activity, lambda: manager.touch(sandbox_id), self.max_message_size)
         curve = (km.curve_publickey, km.curve_secretkey) if getattr(km, "curve_publickey", None) else None
         self._activity.listen(km._make_url("iopub"), self._own_session(), curve)
         if self._kernel.restored:
@@ -420,11 +438,11 @@ class SandboxProvisioner(SandboxSettings):
 
     @property
     def _resumes(self) -> bool:
-        """Whether this launch brings a saved kernel back: only the first of a claim does."""
+        """True if the next launch restores a saved kernel. Only the first launch can; a restart starts a new kernel."""
         return self._claim is not None and not self._launched_before and self._claim.handle.saved
 
     def _take_up_connection(self) -> dict[str, str]:
-        """A kernel that comes back knows its old keys; so will its clients."""
+        """Use the keys of the saved kernel, which knows no others. Return arguments for ``pre_launch``."""
         assert self._claim is not None
         km, saved = self.parent, self._claim.handle.contents.get("connection")
         if saved is None:
@@ -440,7 +458,7 @@ class SandboxProvisioner(SandboxSettings):
         return {}
 
     def _gone(self, sandbox_id: str, reason: str) -> None:
-        """In the I/O thread: another server has the sandbox."""
+        """Start to release everything: another server has the sandbox. Called by the manager in the I/O thread."""
         self._left = Future()
         self._left.set_running_or_notify_cancel()
         self._moved = reason
@@ -448,7 +466,7 @@ class SandboxProvisioner(SandboxSettings):
         self._leaving = asyncio.create_task(self._leave(self._left))
 
     async def _leave(self, left: Future[None]) -> None:
-        """In the I/O thread: give back what the kernel had here, as its listeners and the file with its key."""
+        """Release the kernel's resources, including its listeners and the connection file. I/O thread only."""
         try:
             await self._close(forget=False)
         except Exception:
@@ -461,17 +479,17 @@ class SandboxProvisioner(SandboxSettings):
             left.set_result(None)
 
     async def _wait_until_left(self) -> None:
-        """Wait until a kernel that moved to another server has left nothing here."""
+        """Wait until everything of a kernel that moved to another server is released here."""
         if self._left:
             await asyncio.shield(asyncio.wrap_future(self._left))
 
     def _not_woken(self, error: SandboxError) -> None:
-        """In the I/O thread: say why in the notebook; the next cell tries again."""
+        """Answer held requests with the reason why the kernel was not woken; the next cell retries. I/O thread only."""
         reason = f"The kernel could not be woken, and its state is kept. {error}"
         self._kernel.relay.answer(lambda held: apologise(held, self._own_session(), reason))
 
     def _refused_large(self, channel: str) -> None:
-        """In the I/O thread: a message was not passed on."""
+        """Log that a message was dropped. Called by the relay in the I/O thread."""
         self.log.warning(
             "Kernel %s: a message on %s with more than max_message_size (%d bytes) was not passed on. Set "
             "SandboxProvisioner.max_message_size or SANDBOX_MAX_MESSAGE_SIZE to allow it.",
@@ -482,7 +500,7 @@ class SandboxProvisioner(SandboxSettings):
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    def _prefer_ipc(self) -> None:
+    async def _prefer_ipc(self) -> None:
         """Use unix sockets, which only this user can open, unless the configuration names another transport."""
         km = self.parent
         configured = any(
@@ -490,27 +508,31 @@ class SandboxProvisioner(SandboxSettings):
         )
         if km.transport != "tcp" or km.ip not in LOOPBACK or self.client_transport != "ipc" or configured:
             return
-        folder = Path(jupyter_runtime_dir())
+        if prefix := await control(self._ipc_prefix, Path(jupyter_runtime_dir())):
+            self._tcp_address = km.ip
+            km.transport, km.ip = "ipc", prefix
+
+    def _ipc_prefix(self, folder: Path) -> str:
+        """Return the prefix of the socket paths in ``folder``; empty if they would be too long. Blocks."""
         names = (folder / f"kernel-{self.kernel_id[:length]}" for length in (8, 13, 36))
         prefix = next(name for name in names if not os.path.lexists(f"{name}-1"))
         if len(os.fsencode(prefix)) > MAX_SOCKET_PATH - len("-1"):
             self.log.warning("Kernel %s is reached over TCP: %s is too long for unix sockets", self.kernel_id, folder)
-            return
+            return ""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._tcp_address = km.ip
-        km.transport, km.ip = "ipc", str(prefix)
+        return str(prefix)
 
     def _forget_ipc(self) -> None:
-        """Undo ``_prefer_ipc`` when the sockets are closed."""
+        """Undo ``_prefer_ipc`` after the sockets are closed."""
         if self._tcp_address is not None:
             self.parent.transport, self.parent.ip = "tcp", self._tcp_address
             self._tcp_address = None
 
     async def _reserve(self) -> None:
-        self._prefer_ipc()
+        await self._prefer_ipc()
         km = self.parent
         if km.transport == "ipc":
-            paths = {channel: os.path.abspath(f"{km.ip}-{number}") for number, channel in enumerate(CHANNELS, 1)}
+            paths = _socket_paths(km.ip)
             await IO.run(self._kernel.relay.reserve_ipc(paths))
             ports = {channel: number for number, channel in enumerate(CHANNELS, 1)}
         else:
@@ -524,42 +546,53 @@ class SandboxProvisioner(SandboxSettings):
             wanted = {channel: getattr(km, f"{channel}_port") for channel in CHANNELS}
             ports = await IO.run(self._kernel.relay.reserve_tcp(ip, wanted))
         if not km.cache_ports:
-            km._record_random_port_names()  # so that a restart with new ports forgets these
+            km._record_random_port_names()  # a restart with new ports then clears these
         for channel, port in ports.items():
             setattr(km, f"{channel}_port", port)
 
     async def _launch(self, cmd: list[str], **kwargs: Any) -> None:
-        env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
-        runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd") or self._recorded_folder())
-        self._remember_shared(folder)
-        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc, self._root)
-        self._remember_protected(launch.spec)
+        runsc, launch = await control(self._plan, cmd, kwargs)
         if self._resumes:
             await self._resume(launch, kwargs)
             return
-        prospect = await IO.run(control(prospects.find, launch, runsc, self))
+        prospect = await IO.run(control(match.find, launch, runsc, self))
         self._require_wanted()
         await IO.run(self._begin(launch, runsc, prospect, kwargs))
         self._launched = self._launched_before = True
         self.cwd = launch.start.cwd
 
+    def _find_runsc(self, cwd: str) -> None:
+        """Check that runsc is found outside the folders that kernels can write to. Raises SandboxError. Blocks."""
+        shared = [mount.source for mount in map(parse_mount, self.mounts) if mount.writable]
+        note_writable(self._root, cwd, self.working_folder, *shared)
+        find(self.runsc)
+
+    def _plan(self, cmd: list[str], kwargs: dict[str, Any]) -> tuple[Runsc, Launch]:
+        """Return runsc and the plan for the start. Blocks."""
+        env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
+        runsc, folder = find(self.runsc), self._folder(kwargs.get("cwd") or self._recorded_folder())
+        self._remember_shared(folder)
+        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc, self._root)
+        self._remember_protected(launch.spec)
+        return runsc, launch
+
     async def _resume(self, launch: Launch, kwargs: dict[str, Any]) -> None:
-        """Restore a saved kernel with the mounts that a start would have now."""
+        """Restore a saved kernel, with the mounts that a start would have now."""
         assert self._claim is not None
         claim, handle = self._claim, self._claim.handle
-        await IO.run(claim.manager.permit(claim.record.sandbox_id, prospects.grant_of(launch, self.platform)))
+        await IO.run(claim.manager.permit(claim.record.sandbox_id, match.grant_of(launch, self.platform)))
         self.cwd = handle.contents["cwd"]
         await IO.run(self._kernel.resume(handle, self._ending(kwargs)))
         self._launched = self._launched_before = True
 
     def _recorded_folder(self) -> str | None:
-        """Return the folder of the notebook that the registry has for a sandbox which is opened without a notebook."""
+        """Return the folder of the registered notebook, for a sandbox that is opened without a notebook, or None."""
         path = self._claim.record.notebook_path if self._claim else ""
         folder = os.path.dirname(path)
         return folder if os.path.isabs(folder) and os.path.isdir(folder) else None
 
     async def _begin(self, launch: Launch, runsc: Runsc, prospect: Prospect | None, kwargs: dict[str, Any]) -> None:
-        """In the I/O thread: a copy of a template if there is one, or a kernel that starts from nothing."""
+        """Start a copy of the template or, without a usable template, a new kernel. I/O thread only."""
         if prospect and prospect.template:
             if await self._start_copy(prospect, launch, runsc, kwargs):
                 STANDBY.aim(prospect, self.standby)
@@ -567,16 +600,16 @@ class SandboxProvisioner(SandboxSettings):
             prospect.drop()
         await self._start_in(launch.spec, launch, runsc, kwargs)
         if prospect and self.template == "build":
-            with suppress(OSError):  # it is tried again with the next start
+            with suppress(OSError):  # the next start retries
                 await control(prospect.build)
 
     def _require_wanted(self) -> None:
-        """A start that failed because the kernel was ended meanwhile is not tried in another way."""
+        """Raise StateError if the kernel was shut down meanwhile: its start is then not tried in another way."""
         if self._releasing:
             raise StateError(self.kernel_id, "start", "being shut down")
 
     async def _start_copy(self, prospect: Prospect, launch: Launch, runsc: Runsc, kwargs: dict[str, Any]) -> bool:
-        """In the I/O thread: one that stands by, or a new one; False if the template is no good."""
+        """Start a copy from the warm pool or the image. Return False if the template failed. I/O thread only."""
         if copy := STANDBY.take(prospect):
             try:
                 await self._start_in(prospect.spec, launch, runsc, kwargs, copy=copy)
@@ -606,13 +639,13 @@ class SandboxProvisioner(SandboxSettings):
         template: Path | None = None,
         copy: GVisorSandbox | None = None,
     ) -> None:
-        """In the I/O thread: a new kernel, in the sandbox that was claimed or in one of its own."""
+        """Start a new kernel, in the claimed sandbox or in a new ephemeral one. I/O thread only."""
         if self._claim is None:
             handle = SandboxHandle.create_ephemeral(self.kernel_id, spec, runsc, self.platform)
         else:
             handle = self._claim.handle
             await self._kernel.kill()
-            handle.begin_anew(spec, self.platform, prospects.grant_of(launch, self.platform))
+            handle.begin_anew(spec, self.platform, match.grant_of(launch, self.platform))
         if copy:
             handle.take_over(copy)
         await self._kernel.launch(handle, launch.start, launch.targets, self._ending(kwargs), template)
@@ -628,11 +661,14 @@ class SandboxProvisioner(SandboxSettings):
 
     @property
     def _root(self) -> str:
-        """The root folder of the Jupyter Server that the kernel is of; empty under any other kernel manager."""
+        """The root folder of the kernel's Jupyter Server; empty under any other kernel manager."""
         return str(getattr(getattr(self.parent, "parent", None), "root_dir", "") or "")
 
     def _folder(self, cwd: str | None) -> Mount | None:
-        """The folder that the kernel works in and may write to; None if it gets only its private home."""
+        """Return the folder that the kernel works in and can write to; None if it gets only its private home. Blocks.
+
+        Raises ConfigurationError if the requested folder is not allowed.
+        """
         wanted, allowed = self.working_folder or cwd, self.allow_home
         try:
             folder = working_folder(wanted or os.getcwd(), allowed, reserved_folders(self.storage_dir))
@@ -650,18 +686,23 @@ class SandboxProvisioner(SandboxSettings):
         return folder
 
     def _remember_protected(self, spec: BundleSpec) -> None:
-        """Note the read-only places in folders that the kernel can write to: the server does not write there."""
+        """Record the read-only mounts in folders that the kernel can write to: the server does not write there."""
         writable = [mount.source for mount in spec.mounts if mount.source and mount.writable]
         shown = [mount.source for mount in spec.mounts if mount.source and not mount.writable]
         inner = {os.path.realpath(path) for path in shown if any(within(path, place) for place in writable)}
-        with suppress(OSError):  # the same problem was told for the shared folders
+        with suppress(OSError):  # _remember_shared has logged the same problem
             remember(inner, protected_file())
 
     def _remember_shared(self, folder: Mount | None) -> None:
-        """Note the folders that the kernel can write to, where the server trusts links less from now on."""
+        """Record the folders that the kernel can write to: from now on the server does not trust links there."""
         given = [*([folder] if folder else []), *map(parse_mount, self.mounts)]
         mounts = [mount for mount in given if mount.writable]
         try:
             remember({os.path.realpath(mount.source) for mount in mounts}, list_file())
         except OSError as error:
             self.log.warning("Links that this kernel makes may lead anywhere in the server's folder: %s", error)
+
+
+def _socket_paths(prefix: str) -> dict[str, str]:
+    """Return the path of each channel's unix socket: the prefix and a number, as in jupyter_client."""
+    return {channel: os.path.abspath(f"{prefix}-{number}") for number, channel in enumerate(CHANNELS, 1)}

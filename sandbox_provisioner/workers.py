@@ -1,7 +1,7 @@
-"""Worker threads for blocking calls: one group for control (start, kill, wake), one for bulk work (uploads, hashing).
+"""Run blocking calls in worker threads: a group for control (start, kill, wake), one for bulk (uploads, hashing).
 
-They differ from asyncio's default executor in two ways. A kill or a wake does not queue behind uploads. And the
-interpreter's exit does not wait for them: an upload that hangs cannot keep a stopped server alive.
+Unlike with asyncio's default executor, a kill or a wake does not queue behind uploads, and the interpreter's exit does
+not wait for the threads: an upload that hangs cannot keep a stopped server alive.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE = 5.0
-"""Seconds after which a thread without work ends."""
+"""Seconds without work after which a thread ends."""
 
 
 class Workers:
-    """Up to ``most`` daemon threads, started on demand."""
+    """A group of up to ``most`` daemon threads that are started on demand. Any thread or loop."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name
@@ -32,7 +32,7 @@ class Workers:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all threads and jobs; called at first, and in a forked child, which has none of them."""
+        """Start without threads and jobs. Called by the constructor, and in a forked child, where no thread exists."""
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: set[threading.Thread] = set()
@@ -40,7 +40,7 @@ class Workers:
         self._retiring = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have a thread make ``call``; RuntimeError if the interpreter starts no more threads."""
+        """Queue ``call`` and return its future. Raises RuntimeError if the interpreter starts no more threads."""
         future: Future[T] = Future()
         with self._changed:
             self._jobs.append((future, call))
@@ -60,12 +60,12 @@ class Workers:
         return future
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` in a thread and return its result. Cancelling does not stop a call that has begun."""
+        """Call ``function`` in a thread and return its result. Cancellation does not stop a call that has begun."""
         context = contextvars.copy_context()
         return await asyncio.wrap_future(self.submit(partial(context.run, function, *args, **kwargs)))
 
     def retire(self) -> None:
-        """End the threads that have no work, and wait for that; those at work end later by themselves."""
+        """End the idle threads and wait for that, 1 second each. Busy threads end after their work."""
         with self._changed:
             idle, self._retiring = list(self._idle), True
             self._changed.notify_all()
@@ -92,11 +92,11 @@ class Workers:
                 else:
                     future.set_result(result)
                     del result
-            del future, call  # a waiting thread keeps nothing alive
+            del future, call  # an idle thread must not keep them alive
 
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end, even if the caller is cancelled: the cancellation is raised only then."""
+    """Run ``work`` to its end and return its result. If the caller is cancelled, CancelledError is raised only then."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -107,14 +107,14 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is None:
         return task.result()
     if not task.cancelled():
-        task.exception()  # seen: it is the cancellation that is raised
+        task.exception()  # mark as retrieved: the cancellation is raised instead
     raise cancelled
 
 
 CONTROL = Workers("sandbox-control", 32)
-"""For what a user waits for: starts, kills, wakes, and small reads and writes."""
+"""Threads for calls that a user waits for: starts, kills, wakes, and small reads and writes."""
 BULK = Workers("sandbox-bulk", 8)
-"""For what takes long and may wait: uploads, copies, deletion of images, hashing."""
+"""Threads for long calls that can wait: uploads, copies, deletion of images, hashing."""
 
 control, bulk = CONTROL.run, BULK.run
 

@@ -18,8 +18,8 @@ from conftest import leftovers, run
 from jupyter_client.kernelspec import KernelSpecManager
 from servers import READY, Server
 
-from sandbox_provisioner import contract
-from sandbox_provisioner.runtime import runtime_root
+from sandbox_provisioner.gvisor.runtime_dir import runtime_root
+from sandbox_provisioner.server import openapi
 
 KERNEL = "python3-sandbox"
 BROKEN = "broken-sandbox"
@@ -88,10 +88,10 @@ def conform(method: str, path: str, answer: Answer) -> None:
     assert answer.headers["Cache-Control"] == "no-store"
     if answer.status >= 400:
         assert answer.headers["Content-Type"] == "application/problem+json"
-        contract.check({"$ref": "#/components/schemas/Problem"}, answer.body, "the problem")
+        openapi.check({"$ref": "#/components/schemas/Problem"}, answer.body, "the problem")
         assert answer.body["status"] == answer.status
-    template = next((known for known in contract.spec()["paths"] if _fits(known, path)), None)
-    operation = contract.spec()["paths"].get(template, {}).get(method.lower())
+    template = next((known for known in openapi.spec()["paths"] if _fits(known, path)), None)
+    operation = openapi.spec()["paths"].get(template, {}).get(method.lower())
     if operation is None:
         assert answer.status in (403, 404, 405)
         return
@@ -99,7 +99,7 @@ def conform(method: str, path: str, answer: Answer) -> None:
     if "content" in response:
         ((media_type, content),) = response["content"].items()
         assert answer.headers["Content-Type"] == media_type
-        contract.check(content["schema"], answer.body, "the answer")
+        openapi.check(content["schema"], answer.body, "the answer")
 
 
 def _fits(template: str, path: str) -> bool:

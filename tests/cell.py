@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 from sandbox_provisioner.config import GCSConfig
-from sandbox_provisioner.handle import SandboxHandle
-from sandbox_provisioner.stores import Stores, open_stores
+from sandbox_provisioner.persistence.backends import Stores, open_stores
+from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 CODE = """
 import sys

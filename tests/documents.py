@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sandbox_provisioner import metadata, names
-from sandbox_provisioner.metadata import GCSSandboxMetadata
-from sandbox_provisioner.stores import Stores
+from sandbox_provisioner.persistence import metadata, names
+from sandbox_provisioner.persistence.backends import Stores
+from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
 
 
 def put_document(stores: Stores, document: GCSSandboxMetadata) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner import runsc as runsc_module
+from sandbox_provisioner.gvisor import runsc as runsc_module
 
 NEW = "20260905-160fafc42237"
 OLD = "0.0~20221219.0"

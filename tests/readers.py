@@ -18,7 +18,7 @@ from conftest import run
 from pages import Step
 from servers import READY, connect, hears
 
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.runsc import Runsc
 
 NAME, MACHINE = "ada", "laptop"
 MARK = "\x1e"
@@ -34,7 +34,7 @@ stop() { kill "${1:-$SERVER}"; wait "${1:-$SERVER}"; }
 """
 """What stands in for a person who starts a server, and stops it with Ctrl-C."""
 READY_MADE = """
-from sandbox_provisioner import kernelspecs
+from sandbox_provisioner.setup import kernelspecs
 kernelspecs.install_twin(kernelspecs.origins(["python3"])[0], kernelspecs.kernels_folder(False), kernelspecs.DEFAULTS)
 """
 

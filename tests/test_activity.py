@@ -15,9 +15,17 @@ import zmq
 import zmq.asyncio
 from jupyter_client.session import Session
 
-from sandbox_provisioner.activity import MAX_HOLDS, MAX_REQUESTS, ActivityWatch, KernelActivity
+from sandbox_provisioner.kernel.activity import (
+    LARGEST_STATUS,
+    MAX_HOLDS,
+    MAX_REQUESTS,
+    PLAIN,
+    ActivityWatch,
+    KernelActivity,
+)
 
 KEY = b"the kernel's key"
+LARGEST = 20_000_000
 PATIENCE = 60
 
 
@@ -80,7 +88,7 @@ class Ear(ActivityWatch):
     def __init__(self) -> None:
         self.news = 0
         self.activity = KernelActivity()
-        super().__init__(self.activity, self._count)
+        super().__init__(self.activity, self._count, LARGEST)
 
     @property
     def busy(self) -> bool:
@@ -380,14 +388,44 @@ def test_kept_awake_until_taken_back(activity: KernelActivity) -> None:
     activity.keep_awake("thread", None)
     activity.keep_awake("notebook", 0)
     assert activity.busy and not activity.executing
-    assert activity.reasons() == ["It is kept awake"]
+    assert activity.reasons() == ["It is still kept awake by keep_awake() in the notebook"]
     activity.keep_awake("thread", 0)
     assert not activity.busy
 
 
+@pytest.mark.parametrize("saved", [{"api": None}, {"notebook": None, "api": 1.0}, {"api": None, "notebook": 1.0}])
+def test_off_ends_a_hold_that_was_saved_under_an_earlier_name(
+    activity: KernelActivity, saved: dict[str, float | None]
+) -> None:
+    activity.reset({"keep_awake": saved})
+    assert activity.reasons() == ["It is kept awake"]
+    activity.keep_awake(PLAIN, 0)
+    assert not activity.busy
+
+
+def test_a_kernel_saved_with_an_earlier_name_ends_the_one_hold(activity: KernelActivity) -> None:
+    activity.keep_awake(PLAIN, None)
+    activity.keep_awake("api", 0)
+    assert not activity.busy
+
+
+def test_off_says_what_still_keeps_a_kernel_awake(activity: KernelActivity, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox_provisioner.kernel.activity.time.time", lambda: 1000.0)
+    activity.keep_awake("with-outer", 7200)
+    activity.keep_awake("with-inner", 60)
+    activity.keep_awake(PLAIN, None)
+    assert activity.reasons() == ["It is kept awake"]
+    activity.keep_awake(PLAIN, 0)
+    assert activity.reasons() == ["It is still kept awake by keep_awake() in the notebook, for another 2 hours"]
+    activity.keep_awake("with-inner", 0)
+    assert activity.kept_awake
+    activity.keep_awake("with-outer", 0)
+    assert not activity.kept_awake
+
+
 def test_kept_awake_for_a_time(activity: KernelActivity, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("sandbox_provisioner.activity.time.time", lambda: now)
+    monkeypatch.setattr("sandbox_provisioner.kernel.activity.time.time", lambda: now)
     activity.keep_awake("notebook", 3600)
     assert activity.reasons() == ["It is kept awake for another 60 minutes"]
     now += 3601
@@ -411,3 +449,15 @@ def test_reasons_name_cells_and_other_requests(activity: KernelActivity) -> None
         "A cell has been running for 0 seconds, and 1 more wait",
         "The kernel has worked on 'complete_request' for 0 seconds",
     ]
+
+
+async def test_statuses_are_received_after_a_frame_of_the_largest_size(kernel: Kernel, ear: Ear) -> None:
+    await kernel.socket.send_multipart([b"kernel.1.stream", b"x" * LARGEST])
+    await kernel.status("busy")
+    await until(lambda: ear.busy)
+
+
+async def test_large_statuses_are_not_parsed(kernel: Kernel, ear: Ear) -> None:
+    await kernel.say("status", {"execution_state": "busy", "more": "x" * LARGEST_STATUS})
+    await until(lambda: ear.news == 1)
+    assert not ear.busy

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
-from sandbox_provisioner.apology import ENAME, NOT_REWOUND, Cell, _encode, _messages, apologise, conclude
+from sandbox_provisioner.kernel.synthetic_replies import (
+    ENAME,
+    NOT_REWOUND,
+    Cell,
+    _encode,
+    _messages,
+    apologise,
+    conclude,
+)
 
 
 @pytest.fixture(scope="module")

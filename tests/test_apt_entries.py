@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from sandbox_provisioner import apt_entries
+from sandbox_provisioner.setup import apt_entries
 
 RELEASE = platform.freedesktop_os_release().get("VERSION_CODENAME", "stable")
 DEB822 = f"""\

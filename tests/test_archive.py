@@ -19,12 +19,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_provisioner import archive, guesttool
-from sandbox_provisioner.bundle import BundleSpec, Mount
 from sandbox_provisioner.errors import DiskFullError, GuestError, SandboxError, SnapshotError
 from sandbox_provisioner.guest.archive import Notes, Steady
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor import guest_tool
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+from sandbox_provisioner.persistence import archive
 
 LONG = 60
 ENOUGH = 1 << 28
@@ -287,7 +288,7 @@ LIES = {
 async def test_a_sandbox_that_sends_something_else_gets_an_error_and_leaves_no_file(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guesttool, "STALL", 2.0)
+    monkeypatch.setattr(guest_tool, "STALL", 2.0)
     sandbox = await start()
     for code, kind, words in LIES.values():
         await replace_script(sandbox, code)

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from jupyter_client.session import Session
 from test_link import LIMIT, scripted_guest
 
-from sandbox_provisioner.apology import Cell, conclude
-from sandbox_provisioner.asks import (
+from sandbox_provisioner.errors import ConfigurationError, SandboxError
+from sandbox_provisioner.guest.magics import told
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.kernel.host_api import (
     INTERNAL,
     MAX_ANSWER,
     MAX_PROBLEM,
@@ -27,10 +29,8 @@ from sandbox_provisioner.asks import (
     parse,
     serve,
 )
-from sandbox_provisioner.bundle import BundleSpec
-from sandbox_provisioner.errors import ConfigurationError, SandboxError
-from sandbox_provisioner.guest.magics import told
-from sandbox_provisioner.metadata import Checkpoint, GCSArtifact
+from sandbox_provisioner.kernel.synthetic_replies import Cell, conclude
+from sandbox_provisioner.persistence.metadata import Checkpoint, GCSArtifact
 from sandbox_provisioner.storage.base import FileRecord
 
 HEADER = {"msg_id": "a1", "msg_type": "execute_request", "session": "s", "username": "me", "version": "5.4"}

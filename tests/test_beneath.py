@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -10,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner.beneath import AccessRefused, Area, Beneath, open_real
-from sandbox_provisioner.shared_folders import recall, remember
-from sandbox_provisioner.trash import move_to_trash
+from sandbox_provisioner.contents.beneath import AccessRefused, Area, Beneath, open_real
+from sandbox_provisioner.contents.file_functions import Refused
+from sandbox_provisioner.contents.trash import move_to_trash
+from sandbox_provisioner.kernel.shared_folders import recall, remember
 
 
 @pytest.fixture
@@ -152,12 +152,13 @@ def test_special_files_are_refused_without_waiting(root: Path) -> None:
             beneath.stat(str(root / name))
 
 
-def test_endless_links_fail_like_in_linux(root: Path) -> None:
+def test_endless_links_are_refused_and_can_be_deleted(root: Path) -> None:
     (root / "first").symlink_to("second")
     (root / "second").symlink_to("first")
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(AccessRefused, match="too many symbolic links"):
         read(Beneath(str(root)), root / "first")
-    assert caught.value.errno == errno.ELOOP
+    Beneath(str(root)).unlink(str(root / "first"))
+    assert not (root / "first").is_symlink()
 
 
 def test_root_that_the_user_reaches_through_a_link(root: Path) -> None:
@@ -215,6 +216,124 @@ def test_copytree_copies_links_that_lead_outside_as_links(root: Path) -> None:
     assert (root / "copy" / "a").stat().st_mode & 0o777 == 0o640
 
 
+def sharing(root: Path, *areas: Area, folders: tuple[str, ...] = ("project",)) -> tuple[Beneath, list[str]]:
+    """Return a guard with shared folders, and the growing list of them."""
+    shared = [str(root / folder) for folder in folders]
+    return Beneath(str(root), areas, lambda: list(shared), share=shared.extend), shared
+
+
+@pytest.mark.parametrize("target", ["../other/c", "c", "missing", "../../outside/secret", "{root}/other/c", "data/b"])
+def test_link_is_not_moved_out_of_a_shared_folder(root: Path, target: str) -> None:
+    (root / "project" / "x").symlink_to(target.format(root=root))
+    beneath, _ = sharing(root)
+    for move in (beneath.move, beneath.replace):
+        with pytest.raises(AccessRefused, match=r"project/x is a symbolic link to .* cannot be moved out of"):
+            move(str(root / "project" / "x"), str(root / "other" / "x"))
+        assert (root / "project" / "x").is_symlink()
+        assert sorted(os.listdir(root / "other")) == ["c"]
+    beneath.move(str(root / "project" / "x"), str(root / "project" / "data" / "x"))
+    assert (root / "project" / "data" / "x").is_symlink()
+
+
+def test_link_into_its_own_folder_or_to_an_allowed_area_can_be_moved_out(root: Path) -> None:
+    beneath, _ = sharing(root, Area(str(root.parent / "outside")))
+    (root / "project" / "in").symlink_to(root / "project" / "data" / "b")
+    (root / "project" / "area").symlink_to(root.parent / "outside" / "secret")
+    for name, text in (("in", "root/project/data/b"), ("area", "outside/secret")):
+        beneath.move(str(root / "project" / name), str(root / "other" / name))
+        assert read(beneath, root / "other" / name) == text
+
+
+@pytest.mark.parametrize("way", ["move", "replace", "copytree"])
+def test_links_of_a_folder_stay_bound_to_it_in_its_new_place(root: Path, way: str) -> None:
+    beneath, shared = sharing(root)
+    (root / "project" / "data" / "out").symlink_to("../../other/c")
+    (root / "project" / "data" / "up").symlink_to("../c")
+    (root / "project" / "data" / "in").symlink_to("b")
+    new = root / "other" / "data"
+    getattr(beneath, way)(str(root / "project" / "data"), str(new))
+    assert os.readlink(new / "out") == "../../other/c"
+    for name in ("out", "up"):
+        for operation in (read, write):
+            with pytest.raises(AccessRefused):
+                operation(beneath, new / name)
+    assert read(beneath, new / "in") == "root/project/data/b"
+    assert shared == [str(root / "project"), *[str(new)] * shared.count(str(new))]
+    assert (root / "other" / "c").read_text() == "root/other/c"
+
+
+def test_shared_folder_that_is_renamed_stays_shared(root: Path) -> None:
+    beneath, shared = sharing(root, folders=("project", "project/data"))
+    (root / "project" / "out").symlink_to("../other/c")
+    (root / "project" / "data" / "up").symlink_to("../a")
+    beneath.move(str(root / "project"), str(root / "renamed"))
+    beneath.move(str(root / "renamed"), str(root / "again"))
+    assert {str(root / "again"), str(root / "again" / "data")} <= set(shared)
+    for link in ("out", "data/up"):
+        with pytest.raises(AccessRefused):
+            read(beneath, root / "again" / link)
+    assert read(beneath, root / "again" / "a") == "root/project/a"
+
+
+def test_links_that_a_copy_reaches_through_another_link_stay_bound(root: Path) -> None:
+    beneath, _ = sharing(root)
+    (root / "project" / "out").symlink_to("../../other/c")
+    (root / "mine").mkdir()
+    (root / "mine" / "theirs").symlink_to("../project")
+    beneath.copytree(str(root / "mine"), str(root / "copy"))
+    assert (root / "copy" / "theirs" / "out").read_text() == "root/other/c"
+    with pytest.raises(AccessRefused):
+        read(beneath, root / "copy" / "theirs" / "out")
+
+
+def test_moves_within_shared_folders_and_of_the_users_own_links_are_not_bound(root: Path) -> None:
+    beneath, shared = sharing(root)
+    beneath.move(str(root / "project" / "data"), str(root / "project" / "renamed"))
+    (root / "mine").mkdir()
+    (root / "mine" / "link").symlink_to("../other/c")
+    beneath.move(str(root / "mine"), str(root / "moved"))
+    beneath.copytree(str(root / "moved"), str(root / "copied"))
+    beneath.move(str(root / "moved" / "link"), str(root / "other" / "link"))
+    assert shared == [str(root / "project")]
+
+
+def test_entry_that_becomes_a_link_while_it_is_moved_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beneath, _ = sharing(root)
+    rename = os.rename
+
+    def swap_and_rename(source: str, target: str, **folders: int) -> None:
+        monkeypatch.undo()
+        (root / "project" / "a").unlink()
+        (root / "project" / "a").symlink_to("../other/c")
+        rename(source, target, **folders)
+
+    monkeypatch.setattr(os, "rename", swap_and_rename)
+    with pytest.raises(AccessRefused, match="was replaced"):
+        beneath.move(str(root / "project" / "a"), str(root / "other" / "a"))
+    assert sorted(os.listdir(root / "other")) == ["c"]
+    assert (root / "project" / "a").is_symlink()
+
+
+def test_folder_that_is_moved_to_another_file_system_stays_bound(root: Path) -> None:
+    volume = Path("/dev/shm") / f"volume-{os.getpid()}"
+    volume.mkdir()
+    (root / "volume").symlink_to(volume)
+    (root / "project" / "data" / "out").symlink_to(volume / "file")
+    (root / "project" / "x").symlink_to(root / "other" / "c")
+    beneath, shared = sharing(root, Area(str(volume), trusted=True))
+    try:
+        assert volume.stat().st_dev != root.stat().st_dev
+        beneath.move(str(root / "project" / "data"), str(root / "volume" / "data"))
+        assert (volume / "data" / "out").is_symlink()
+        assert not (root / "project" / "data").exists()
+        assert set(shared) == {str(root / "project"), str(volume / "data")}
+        with pytest.raises(AccessRefused):
+            beneath.move(str(root / "project" / "x"), str(root / "volume" / "x"))
+        assert os.listdir(volume) == ["data"]
+    finally:
+        shutil.rmtree(volume)
+
+
 def test_copyfile_to_itself_keeps_the_file(root: Path) -> None:
     (root / "link").symlink_to("other/c")
     with pytest.raises(shutil.SameFileError):
@@ -263,6 +382,19 @@ def test_trash_has_the_file_and_a_note_of_its_place(root: Path) -> None:
     assert len(os.listdir(trash / "info")) == 2
 
 
+@pytest.mark.parametrize(
+    "name", ["x" * 255, "x" * 250 + ".txt", "x." + "y" * 253, "é" * 127, os.fsdecode(b"\xff" * 255)]
+)
+def test_a_file_whose_name_is_as_long_as_can_be_goes_to_the_trash(root: Path, name: str) -> None:
+    trash = root.parent / "Trash"
+    for _ in range(2):
+        (root / name).write_text("x")
+        with Beneath(str(root)).locate(str(root / name), follow=False) as place:
+            move_to_trash(place, trash)
+    assert not (root / name).exists()
+    assert len(os.listdir(trash / "files")) == len(os.listdir(trash / "info")) == 2
+
+
 def test_trash_on_another_file_system(root: Path) -> None:
     trash = Path("/dev/shm") / f"trash-{os.getpid()}"
     (root / "project" / "out").symlink_to(root.parent / "outside")
@@ -292,3 +424,24 @@ def test_shared_folders_are_remembered_once(tmp_path: Path) -> None:
     remember(["/d"], file)
     assert recall(file) == {"/a", "/b\nc", "/d"}
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_links_to_forbidden_places(root: Path) -> None:
+    (root / "project" / "run").mkdir()
+    (root / "project" / "run" / "secret").write_text("key")
+    (root / "project" / "link").symlink_to("run/secret")
+    (root / "own").symlink_to("project/run/secret")
+    shared, forbidden = [str(root / "project")], [str(root / "project" / "run")]
+    beneath = Beneath(str(root), shared=lambda: shared, forbidden=lambda: forbidden)
+    for operation in (read, write):
+        with pytest.raises(AccessRefused, match="must not be accessed"):
+            operation(beneath, root / "project" / "link")
+    assert read(beneath, root / "project" / "run" / "secret") == "key"
+    assert read(beneath, root / "own") == "key"
+
+
+def test_refusals_are_one_printable_line(root: Path) -> None:
+    (root / "project" / "link").symlink_to(root.parent / "a\n\x1b]0;title\x07")
+    with pytest.raises(AccessRefused) as caught:
+        Beneath(str(root)).stat(str(root / "project" / "link"))
+    assert str(Refused(str(caught.value)).log_message).isprintable()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sandbox_provisioner.bundle import (
+from sandbox_provisioner.errors import ConfigurationError
+from sandbox_provisioner.gvisor.bundle import (
     GUEST,
     GUEST_INSIDE,
     SYSTEM,
@@ -25,7 +26,6 @@ from sandbox_provisioner.bundle import (
     system_mounts,
     write,
 )
-from sandbox_provisioner.errors import ConfigurationError
 
 PLAIN = BundleSpec(python="/usr/bin/python3", home="/home/me", user="me")
 

@@ -12,13 +12,13 @@ import pytest
 from gcs_faults import MUTATIONS
 from gcs_server import GCS
 
-from sandbox_provisioner.claims import Claim, Wanted
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import ConfigurationError, LeaseHeldError
-from sandbox_provisioner.manager import Features
-from sandbox_provisioner.persistence import registry
-from sandbox_provisioner.registry import PersistentSandboxRegistry
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.sandbox.claims import Claim, Wanted
+from sandbox_provisioner.sandbox.manager import Features
+from sandbox_provisioner.sandbox.registry import PersistentSandboxRegistry
+from sandbox_provisioner.sandbox.user_sandboxes import registry
 
 LIMIT = 20
 Make = Callable[..., Awaitable[Claim]]

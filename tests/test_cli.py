@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from machines import OLD, empty_machine, script, stand_in
 
-from sandbox_provisioner import __version__, runsc_sources
-from sandbox_provisioner import runsc as runsc_module
-from sandbox_provisioner.cli import configured, main
+from sandbox_provisioner import __version__
+from sandbox_provisioner.cli.app import configured, main
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.progress import Note
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runsc_sources import Source
+from sandbox_provisioner.gvisor import runsc as runsc_module
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.setup import runsc_install
+from sandbox_provisioner.setup.progress import Note
+from sandbox_provisioner.setup.runsc_install import Source
 
 COMMAND = str(Path(sys.executable).parent / "jupyter-sandbox")
 
@@ -82,7 +83,7 @@ def test_setup_gets_a_runsc_where_the_one_on_path_is_too_old(
 ) -> None:
     stand_in(tmp_path / "old" / "runsc", OLD)
     monkeypatch.setenv("PATH", f"{tmp_path / 'old'}:{os.environ['PATH']}")
-    monkeypatch.setattr(runsc_sources, "SOURCES", {"shelf": lambda: Shelf(runsc.path)})
+    monkeypatch.setattr(runsc_install, "SOURCES", {"shelf": lambda: Shelf(runsc.path)})
     assert main(["setup", "--kernel", "some"]) == 0
     said = capsys.readouterr().out
     assert f"is runsc {OLD}, which cannot checkpoint" in said
@@ -94,7 +95,7 @@ def test_setup_gets_a_runsc_where_the_one_on_path_is_too_old(
 def test_setup_without_any_source_is_one_clear_error(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runsc_sources, "SOURCES", {"shelf": Shelf})
+    monkeypatch.setattr(runsc_install, "SOURCES", {"shelf": Shelf})
     assert main(["setup"]) == 1
     said = capsys.readouterr()
     first, reason, remedy = said.err.splitlines()
@@ -143,7 +144,7 @@ def test_for_everybody_who_uses_this_environment(
     shared = tmp_path / "prefix" / "share" / "jupyter"
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     monkeypatch.setattr(runsc_module, "bin_folders", lambda: [shared / "sandbox" / "bin"])
-    monkeypatch.setattr(runsc_sources, "SOURCES", {"shelf": lambda: Shelf(runsc.path)})
+    monkeypatch.setattr(runsc_install, "SOURCES", {"shelf": lambda: Shelf(runsc.path)})
     assert main(["setup", "--kernel", "some", "--sys-prefix"]) == 0
     assert (shared / "sandbox" / "bin" / "runsc").is_file()
     assert (shared / "kernels" / "some-sandbox" / "kernel.json").is_file()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_provisioner import errors, problems
-from sandbox_provisioner.cli_exits import HELP, ExitStatus, exit_status
+from sandbox_provisioner import errors
+from sandbox_provisioner.cli.exit_codes import HELP, ExitStatus, exit_status
 from sandbox_provisioner.client import ServerUnreachableError
 from sandbox_provisioner.client.errors import refusal
+from sandbox_provisioner.server import problem_details
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ from sandbox_provisioner.client.errors import refusal
 )
 def test_an_error_has_the_same_status_here_and_on_a_server(error: errors.SandboxError, status: ExitStatus) -> None:
     assert exit_status(error) == status
-    told = problems.describe(error)
+    told = problem_details.describe(error)
     assert exit_status(refusal("http://x/", told["status"], told)) == status
 
 

@@ -19,16 +19,18 @@ from documents import put_document
 from gcs_server import GCS
 from machines import empty_machine
 
-from sandbox_provisioner import names, records
-from sandbox_provisioner.bundle import BundleSpec
-from sandbox_provisioner.cli import main
-from sandbox_provisioner.cli_options import span
-from sandbox_provisioner.cli_output import ago, size
+from sandbox_provisioner.cli.app import main
+from sandbox_provisioner.cli.options import span
+from sandbox_provisioner.cli.output import ago, size
+from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.lock.base import Owner
-from sandbox_provisioner.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Tenancy
-from sandbox_provisioner.persistence import Persistence
-from sandbox_provisioner.records import SandboxRecord
-from sandbox_provisioner.snapshots import MANIFEST
+from sandbox_provisioner.persistence import names, records
+from sandbox_provisioner.persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Tenancy
+from sandbox_provisioner.persistence.records import SandboxRecord
+from sandbox_provisioner.persistence.snapshots import MANIFEST
+from sandbox_provisioner.sandbox import detached
+from sandbox_provisioner.sandbox.user_sandboxes import Persistence
+from sandbox_provisioner.setup import doctor
 from sandbox_provisioner.storage.local import LocalStore
 
 COMMAND = str(Path(sys.executable).parent / "jupyter-sandbox")
@@ -395,6 +397,180 @@ def test_delete_says_what_went_and_how_much_was_freed(
     assert objects(data) == []
 
 
+def lose_key(data: Path) -> None:
+    """Have another key from now on."""
+    (data / "sandbox" / "key").write_text("b" * 64)
+
+
+def test_records_of_a_lost_key_are_deleted_only_if_that_is_said(
+    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = keep()
+    lose_key(data)
+    assert main(["delete", str(record.id)]) == 5
+    said = capsys.readouterr().err
+    assert "SANDBOX_SIGNING_KEY" in said
+    assert "jupyter sandbox doctor" in said
+    assert objects(data) != []
+    assert main(["delete", "--unverified", str(record.id)]) == 0
+    assert objects(data) == []
+    assert Persistence.open().registry.list().records == []
+
+
+def test_old_records_of_a_lost_key_are_pruned_only_if_that_is_said(
+    keep: Keep, data: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = keep(days=40), keep()
+    lose_key(data)
+    assert main(["prune", "--older-than", "30d"]) == 5
+    capsys.readouterr()
+    assert ask("list")["sandboxes"][1]["id"] == str(old.id)
+    assert main(["prune", "--older-than", "30d", "--unverified"]) == 0
+    capsys.readouterr()
+    assert [shown["id"] for shown in ask("list")["sandboxes"]] == [str(new.id)]
+
+
+@pytest.mark.parametrize("key", ["b" * 64, "short"])
+def test_a_dry_run_says_what_would_be_refused(
+    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    old = keep(days=40)
+    before = objects(data)
+    (data / "sandbox" / "key").write_text(key)
+    dry = ["prune", "--older-than", "30d", "--dry-run"]
+    assert main(dry) == 5
+    said = capsys.readouterr()
+    assert f"Would not delete {old.id}, unknown: it would be refused" in said.out
+    assert "0 sandboxes, 0 B in all. Nothing was deleted." in said.out
+    assert main([*dry, "--json"]) == 5
+    told = json.loads(capsys.readouterr().out)
+    assert (told["would_delete"], [each["id"] for each in told["would_keep"]]) == ([], [str(old.id)])
+    assert main(dry[:-1]) == 5
+    refused = capsys.readouterr().err
+    assert refused == said.err
+    assert objects(data) == before
+
+
+def test_a_dry_run_with_unverified_foretells_what_a_lost_key_signed(keep: Keep, data: Path, ask: Ask) -> None:
+    old = keep(days=40)
+    lose_key(data)
+    told = ask("prune", "--older-than", "30d", "--dry-run", "--unverified")
+    assert ([each["id"] for each in told["would_delete"]], told["would_keep"]) == ([str(old.id)], [])
+    assert ask("prune", "--older-than", "30d", "--unverified")["deleted"][0]["id"] == str(old.id)
+
+
+async def test_a_dry_run_spares_what_another_server_uses(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+    old = keep(days=40)
+    owner = Owner("lab-7", "somewhere", 7, "ada", "n")
+    lease = await Persistence.open().stores.leases.acquire(names.lock_name(old.sandbox_id), owner)
+    assert await asyncio.to_thread(main, ["prune", "--older-than", "30d", "--dry-run"]) == 4
+    assert "is in use by" in capsys.readouterr().err
+    await lease.release()
+
+
+@pytest.mark.parametrize("word", ["savepoint", "snapshot"])
+def test_savepoints_that_cannot_be_read_are_not_called_missing(
+    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    record = keep(savepoints=("clean",))
+    lose_key(data)
+    for options in ([], ["--json"]):
+        assert main([word, str(record.id), *options]) == 5
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "is signed with the key" in said.err
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_record_that_names_another_user_is_not_deleted_without_proof(
+    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str], signed: bool
+) -> None:
+    record = keep()
+    name = names.metadata_name(record.sandbox_id)
+    kept = Persistence.open()
+    document = {**json.loads(kept.stores.metadata.read(name)[0]), "user": "alice"}
+    del document["signature"]
+    written = json.dumps(document).encode()
+    kept.stores.metadata.write(name, kept.stores.signer.sign(name, written) if signed else written)
+    lose_key(data)
+    before = objects(data)
+    assert main(["delete", "--unverified", str(record.id)]) == 5
+    assert "it names the user 'alice'" in capsys.readouterr().err
+    assert objects(data) == before
+
+
+def test_doctor_tells_of_records_that_the_key_does_not_prove(keep: Keep, data: Path) -> None:
+    assert doctor.check_saved() == []
+    records = [keep() for _ in range(3)]
+    (sound,) = doctor.check_saved()
+    assert sound.ok
+    kept = Persistence.open()
+    name = names.metadata_name(records[0].sandbox_id)
+    kept.stores.metadata.write(name, kept.stores.metadata.read(name)[0] + b" ")
+    (changed,) = doctor.check_saved()
+    assert "1 of 3 are not proven to be yours: the record of 1 was changed after it was signed" in changed.finding
+    assert str(records[0].id) in changed.finding
+    lose_key(data)
+    (lost,) = doctor.check_saved()
+    assert not lost.ok
+    assert not lost.required
+    assert "3 of 3 are not proven to be yours: the record of 3 is signed with the key" in lost.finding
+    for helps in ("SANDBOX_SIGNING_KEY", "SANDBOX_TRUST_STORAGE=1", "jupyter sandbox delete --unverified ID"):
+        assert helps in lost.remedy
+    (data / "sandbox" / "key").unlink()
+    (missing,) = doctor.check_saved()
+    ids = ", ".join(str(record.id) for record in kept.registry.list().records)
+    assert missing.finding == f"the key that signed the records of 3 sandboxes is missing. They are {ids}"
+    assert not (data / "sandbox" / "key").exists()
+
+
+async def open_and_sign(record: SandboxRecord) -> None:
+    """Sign a sandbox's document with the present key, as a server does that opens it."""
+    stores = Persistence.open().stores
+    async with detached.borrowed(record.sandbox_id, stores, Owner.here("a test")) as book:
+        await detached.sign(book, stores)
+
+
+def test_doctor_tells_of_a_key_that_cannot_be_used(keep: Keep, data: Path) -> None:
+    key = data / "sandbox" / "key"
+    records = [keep() for _ in range(2)]
+    key.write_text("short")
+    (unusable,) = doctor.check_saved()
+    assert not unusable.ok
+    assert unusable.required
+    assert f"The key {key}, which signs what is saved, cannot be used: it has 5 characters" in unusable.finding
+    for record in records:
+        assert str(record.id) in unusable.finding
+    for helps in ("backup", "remove the file", "SANDBOX_TRUST_STORAGE=1", "jupyter sandbox delete --unverified ID"):
+        assert helps in unusable.remedy
+
+
+def test_doctor_tells_of_an_unusable_key_before_anything_is_saved(keep: Keep, data: Path) -> None:
+    record = keep()
+    assert main(["delete", str(record.id)]) == 0
+    assert doctor.check_saved() == []
+    (data / "sandbox" / "key").write_text("short")
+    (unusable,) = doctor.check_saved()
+    assert not unusable.ok
+
+
+def test_the_advice_for_an_unusable_key_without_a_backup_works(
+    keep: Keep, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted, kept = keep(), keep()
+    key = data / "sandbox" / "key"
+    key.write_text("short")
+    assert main(["delete", "--unverified", str(deleted.id)]) == 5  # the file must go first
+    key.unlink()
+    assert main(["delete", "--unverified", str(deleted.id)]) == 0
+    assert len(key.read_text().strip()) == 64
+    monkeypatch.setenv("SANDBOX_TRUST_STORAGE", "1")
+    asyncio.run(open_and_sign(kept))
+    monkeypatch.delenv("SANDBOX_TRUST_STORAGE")
+    (sound,) = doctor.check_saved()
+    assert sound.ok
+
+
 def test_delete_with_an_unknown_id_deletes_nothing_and_lists_the_known(
     keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -433,10 +609,10 @@ def test_prune_spares_what_is_used_or_deleted_while_it_prunes(
     first, used, deleted = keep(days=40), keep(days=41), keep(days=42)
     destroy = Persistence.destroy
 
-    def meanwhile(storage: Persistence, record: SandboxRecord) -> int:
+    def meanwhile(storage: Persistence, record: SandboxRecord, unverified: bool = False) -> int:
         storage.registry.touch(used.id)
         storage.registry.forget(deleted.id)
-        return destroy(storage, record)
+        return destroy(storage, record, unverified)
 
     monkeypatch.setattr(Persistence, "destroy", meanwhile)
     pruned = ask("prune", "--older-than", "30d")

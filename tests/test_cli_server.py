@@ -18,10 +18,10 @@ from conftest import run
 from notebooks import until
 from servers import Server
 
-from sandbox_provisioner.cli import main
-from sandbox_provisioner.cli_reach import Found
-from sandbox_provisioner.cli_reach import Server as Reached
-from sandbox_provisioner.cli_watch import bar, watched
+from sandbox_provisioner.cli.app import main
+from sandbox_provisioner.cli.progress import bar, watched
+from sandbox_provisioner.cli.targets import Found
+from sandbox_provisioner.cli.targets import Server as Reached
 from sandbox_provisioner.client import Sandbox, SandboxClient
 
 COMMAND = str(Path(sys.executable).parent / "jupyter-sandbox")

@@ -41,7 +41,7 @@ from sandbox_provisioner.client.models import Capabilities, CreateSandbox, Named
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
 
 UNASYNC = Path(__file__).parent.parent / "tools" / "unasync.py"
-SPEC = yaml.safe_load(files("sandbox_provisioner").joinpath("openapi.yaml").read_text())
+SPEC = yaml.safe_load(files("sandbox_provisioner").joinpath("server/openapi.yaml").read_text())
 METHODS = {
     "list_sandboxes": "list", "create_sandbox": "create", "get_capabilities": "capabilities", "stream_events": "events",
     "show_sandbox": "show", "delete_sandbox": "delete", "hibernate_sandbox": "hibernate", "wake_sandbox": "wake",

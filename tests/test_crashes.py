@@ -17,11 +17,11 @@ import pytest
 from cell import LONG, tell
 from gcs_server import GCS
 
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import SandboxNotFoundError
-from sandbox_provisioner.manager import SandboxManager
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.sandbox.manager import SandboxManager
 
 pytestmark = pytest.mark.runsc
 

@@ -10,7 +10,7 @@ import pytest
 from pages import RUN, SHOWN, Block, blocks, fits, steps
 from readers import Reader
 
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.runsc import Runsc
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from machines import OLD, empty_machine, stand_in
 
-from sandbox_provisioner import doctor
-from sandbox_provisioner.doctor import Check
-from sandbox_provisioner.kernelspecs import Kernel
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.setup import doctor
+from sandbox_provisioner.setup.doctor import Check
+from sandbox_provisioner.setup.kernelspecs import Kernel
 
 
 @pytest.fixture

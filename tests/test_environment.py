@@ -15,22 +15,32 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_provisioner import environment, guesttool
-from sandbox_provisioner.bundle import BundleSpec, Mount, all_mounts
-from sandbox_provisioner.environment import FilePrint, differences, examine, from_json, inventory, to_json, unsaveable
 from sandbox_provisioner.errors import GuestError, MetadataError
-from sandbox_provisioner.fingerprints import Fingerprints
-from sandbox_provisioner.folders import within
-from sandbox_provisioner.guest.inventory import mappings
-from sandbox_provisioner.guestprocess import GuestProcess
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.guest.open_files import mappings
+from sandbox_provisioner.gvisor import guest_tool
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts
+from sandbox_provisioner.gvisor.mounts import within
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+from sandbox_provisioner.mux.process import GuestProcess
+from sandbox_provisioner.persistence import compatibility
+from sandbox_provisioner.persistence.compatibility import (
+    FilePrint,
+    differences,
+    examine,
+    from_json,
+    inventory,
+    to_json,
+    unsaveable,
+)
+from sandbox_provisioner.persistence.digest_cache import Fingerprints, GivenUpError
 
 LONG = 60
 slow_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -229,7 +239,7 @@ paths = st.one_of(
     st.lists(steps, max_size=4).map(lambda parts: "/work/" + "/".join(parts)),
     st.text(max_size=20),
 )
-sightings = st.tuples(paths, st.sampled_from(environment.USES), st.sampled_from(environment.STATES))
+sightings = st.tuples(paths, st.sampled_from(compatibility.USES), st.sampled_from(compatibility.STATES))
 
 
 @slow_fixtures
@@ -249,7 +259,7 @@ def test_nothing_outside_the_mounts_is_opened_whatever_the_sandbox_says(
 @pytest.mark.parametrize(
     "path", ["/work/to-file", "/work/to-folder/secret", "/work/up/secret", "/work/../outside/secret"]
 )
-@pytest.mark.parametrize("use", environment.USES)
+@pytest.mark.parametrize("use", compatibility.USES)
 def test_no_way_out_of_a_folder_is_taken(trap: Machine, path: str, use: str) -> None:
     assert trap.examine((path, use, "")) == {}
     wanted = {path: FilePrint(use, "", trap.secret.stat().st_size, "0" * 64)}
@@ -279,23 +289,67 @@ def test_overwhelming_nonsense_is_an_error_of_ours(machine: Machine, text: bytes
         examine(text, machine.spec, machine.prints)
 
 
-def test_a_sandbox_cannot_make_us_read_without_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "MOST_BYTES", 100_000)
+@pytest.mark.parametrize(("folder", "limit"), [("work", "MOST_WRITABLE_BYTES"), ("env", "MOST_BYTES")])
+def test_a_sandbox_cannot_make_us_read_without_end(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, folder: str, limit: str
+) -> None:
+    monkeypatch.setattr(compatibility, limit, 100_000)
     said = []
     for number in range(40):
-        (machine.folder / "work" / str(number)).write_bytes(bytes(5000))
-        said.append((f"/work/{number}", "mapped", ""))
+        (machine.folder / folder / str(number)).write_bytes(bytes(5000))
+        said.append((f"/{folder}/{number}", "mapped", ""))
     assert machine.examine(*said[:15])
     with pytest.raises(GuestError, match="more than 100,000 bytes"):
         machine.examine(*said)
+
+
+def sparse(path: Path, size: int, offset: int = 0, byte: bytes = b"x") -> None:
+    """Make a file of that size that has one byte and holes."""
+    with path.open("wb") as file:
+        file.truncate(size)
+        file.seek(offset)
+        file.write(byte)
+
+
+def test_large_files_that_the_sandbox_could_have_made_are_sampled_and_libraries_are_read_whole(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compatibility, "WHOLE", 1 << 20)
+    between = (1 << 16) + 7  # after the first sample and before the second
+    for folder in ("work", "env"):
+        sparse(machine.folder / folder / "big", 20 << 20)
+    said = [(f"/{folder}/big", "mapped", "") for folder in ("work", "env")]
+    recorded = machine.examine(*said)
+    assert [recorded[f"/{folder}/big"].sampled for folder in ("work", "env")] == [True, False]
+    assert compatibility.from_json(json.loads(json.dumps(compatibility.to_json(recorded)))) == recorded
+    assert machine.differences(recorded) == []
+    for folder in ("work", "env"):
+        sparse(machine.folder / folder / "big", 20 << 20)
+        with (machine.folder / folder / "big").open("r+b") as file:
+            file.seek(between)
+            file.write(b"y")
+    assert machine.differences(recorded) == ["/env/big is not the same as it was"]
+    for folder in ("work", "env"):
+        sparse(machine.folder / folder / "big", 20 << 20, (20 << 20) - 1)
+    assert len(machine.differences(recorded)) == 2
+    sparse(machine.folder / "work" / "big", 21 << 20)
+    assert "/work/big is not the same as it was" in machine.differences(recorded)
+
+
+def test_hashing_ends_when_nobody_waits_for_it_any_more(machine: Machine) -> None:
+    given_up = Event()
+    given_up.set()
+    said = json.dumps([("/env/lib.so", "mapped", "")]).encode()
+    with pytest.raises(GivenUpError):
+        examine(said, machine.spec, machine.prints, given_up)
 
 
 # -- documents -------------------------------------------------------------------------------------------------------
 
 prints = st.builds(
     FilePrint,
-    st.sampled_from(environment.USES),
-    st.sampled_from(environment.STATES),
+    st.sampled_from(compatibility.USES),
+    st.sampled_from(compatibility.STATES),
     st.integers(0, 1 << 60),
     st.sampled_from(["", "0" * 64, "abcdef0123456789" * 4]),
 )
@@ -358,27 +412,27 @@ def test_a_print_that_is_none_is_refused_with_its_path(value: object) -> None:
 
 
 def test_this_cpu_lacks_nothing_that_it_has() -> None:
-    features = environment.cpu_features()
+    features = compatibility.cpu_features()
     assert features
     assert list(features) == sorted(features)
-    assert environment.missing_cpu_features(os.uname().machine, features) == []
+    assert compatibility.missing_cpu_features(os.uname().machine, features) == []
 
 
 def test_missing_features_and_another_architecture_are_named() -> None:
-    here = environment.cpu_features()
-    assert environment.missing_cpu_features(os.uname().machine, [*here, "avx9000", "amx_magic"]) == [
+    here = compatibility.cpu_features()
+    assert compatibility.missing_cpu_features(os.uname().machine, [*here, "avx9000", "amx_magic"]) == [
         "this machine's CPU lacks amx_magic, avx9000"
     ]
-    (words,) = environment.missing_cpu_features("vax", here)
+    (words,) = compatibility.missing_cpu_features("vax", here)
     assert words == f"it was made on vax, and this is {os.uname().machine}"
 
 
 def test_flags_that_programs_do_not_use_do_not_count(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu rep_good avx2 md_clear sse4_2 ibrs\nbugs\t: spectre_v1\n")
-    assert environment.cpu_features(cpuinfo) == ("avx2", "sse4_2")
+    assert compatibility.cpu_features(cpuinfo) == ("avx2", "sse4_2")
     cpuinfo.write_text("Features\t: fp asimd sve\n")
-    assert environment.cpu_features(cpuinfo) == ("asimd", "fp", "sve")
+    assert compatibility.cpu_features(cpuinfo) == ("asimd", "fp", "sve")
 
 
 # -- the guest's side ------------------------------------------------------------------------------------------------
@@ -521,11 +575,11 @@ LIES = {
 async def test_a_sandbox_that_lies_about_its_files_gets_an_error_and_no_more(
     machine: Machine, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guesttool, "STALL", 2.0)
+    monkeypatch.setattr(guest_tool, "STALL", 2.0)
     sandbox = await start()
     for lie, words in LIES.values():
         script = f"import sys\n{lie}\n"
-        change = ["sh", "-c", 'printf %s "$1" > /.sandbox/inventory.py', "sh", script]
+        change = ["sh", "-c", 'printf %s "$1" > /.sandbox/open_files.py', "sh", script]
         assert await (await sandbox.execute(change)).wait() == 0
         with pytest.raises(GuestError, match=words):
             await asyncio.wait_for(inventory(sandbox, machine.prints), LONG)

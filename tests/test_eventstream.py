@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from sandbox_provisioner.eventstream import MOST, Subscription
-from sandbox_provisioner.journal import JOURNAL, Entry, What
+from sandbox_provisioner.events import JOURNAL, Entry, What
+from sandbox_provisioner.server.event_stream import MOST, Subscription
 
 SOON = 10.0
 

@@ -17,7 +17,7 @@ from servers import Server
 from traitlets.config import Config
 
 from sandbox_provisioner.config import GCSConfig
-from sandbox_provisioner.persistence import Persistence
+from sandbox_provisioner.sandbox.user_sandboxes import Persistence
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

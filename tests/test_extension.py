@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from jupyter_server.gateway.connections import GatewayWebSocketConnection
 from jupyter_server.gateway.gateway_client import GatewayClient
 from jupyter_server.gateway.managers import GatewayMappingKernelManager
 from jupyter_server.serverapp import ServerApp
+from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 
-from sandbox_provisioner.kernelmanager import SandboxKernelManager
+from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
+from sandbox_provisioner.server.kernel_websocket import SandboxWebsocketConnection
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +25,16 @@ def no_gateway() -> None:
     GatewayClient.clear_instance()
 
 
-def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> object:
+def started_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> ServerApp:
     for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
         monkeypatch.setenv(f"JUPYTER_{name}", str(folder / name))
     app = ServerApp()
     app.initialize(["--allow-root", "--port=0", f"--ServerApp.root_dir={folder}", *options], new_httpserver=False)
-    return app.kernel_manager
+    return app
+
+
+def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> object:
+    return started_server(monkeypatch, folder, *options).kernel_manager
 
 
 def test_an_installed_package_makes_any_server_hibernate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,5 +81,34 @@ def test_a_class_that_the_user_configured_stays(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_server_whose_kernels_a_gateway_has_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    manager = manager_of_a_server(monkeypatch, tmp_path, "--GatewayClient.url=http://127.0.0.1:1")
-    assert type(manager) is GatewayMappingKernelManager
+    server = started_server(monkeypatch, tmp_path, "--GatewayClient.url=http://127.0.0.1:1")
+    assert type(server.kernel_manager) is GatewayMappingKernelManager
+    assert server.kernel_websocket_connection_class is GatewayWebSocketConnection
+
+
+def test_websockets_to_kernels_share_their_questions_unless_the_user_configured_a_class(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = started_server(monkeypatch, tmp_path)
+    assert server.web_app.settings["kernel_websocket_connection_class"] is SandboxWebsocketConnection
+    theirs = f"{ZMQChannelsWebsocketConnection.__module__}.{ZMQChannelsWebsocketConnection.__name__}"
+    server = started_server(monkeypatch, tmp_path, f"--ServerApp.kernel_websocket_connection_class={theirs}")
+    assert server.web_app.settings["kernel_websocket_connection_class"] is ZMQChannelsWebsocketConnection
+
+
+def test_language_servers_run_nothing_in_a_folder_that_kernels_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.delenv("JP_LSP_VIRTUAL_DIR", raising=False)
+    monkeypatch.chdir(tmp_path / "notebooks")
+    config = started_server(monkeypatch, tmp_path / "notebooks").config.LanguageServerManager
+    assert config.autodetect is False
+    assert config.virtual_documents_dir == str(tmp_path / "notebooks" / "DATA_DIR" / "sandbox" / "virtual-documents")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = started_server(monkeypatch, tmp_path / "notebooks").config.LanguageServerManager
+    assert "autodetect" not in config
+    option = "--LanguageServerManager.virtual_documents_dir=/chosen"
+    config = started_server(monkeypatch, tmp_path / "notebooks", option).config.LanguageServerManager
+    assert config.virtual_documents_dir == "/chosen"

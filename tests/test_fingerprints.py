@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_provisioner import fingerprints
-from sandbox_provisioner.fingerprints import NAME, Fingerprints
+from sandbox_provisioner.persistence import digest_cache
+from sandbox_provisioner.persistence.digest_cache import NAME, Fingerprints
 
 UNTRUE = "f" * 64
 
@@ -42,7 +42,7 @@ def falsify(folder: Path) -> None:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "SETTLED", 0)
+    monkeypatch.setattr(digest_cache, "SETTLED", 0)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_the_memory_is_for_its_owner_only_and_nothing_is_left_beside_it(
 def test_the_memory_has_an_end_and_the_last_used_stays(
     tmp_path: Path, settled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprints, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(digest_cache, "MOST_ENTRIES", 3)
     prints = Fingerprints(tmp_path)
     files = [tmp_path / str(number) for number in range(5)]
     for path in files:
@@ -146,7 +146,7 @@ def test_a_memory_that_was_damaged_is_an_empty_one(file: Path, tmp_path: Path, c
     assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b" " * (fingerprints.MOST_BYTES + 1)], ids=["deep", "large"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b" " * (digest_cache.MOST_BYTES + 1)], ids=["deep", "large"])
 def test_a_memory_that_is_too_much_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
     assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()

@@ -23,10 +23,11 @@ from jupyter_server.services.contents.filemanager import FileContentsManager
 from tornado.web import HTTPError
 from traitlets.config import Config
 
-from sandbox_provisioner import doctor, guarded_contents
+from sandbox_provisioner.contents import managers
+from sandbox_provisioner.contents.file_functions import guarded_os, guarded_path, guarded_shutil
+from sandbox_provisioner.contents.managers import CLASSES, MODULES, GuardedFileHandler
 from sandbox_provisioner.errors import ConfigurationError
-from sandbox_provisioner.guarded_contents import CLASSES, MODULES, GuardedFileHandler
-from sandbox_provisioner.guarded_files import guarded_os, guarded_path, guarded_shutil
+from sandbox_provisioner.setup import doctor
 
 NOTEBOOK: dict[str, Any] = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
 
@@ -65,9 +66,9 @@ def full_name(kind: type) -> str:
 
 def test_default_contents_manager_is_guarded(root: Path) -> None:
     manager = server(root).contents_manager
-    assert type(manager) is guarded_contents.GuardedAsyncLargeFileManager
+    assert type(manager) is managers.GuardedAsyncLargeFileManager
     assert isinstance(manager, largefilemanager.AsyncLargeFileManager)
-    assert type(manager.checkpoints) is guarded_contents.GuardedAsyncFileCheckpoints
+    assert type(manager.checkpoints) is managers.GuardedAsyncFileCheckpoints
     assert manager.files_handler_class is GuardedFileHandler
     assert manager.root_dir == manager.checkpoints.root_dir == str(root)
 
@@ -85,7 +86,7 @@ def test_guarded_though_another_kernel_manager_is_configured(root: Path) -> None
     GatewayClient.clear_instance()  # another test of this process may have had a gateway
     theirs = "jupyter_server.services.kernels.kernelmanager.AsyncMappingKernelManager"
     app = server(root, f"--ServerApp.kernel_manager_class={theirs}")
-    assert type(app.contents_manager) is guarded_contents.GuardedAsyncLargeFileManager
+    assert type(app.contents_manager) is managers.GuardedAsyncLargeFileManager
 
 
 def test_another_manager_stays_and_the_log_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +105,9 @@ def test_settings_of_the_stock_classes_apply(root: Path) -> None:
 
 
 def test_configured_checkpoints_and_handlers(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make = guarded_contents.GuardedLargeFileManager
+    make = managers.GuardedLargeFileManager
     generic = make(root_dir=str(root), checkpoints_class=filecheckpoints.GenericFileCheckpoints)
-    assert type(generic.checkpoints) is guarded_contents.GuardedGenericFileCheckpoints
+    assert type(generic.checkpoints) is managers.GuardedGenericFileCheckpoints
     assert make(files_handler_class=AuthenticatedFileHandler).files_handler_class is GuardedFileHandler
     assert make(files_handler_class=FilesHandler).files_handler_class is FilesHandler
     assert "not guarded" not in caplog.text
@@ -261,7 +262,7 @@ def test_links_to_configured_places(tmp_path: Path, root: Path) -> None:
     config = Config()
     config.GuardedContents.allowed_link_targets = [str(tmp_path / "free")]
     config.SandboxProvisioner.mounts = [str(tmp_path / "mounted"), f"{tmp_path}/writable:/data:rw", "/no/such/place"]
-    manager = guarded_contents.GuardedLargeFileManager(root_dir=str(root), config=config)
+    manager = managers.GuardedLargeFileManager(root_dir=str(root), config=config)
     for name, readable, writable in (
         ("free", True, True),
         ("mounted", True, False),
@@ -288,14 +289,14 @@ def test_links_to_places_in_the_environment(tmp_path: Path, root: Path, monkeypa
     (tmp_path / "free").mkdir()
     (root / "link").symlink_to(tmp_path / "free")
     monkeypatch.setenv("SANDBOX_ALLOWED_LINK_TARGETS", f"{tmp_path}/missing, {tmp_path}/free")
-    manager = guarded_contents.GuardedLargeFileManager(root_dir=str(root))
+    manager = managers.GuardedLargeFileManager(root_dir=str(root))
     manager.new({"type": "file"}, "link/a.txt")
     assert (tmp_path / "free" / "a.txt").exists()
 
 
 def test_relative_link_target_is_an_error(root: Path) -> None:
     with pytest.raises(ConfigurationError, match="'relative'"):
-        guarded_contents.GuardedLargeFileManager(root_dir=str(root), allowed_link_targets=["relative"])
+        managers.GuardedLargeFileManager(root_dir=str(root), allowed_link_targets=["relative"])
 
 
 def test_paths_outside_and_hidden_paths(manager: Any, root: Path) -> None:
@@ -313,3 +314,46 @@ def test_hook_gets_the_path_in_the_file_system(manager: Any, root: Path) -> None
     manager.register_post_save_hook(lambda os_path, model, contents_manager: seen.append(os_path))
     do(manager.save({"type": "file", "format": "text", "content": ""}, "a.txt"))
     assert seen == [str(root / "a.txt")]
+
+
+def test_files_that_are_too_large_are_not_loaded(manager: Any, root: Path) -> None:
+    manager.max_file_size = 2000
+    for name in ("a.txt", "a.ipynb"):
+        with (root / name).open("wb") as file:
+            file.truncate(2001)
+        for options in ({}, {"require_hash": True}, {"content": False, "require_hash": True}, {"type": "file"}):
+            with pytest.raises(HTTPError) as caught:
+                do(manager.get(name, **options))
+            assert caught.value.status_code == 400
+            message = str(caught.value)
+            assert name in message and "2001 bytes" in message and "at most 2000" in message
+        assert do(manager.get(name, content=False))["size"] == 2001
+        do(manager.create_checkpoint(name))
+        do(manager.restore_checkpoint("checkpoint", name))
+        do(manager.rename(name, f"renamed-{name}"))
+    (root / "b.txt").write_text("x" * 2000)
+    assert do(manager.get("b.txt"))["content"] == "x" * 2000
+    for content in (True, False):
+        model = do(manager.get("b.txt", content=content, require_hash=True))
+        assert model["hash"] == hashlib.sha256(b"x" * 2000).hexdigest()
+        assert model["hash_algorithm"] == "sha256"
+    assert do(manager.get("", content=False, require_hash=True))["hash"] is None
+
+
+def test_size_limit_of_the_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = managers.GuardedLargeFileManager
+    assert make(root_dir=str(root)).max_file_size == 512 << 20
+    monkeypatch.setenv("SANDBOX_MAX_FILE_SIZE", "12345")
+    assert make(root_dir=str(root)).max_file_size == 12345
+    assert make(root_dir=str(root)).checkpoints.max_file_size == 12345
+
+
+def test_file_that_grows_while_it_is_read_ends_where_it_ended(root: Path) -> None:
+    manager = managers.GuardedLargeFileManager(root_dir=str(root), max_file_size=10)
+    (root / "a.txt").write_text("12345")
+    with manager.open(manager._get_os_path("a.txt"), "rb") as file:
+        with (root / "a.txt").open("a") as same:
+            same.write("6" * 1000)
+        assert file.read(3) == b"123"
+        assert file.read() == b"45"
+        assert file.read() == b""

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from test_link import ENV, LIMIT, Tap, descriptors, echo, real_guest, server
 
-from sandbox_provisioner.bundle import GUEST
 from sandbox_provisioner.errors import GuestError
-from sandbox_provisioner.guest.asks import MAX_OPEN, MAX_REQUEST
 from sandbox_provisioner.guest.frames import MAX_PAYLOAD, WINDOW
-from sandbox_provisioner.guestprocess import GuestProcess
-from sandbox_provisioner.link import GuestLink
+from sandbox_provisioner.guest.host_api import MAX_OPEN, MAX_REQUEST
+from sandbox_provisioner.gvisor.bundle import GUEST
+from sandbox_provisioner.mux.connection import GuestLink
+from sandbox_provisioner.mux.process import GuestProcess
 from sandbox_provisioner.process import LocalProcess
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandbox_provisioner import guesttool
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import GuestError, SandboxError
-from sandbox_provisioner.guesttool import GuestTool
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor import guest_tool
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.guest_tool import GuestTool
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 
 pytestmark = pytest.mark.runsc
 LONG = 60
@@ -56,7 +56,7 @@ async def test_its_failure_is_told_with_the_end_of_its_words(sandbox: GVisorSand
 async def test_it_does_not_outlive_the_block_nor_stand_still_for_ever(
     sandbox: GVisorSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guesttool, "STALL", 1.0)
+    monkeypatch.setattr(guest_tool, "STALL", 1.0)
     await put(sandbox, "while True: os.write(1, b'x' * 65536)")
     async with GuestTool.run(sandbox, "The task", "tool.py") as tool:
         async for _ in tool.output():

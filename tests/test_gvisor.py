@@ -21,22 +21,15 @@ import pytest
 from conftest import leftovers
 from test_link import LIMIT, Tap
 
-from sandbox_provisioner import gvisor
-from sandbox_provisioner.bundle import BundleSpec, Mount
-from sandbox_provisioner.errors import (
-    GuestError,
-    LinkClosedError,
-    ProtocolError,
-    RunscError,
-    SandboxError,
-    StateError,
-)
+from sandbox_provisioner.errors import GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
 from sandbox_provisioner.guest.frames import CONTROL, VERSION, encode
-from sandbox_provisioner.guestprocess import GuestProcess
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import kill_processes
-from sandbox_provisioner.states import State
+from sandbox_provisioner.gvisor import sandbox as gvisor
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.runtime_dir import kill_processes
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+from sandbox_provisioner.gvisor.state import State
+from sandbox_provisioner.mux.process import GuestProcess
 
 pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error")]
 LONG = 60
@@ -556,6 +549,26 @@ async def test_a_checkpoint_that_fails_leaves_it_running_and_no_image(
     assert await add(counter, 1) == 3
 
 
+async def test_runsc_is_asked_again_to_resume_a_sandbox_that_is_paused(
+    make: Make, stand_in: StandInMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse() -> None:
+        raise SandboxError("storage is down")
+
+    fake = stand_in("resume")
+    sandbox = make(fake.runsc)
+    await sandbox.start()
+    counter = await python(sandbox, COUNTER)
+    failing = asyncio.create_task(sandbox.checkpoint(tmp_path / "image", refuse))
+    async with asyncio.timeout(LONG):
+        while "is paused and not saved" not in caplog.text:
+            await asyncio.sleep(0.05)
+    fake.failing = False
+    with pytest.raises(SandboxError, match="storage is down"):
+        await asyncio.wait_for(failing, LONG)
+    assert await add(counter, 1) == 1
+
+
 async def test_an_image_is_never_overwritten(sandbox: GVisorSandbox, tmp_path: Path) -> None:
     image = tmp_path / "image"
     image.mkdir()
@@ -700,6 +713,7 @@ async def test_a_guest_that_never_comes_to_rest_costs_the_checkpoint_and_no_more
     make: Make, runsc: Runsc, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 0.2)
+    monkeypatch.setattr(gvisor, "CARRY_ON_TIMEOUT", 0.2)
     sandbox = make(scripted(tmp_path, runsc, "while os.read(0, 1 << 16): pass\nsignal.pause()"))
     await sandbox.start()
     with pytest.raises(SandboxError, match="did not come to rest"):

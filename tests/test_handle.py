@@ -18,8 +18,6 @@ from documents import put_document
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner import estates, names
-from sandbox_provisioner.bundle import BundleSpec, Mount
 from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import (
     ConfigurationError,
@@ -35,14 +33,17 @@ from sandbox_provisioner.errors import (
     SignatureError,
     StorageUnavailableError,
 )
-from sandbox_provisioner.handle import Identity, SandboxHandle
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.state import State
 from sandbox_provisioner.lock.base import Lease, Owner
-from sandbox_provisioner.metadata import decode
-from sandbox_provisioner.names import valid_id
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.states import State
+from sandbox_provisioner.persistence import names
+from sandbox_provisioner.persistence.backends import Stores
+from sandbox_provisioner.persistence.metadata import decode
+from sandbox_provisioner.persistence.names import valid_id
+from sandbox_provisioner.sandbox import detached
+from sandbox_provisioner.sandbox.handle import Identity, SandboxHandle
 from sandbox_provisioner.storage.base import ObjectInfo
-from sandbox_provisioner.stores import Stores
 
 GOOD = ["a", "0", "kernel-1", "A_b-C", "5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d", "x" * 128]
 BAD = ["", ".", "..", "../x", "a/b", "a\\b", "-a", "_a", "a b", "a\n", "a\0", "é", "x" * 129, "a.b", "٣"]
@@ -180,7 +181,7 @@ async def test_ten_cycles_lose_nothing(running: SandboxHandle, attach: Attach) -
 
 @pytest.mark.runsc
 async def test_a_checkpoint_records_what_it_depends_on(saved: None, stores: Stores, runsc: Runsc) -> None:
-    checkpoint = estates.describe_persistent(stores, "box").checkpoint
+    checkpoint = detached.describe_persistent(stores, "box").checkpoint
     assert checkpoint is not None
     assert (checkpoint.runsc_version, checkpoint.runsc_sha256) == (runsc.version, runsc.sha256)
     assert checkpoint.architecture == os.uname().machine
@@ -477,8 +478,8 @@ async def test_a_deletion_that_stood_still_spares_a_sandbox_that_another_has_tak
     monkeypatch.setattr(stores.leases, "acquire", overheard)
     monkeypatch.setattr(stores.metadata, "delete", late)
     with pytest.raises(ConflictError):
-        await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
-    assert estates.describe_persistent(stores, "box").sandbox_id == "box"
+        await detached.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert detached.describe_persistent(stores, "box").sandbox_id == "box"
 
 
 async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach, stores: Stores) -> None:
@@ -488,7 +489,7 @@ async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach,
         stores.metadata.write(name, damaged)
         with pytest.raises(error):
             await attach()
-    await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    await detached.destroy_persistent(stores, "box", Owner.here("cleaner"))
     assert files(stores) == []
 
 
@@ -582,15 +583,24 @@ async def test_a_server_without_a_place_for_snapshots_says_so(spec: BundleSpec, 
 
 @pytest.mark.runsc
 async def test_a_deleted_sandbox_leaves_nothing(saved: None, stores: Stores, attach: Attach) -> None:
-    freed = await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    freed = await detached.destroy_persistent(stores, "box", Owner.here("cleaner"))
     assert freed > 1_000_000
     assert files(stores) == []
     with pytest.raises(SandboxNotFoundError):
         await attach()
 
 
+@pytest.mark.runsc
+async def test_file_snapshots_are_not_deleted_with_an_empty_sandbox(running: SandboxHandle, stores: Stores) -> None:
+    await running.save_snapshot("one")
+    await running.release()
+    with pytest.raises(SandboxExistsError):
+        await detached.destroy_persistent(stores, "box", Owner.here("cleaner"), only_empty=True)
+    assert any("snapshots/one" in str(name) for name in files(stores))
+
+
 async def test_one_in_use_is_not_deleted(create: Attach, stores: Stores) -> None:
     await create()
     with pytest.raises(LeaseHeldError, match="first"):
-        await estates.destroy_persistent(stores, "box", Owner.here("cleaner"))
-    assert estates.describe_persistent(stores, "box").sandbox_id == "box"
+        await detached.destroy_persistent(stores, "box", Owner.here("cleaner"))
+    assert detached.describe_persistent(stores, "box").sandbox_id == "box"

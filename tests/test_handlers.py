@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import pytest
 import websocket
 from apis import BROKEN, KEEPER, KERNEL, Api, nothing_is_left, serving
 
-from sandbox_provisioner import contract
+from sandbox_provisioner.server import openapi
 
 pytestmark = pytest.mark.runsc
 
@@ -67,9 +68,9 @@ def output(answer: HTTPResponse) -> tuple[bytes, bytes, int]:
     lines = [json.loads(line) for line in answer]
     streams = {"stdout": b"", "stderr": b""}
     for line in lines[:-1]:
-        contract.check({"$ref": "#/components/schemas/Output"}, line, "output")
+        openapi.check({"$ref": "#/components/schemas/Output"}, line, "output")
         streams[line["stream"]] += base64.b64decode(line["data"])
-    contract.check({"$ref": "#/components/schemas/Exit"}, lines[-1], "exit")
+    openapi.check({"$ref": "#/components/schemas/Exit"}, lines[-1], "exit")
     return streams["stdout"], streams["stderr"], lines[-1]["status"]
 
 
@@ -91,7 +92,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def operations() -> list[tuple[str, str]]:
     """Every method and path there is, with ids that nobody has."""
-    paths = contract.spec()["paths"]
+    paths = openapi.spec()["paths"]
     found = [(method, path) for path in paths for method in ("get", "post", "delete") if method in paths[path]]
     short = [(method.upper(), path.removeprefix("/api/sandboxes")) for method, path in found]
     return [(method, path.replace("{id}", NOBODYS).replace("{name}", "a")) for method, path in short]
@@ -308,6 +309,27 @@ def test_one_that_is_only_kept_is_reverted_forked_and_deleted(api: Api, create: 
     api.bad(404, "GET", here)
 
 
+def test_a_record_of_another_key_is_deleted_only_if_that_is_said(
+    api: Api, create: Callable[..., dict[str, Any]]
+) -> None:
+    sandbox = create(sandbox_id="lost", kernel_name=KEEPER)
+    here = f"/{sandbox['id']}"
+    api.good("POST", f"{here}/hibernate")
+    api.server.ask("DELETE", f"kernels/{sandbox['kernel_id']}")
+    (document,) = api.server.runtime.parent.rglob("sandboxes/lost/metadata.json")
+    data = document.read_bytes()
+    changed = re.sub(rb'"signature": "[0-9a-f]{16}', b'"signature": "' + b"0" * 16, data)
+    assert changed != data
+    document.write_bytes(changed)
+    refused = api.bad(422, "DELETE", here)
+    assert refused["variable"] == "SANDBOX_SIGNING_KEY"
+    assert "`jupyter sandbox doctor`" in refused["remedy"]
+    assert document.exists()
+    api.good("DELETE", f"{here}?unverified=true")
+    assert not document.exists()
+    api.bad(404, "GET", here)
+
+
 def test_a_savepoint_is_made_rewound_to_and_deleted(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(notebook_path="a.ipynb")
     here = f"/{sandbox['id']}"
@@ -458,7 +480,7 @@ def test_events_tell_what_happens(api: Api, create: Callable[..., dict[str, Any]
         api.good("DELETE", f"/{sandbox['id']}")
         events = list(told(answer))
     for name, event in events:
-        contract.check({"$ref": "#/components/schemas/Event"}, event, "event")
+        openapi.check({"$ref": "#/components/schemas/Event"}, event, "event")
         assert (name, event["id"]) == (event["what"], "told")
     assert [name for name, _ in events if name != "progress"] == [
         "created",

@@ -11,8 +11,16 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner.handshake import GREETING, OPENING, SOCKET_TYPES, Handshake, KernelHandshake, command, ready
-from sandbox_provisioner.zmtp import Position, identity
+from sandbox_provisioner.kernel.handshake import (
+    GREETING,
+    OPENING,
+    SOCKET_TYPES,
+    Handshake,
+    KernelHandshake,
+    command,
+    ready,
+)
+from sandbox_provisioner.kernel.zmtp import Position, identity
 
 PATIENCE = 30
 KINDS = {"shell": zmq.DEALER, "stdin": zmq.DEALER, "control": zmq.DEALER, "iopub": zmq.SUB, "hb": zmq.REQ}

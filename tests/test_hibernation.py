@@ -16,7 +16,7 @@ from gcs_server import GCS
 from notebooks import Notebook, until
 from servers import Server
 
-from sandbox_provisioner.runtime import left_behind
+from sandbox_provisioner.gvisor.runtime_dir import left_behind
 
 pytestmark = pytest.mark.runsc
 

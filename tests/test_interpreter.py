@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_provisioner.errors import CommandNotFoundError
-from sandbox_provisioner.folders import homes, private
-from sandbox_provisioner.interpreter import (
+from sandbox_provisioner.gvisor.interpreter import (
     believed,
     installing,
     look,
@@ -24,6 +23,7 @@ from sandbox_provisioner.interpreter import (
     site_folders,
     user_site_folders,
 )
+from sandbox_provisioner.gvisor.mounts import homes, private
 
 
 @pytest.fixture

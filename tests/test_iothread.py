@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from sandbox_provisioner.iothread import IOThread
+from sandbox_provisioner.io_thread import IOThread
 
 pytestmark = pytest.mark.filterwarnings("error")
 LIMIT = 20
@@ -268,7 +268,7 @@ def test_many_threads_may_hold_and_release_at_once(io: IOThread) -> None:
 def interpreter(code: str) -> subprocess.CompletedProcess[str]:
     begin = """
         import asyncio, os, sys, threading
-        from sandbox_provisioner.iothread import IO
+        from sandbox_provisioner.io_thread import IO
         async def where(): return threading.current_thread().name
         async def nothing(): pass
         """
@@ -295,7 +295,7 @@ def test_an_interpreter_that_ends_gives_everything_back_first() -> None:
 def test_an_interpreter_ends_although_somebody_never_does() -> None:
     ended = interpreter(
         """
-        import sandbox_provisioner.iothread as module
+        import sandbox_provisioner.io_thread as module
         module.EXIT_DEADLINE = 0.1
         async def at_exit(): await asyncio.Event().wait()
         IO.hold("me", at_exit)
@@ -347,7 +347,7 @@ def test_a_server_that_is_interrupted_still_gives_back() -> None:
     program = textwrap.dedent(
         """
         import sys, time
-        from sandbox_provisioner.iothread import IO
+        from sandbox_provisioner.io_thread import IO
         async def at_exit(): print("given back", flush=True)
         IO.hold("me", at_exit)
         try:

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from sandbox_provisioner import journal
+from sandbox_provisioner import events
 from sandbox_provisioner.errors import LeaseHeldError
-from sandbox_provisioner.journal import Entry, Journal, What
+from sandbox_provisioner.events import Entry, Journal, What
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_failure_is_logged_with_its_reason_and_told_with_the_name_of_that(
     error = LeaseHeldError("sandboxes/box/lock", "another server")
     book.fail(Entry("box", What.HANDED_OFF, seconds=2), error)
     line = f"box was not handed off in 2.000 s: {error}"
-    assert caplog.record_tuples == [(journal.__name__, logging.ERROR, line)]
+    assert caplog.record_tuples == [(events.__name__, logging.ERROR, line)]
     assert [(entry.what, entry.doing, entry.reason) for entry in told] == [
         (What.FAILED, "handed_off", "LeaseHeldError")
     ]
@@ -107,13 +107,13 @@ def test_of_an_error_that_is_not_ours_listeners_hear_no_more_than_that(book: Jou
 def test_progress_adds_up_and_is_not_told_more_often_than_anybody_looks(
     book: Journal, told: list[Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "PROGRESS_EVERY", 3600.0)
+    monkeypatch.setattr(events, "PROGRESS_EVERY", 3600.0)
     with book.doing(Entry("box", What.WOKEN)) as work:
         for _ in range(100):
             work.advance(10)
     assert [(entry.what, entry.size) for entry in told] == [(What.PROGRESS, 10), (What.WOKEN, None)]
     assert told[0].doing == "woken"
-    monkeypatch.setattr(journal, "PROGRESS_EVERY", 0.0)
+    monkeypatch.setattr(events, "PROGRESS_EVERY", 0.0)
     with book.doing(Entry("box", What.WOKEN)) as work:
         for _ in range(3):
             work.advance(10)

@@ -15,13 +15,13 @@ import pytest
 from conftest import leftovers
 from test_link import LIMIT
 
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import GuestError, RunscError
-from sandbox_provisioner.handle import SandboxHandle
-from sandbox_provisioner.kernel import LAST_WORDS, Ending, SandboxedKernel, Start
-from sandbox_provisioner.relay import CHANNELS
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import kill_processes
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.runtime_dir import kill_processes
+from sandbox_provisioner.kernel.kernel import LAST_WORDS, Ending, SandboxedKernel, Start
+from sandbox_provisioner.kernel.relay import CHANNELS
+from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error")]
 LONG = 60

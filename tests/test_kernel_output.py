@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner.kernel_output import BURST, LINES_PER_SECOND, MAX_LINE, NOTICE_EVERY, PARTIAL, Budget, LogLines
+from sandbox_provisioner.kernel.output_log import (
+    BURST,
+    LINES_PER_SECOND,
+    MAX_LINE,
+    NOTICE_EVERY,
+    PARTIAL,
+    Budget,
+    LogLines,
+)
 
 OWN = "output of sandbox s | "
 

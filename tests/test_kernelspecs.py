@@ -12,9 +12,9 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from machines import empty_machine
 
-from sandbox_provisioner import kernelspecs
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.kernelspecs import DEFAULTS
+from sandbox_provisioner.setup import kernelspecs
+from sandbox_provisioner.setup.kernelspecs import DEFAULTS
 
 SPEC = {
     "argv": ["python", "-m", "some_kernel", "-f", "{connection_file}"],

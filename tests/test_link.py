@@ -21,10 +21,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_provisioner import openasks
-from sandbox_provisioner.bundle import GUEST
 from sandbox_provisioner.errors import GuestError, LinkClosedError, ProtocolError
-from sandbox_provisioner.guest.asks import MAX_OPEN, MAX_REQUEST
 from sandbox_provisioner.guest.frames import (
     AMOUNT,
     CONTROL,
@@ -41,10 +38,13 @@ from sandbox_provisioner.guest.frames import (
     encode,
     encode_credit,
 )
-from sandbox_provisioner.guestprocess import GuestProcess
-from sandbox_provisioner.link import MAX_REFUSED, MAX_STREAMS, GuestLink
+from sandbox_provisioner.guest.host_api import MAX_OPEN, MAX_REQUEST
+from sandbox_provisioner.gvisor.bundle import GUEST
+from sandbox_provisioner.mux import host_api
+from sandbox_provisioner.mux.connection import MAX_REFUSED, MAX_STREAMS, GuestLink
+from sandbox_provisioner.mux.process import GuestProcess
+from sandbox_provisioner.mux.stream import Stream
 from sandbox_provisioner.process import LocalProcess
-from sandbox_provisioner.stream import Stream
 
 pytestmark = pytest.mark.filterwarnings("error")
 LIMIT = 20
@@ -820,11 +820,11 @@ async def test_an_ask_is_answered_under_its_number_and_once() -> None:
 
 
 async def test_where_nobody_answers_asks_that_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openasks, "UNATTENDED", 0.01)
+    monkeypatch.setattr(host_api, "UNATTENDED", 0.01)
     async with scripted_guest() as guest:
         await guest.hello()
         await guest.say(op="ask", number=1, request={"op": "status"})
-        assert (await guest.told("answer"))["answer"] == openasks.NOBODY
+        assert (await guest.told("answer"))["answer"] == host_api.NOBODY
 
 
 async def test_an_ask_that_comes_before_somebody_answers_asks_waits() -> None:

@@ -15,15 +15,15 @@ import pytest
 from conftest import LONG, Notebook, Open
 from test_asks import Clerk, checkpoint
 
-from sandbox_provisioner.asks import attend
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.guest import asks, magics
+from sandbox_provisioner.guest import host_api, magics
 from sandbox_provisioner.guest.magics import Problem, duration, run, size, told
-from sandbox_provisioner.guestprocess import GuestProcess
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.metadata import Checkpoint
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+from sandbox_provisioner.kernel.host_api import attend
+from sandbox_provisioner.mux.process import GuestProcess
+from sandbox_provisioner.persistence.metadata import Checkpoint
 
 runsc_ = pytest.mark.runsc
 
@@ -31,7 +31,7 @@ runsc_ = pytest.mark.runsc
 
 
 def test_both_ends_of_the_socket_agree() -> None:
-    assert (magics.PATH, magics.MAX_REQUEST) == (asks.PATH, asks.MAX_REQUEST)
+    assert (magics.PATH, magics.MAX_REQUEST) == (host_api.PATH, host_api.MAX_REQUEST)
 
 
 @pytest.mark.parametrize("line", ["", "  ", "help"])

@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 from cell import LONG, start_cell, tell
 
-from sandbox_provisioner import manager as manager_module
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (
     ConfigurationError,
@@ -26,11 +24,13 @@ from sandbox_provisioner.errors import (
     SandboxNotFoundError,
     StateError,
 )
-from sandbox_provisioner.handle import SandboxHandle
-from sandbox_provisioner.manager import Features, SandboxManager
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import kill_processes, read_note, runtime_root, scan
-from sandbox_provisioner.states import State
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.runtime_dir import kill_processes, read_note, runtime_root, scan
+from sandbox_provisioner.gvisor.state import State
+from sandbox_provisioner.sandbox import manager as manager_module
+from sandbox_provisioner.sandbox.handle import SandboxHandle
+from sandbox_provisioner.sandbox.manager import Features, SandboxManager
 
 Serve = Callable[..., SandboxManager]
 
@@ -120,14 +120,18 @@ async def test_checkpoint_is_not_ignored_without_place_for_checkpoints(
 
 
 STAGING = """
-import sys
+import asyncio, sys
 from pathlib import Path
-from sandbox_provisioner.staging import staging
-with staging(Path(sys.argv[1])) as folder:
-    (folder / "image").mkdir()
-    (folder / "image" / "pages.img").write_bytes(b"x" * 5000)
-    print(folder, flush=True)
-    sys.stdin.readline()
+from sandbox_provisioner.persistence.staging import staging
+
+async def main():
+    async with staging(Path(sys.argv[1])) as folder:
+        (folder / "image").mkdir()
+        (folder / "image" / "pages.img").write_bytes(b"x" * 5000)
+        print(folder, flush=True)
+        sys.stdin.readline()
+
+asyncio.run(main())
 """
 
 
@@ -283,7 +287,7 @@ VICTIM = """
     sys.path.insert(0, {tests!r})
     from cell import start_cell, tell
     from sandbox_provisioner.config import GCSConfig
-    from sandbox_provisioner.manager import SandboxManager
+    from sandbox_provisioner.sandbox.manager import SandboxManager
 
     async def main():
         spec, runsc, folder = pickle.loads(bytes.fromhex(sys.argv[1]))

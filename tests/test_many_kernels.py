@@ -16,7 +16,7 @@ from conftest import leftovers
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
-from sandbox_provisioner.runtime import sweep
+from sandbox_provisioner.gvisor.runtime_dir import sweep
 
 pytestmark = pytest.mark.runsc
 

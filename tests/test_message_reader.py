@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
-from sandbox_provisioner.apology import _encode
-from sandbox_provisioner.message_reader import MAX_HEADER, MessageReader
-from sandbox_provisioner.zmtp import GREETING_SIZE, Position
+from sandbox_provisioner.kernel.message_reader import MAX_HEADER, MessageReader
+from sandbox_provisioner.kernel.synthetic_replies import _encode
+from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, Position
 
 KEY = b"the kernel's key"
 BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner.bundle import BundleSpec, Mount
 from sandbox_provisioner.errors import MetadataError
-from sandbox_provisioner.metadata import (
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
+from sandbox_provisioner.persistence.metadata import (
     SCHEMA,
     Checkpoint,
     GCSArtifact,

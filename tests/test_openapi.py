@@ -9,11 +9,11 @@ import pytest
 from jupyter_server.base.handlers import APIHandler
 from openapi_spec_validator import validate
 
-from sandbox_provisioner import contract
-from sandbox_provisioner.contract import BadRequestError, check, read_body, read_query
-from sandbox_provisioner.handlers import AUTH_RESOURCE, ROUTES, SandboxHandler
-from sandbox_provisioner.journal import What
-from sandbox_provisioner.problems import STATUSES
+from sandbox_provisioner.events import What
+from sandbox_provisioner.server import openapi
+from sandbox_provisioner.server.handlers import AUTH_RESOURCE, ROUTES, SandboxHandler
+from sandbox_provisioner.server.openapi import BadRequestError, check, read_body, read_query
+from sandbox_provisioner.server.problem_details import STATUSES
 
 METHODS = ("get", "head", "post", "put", "patch", "delete")
 CREATE = ("/api/sandboxes", "post")
@@ -25,26 +25,26 @@ def served(handler: type[SandboxHandler]) -> set[str]:
 
 
 def described(path: str) -> set[str]:
-    return {method for method in METHODS if method in contract.spec()["paths"][path]}
+    return {method for method in METHODS if method in openapi.spec()["paths"][path]}
 
 
 def operations() -> list[dict[str, Any]]:
-    return [contract.spec()["paths"][path][method] for path, _ in ROUTES for method in described(path)]
+    return [openapi.spec()["paths"][path][method] for path, _ in ROUTES for method in described(path)]
 
 
 def test_the_document_is_valid() -> None:
-    validate(contract.spec())
+    validate(openapi.spec())
 
 
 def test_what_is_described_is_what_is_served() -> None:
-    assert [path for path, _ in ROUTES] == sorted(contract.spec()["paths"], key=[path for path, _ in ROUTES].index)
+    assert [path for path, _ in ROUTES] == sorted(openapi.spec()["paths"], key=[path for path, _ in ROUTES].index)
     assert {path: served(handler) for path, handler in ROUTES} == {path: described(path) for path, _ in ROUTES}
 
 
 def test_every_operation_has_its_name_in_its_method() -> None:
     for path, handler in ROUTES:
         for method in served(handler):
-            name = contract.spec()["paths"][path][method]["operationId"]
+            name = openapi.spec()["paths"][path][method]["operationId"]
             assert name in (inspect.getdoc(getattr(handler, method)) or "")
 
 
@@ -62,7 +62,7 @@ def test_every_operation_can_be_refused() -> None:
 
 
 def test_events_are_those_of_the_journal() -> None:
-    assert contract.spec()["components"]["schemas"]["Event"]["properties"]["what"]["enum"] == [str(one) for one in What]
+    assert openapi.spec()["components"]["schemas"]["Event"]["properties"]["what"]["enum"] == [str(one) for one in What]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,13 @@ def test_a_parameter_that_is_given_twice_is_refused() -> None:
 def test_parameters_are_what_they_are_described_as() -> None:
     given = {"limit": ["7"], "unused_for": ["1.5"], "state": ["saved"]}
     assert read_query("/api/sandboxes", "get", given) == {"limit": 7, "unused_for": 1.5, "state": "saved"}
+
+
+def test_a_parameter_that_is_true_or_false_is_nothing_else() -> None:
+    for value, meant in (("true", True), ("false", False)):
+        assert read_query("/api/sandboxes/{id}", "delete", {"unverified": [value]}) == {"unverified": meant}
+    with pytest.raises(BadRequestError):
+        read_query("/api/sandboxes/{id}", "delete", {"unverified": ["1"]})
 
 
 def test_a_parameter_that_is_not_given_has_its_default() -> None:

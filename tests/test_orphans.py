@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import LinkClosedError
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import RuntimeFolder, left_behind, sweep
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder, left_behind, sweep
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 
 pytestmark = pytest.mark.runsc
 LONG = 60
@@ -32,7 +32,7 @@ while True:
 
 SERVER = """
 import asyncio, os, pickle, signal, sys
-from sandbox_provisioner.gvisor import GVisorSandbox
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 
 async def main():
     spec, runsc, code = pickle.loads(bytes.fromhex(sys.argv[1]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner.peers import peer_uid, trusted_peer
+from sandbox_provisioner.kernel.peers import peer_uid, trusted_peer
 
 CONNECT = """
 import socket, sys

@@ -9,10 +9,10 @@ import pytest
 from tornado.web import HTTPError
 
 from sandbox_provisioner import errors
-from sandbox_provisioner.contract import BadRequestError, check
-from sandbox_provisioner.discretion import public
+from sandbox_provisioner._redaction import public
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
-from sandbox_provisioner.problems import STATUSES, describe
+from sandbox_provisioner.server.openapi import BadRequestError, check
+from sandbox_provisioner.server.problem_details import STATUSES, describe
 
 SECRET = "/home/me/my files/storage"
 PROBLEM = {"$ref": "#/components/schemas/Problem"}
@@ -50,6 +50,30 @@ def example(kind: type[SandboxError]) -> SandboxError:
     """One with a path wherever there can be one."""
     names = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
     return kind(**{name: ARGUMENTS.get(name, SECRET) for name in names})
+
+
+def test_a_refused_signature_says_what_helps_without_a_path() -> None:
+    error = errors.SignatureError.other_key("sandboxes/box/metadata.json", SECRET, "a" * 16, "b" * 16)
+    body = describe(error)
+    assert body["variable"] == "SANDBOX_SIGNING_KEY"
+    assert "sandbox/key in Jupyter's data folder" in body["remedy"]
+    assert "`jupyter sandbox doctor`" in body["remedy"]
+    assert SECRET not in str(body)
+
+
+@pytest.mark.parametrize(
+    ("error", "setting"),
+    [
+        (errors.StorageNotHereError("box", "local", SECRET, "/other"), "SANDBOX_STORAGE_DIR"),
+        (errors.StorageNotHereError("box", "mounted", SECRET, "/other"), "SANDBOX_METADATA_MOUNT_PATH"),
+        (errors.StorageNotHereError("box", "gcs", "gs://bucket", "/other"), "SANDBOX_METADATA_BUCKET"),
+        (errors.DiskFullError(f"could not write in {SECRET}"), "SANDBOX_STORAGE_DIR"),
+    ],
+)
+def test_a_problem_whose_path_is_hidden_names_the_setting(error: SandboxError, setting: str) -> None:
+    body = describe(error)
+    assert setting in body["remedy"]
+    assert SECRET not in str(body)
 
 
 @pytest.mark.parametrize("kind", subclasses(SandboxError), ids=lambda kind: kind.__name__)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner import programs
 from sandbox_provisioner.errors import ProgramNotFoundError
+from sandbox_provisioner.gvisor import programs
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_file_that_everybody_can_write(tmp_path: Path) -> None:
     assert "everybody can write" in programs.distrust(str(tool))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.root  # no other user can give files away
 def test_program_of_another_user(tmp_path: Path) -> None:
     tool = program(tmp_path)
     os.chown(tool, 1234, 1234)
@@ -107,7 +107,7 @@ def test_program_of_another_user(tmp_path: Path) -> None:
     assert "belongs to another user" in programs.distrust(str(tool))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.root  # no other user can give files away
 def test_folder_that_another_group_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = program(tmp_path)
     os.chown(tmp_path, 1234, 1234)

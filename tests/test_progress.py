@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.progress import Progress
+from sandbox_provisioner.setup.progress import Progress
 
 
 class Utf8(io.StringIO):

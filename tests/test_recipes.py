@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from sandbox_provisioner.bundle import BundleSpec, Mount, all_mounts, config, windows
 from sandbox_provisioner.errors import MetadataError
-from sandbox_provisioner.guest.powers import CARRIED
-from sandbox_provisioner.kernel import Start
-from sandbox_provisioner.recipes import CONNECTION_FILE, Recipe, carrying, frozen_part, recipe, suits
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.guest.capabilities import CARRIED
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts, config, windows
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.kernel.kernel import Start
+from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, carrying, frozen_part, recipe, suits
 
 INSIDE = "/run/jupyter/kernel-1.json"
-ARGV = ["/usr/bin/python3", "/.sandbox/roomy.py", "ipykernel_launcher", "-f", INSIDE]
+ARGV = ["/usr/bin/python3", "/.sandbox/entrypoint.py", "ipykernel_launcher", "-f", INSIDE]
 ENV = {"HOME": "/home/ada", "LANG": "C.UTF-8", "SECRET": "x", "PATH": "/bin", "PYTHONPATH": "/lib"}
 INFO = {"transport": "ipc", "ip": "/run/jupyter/kernel", "shell_port": 1, "key": "a key", "signature_scheme": "hmac"}
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner import records
 from sandbox_provisioner.errors import ConfigurationError, UnreadableRecordError
-from sandbox_provisioner.records import SandboxRecord
+from sandbox_provisioner.persistence import records
+from sandbox_provisioner.persistence.records import SandboxRecord
 
 ID = UUID("5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d")
 RECORD = SandboxRecord(

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_provisioner import records
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import (
     AmbiguousSandboxError,
@@ -29,10 +28,11 @@ from sandbox_provisioner.errors import (
     UnknownSandboxError,
     UnreadableRecordError,
 )
-from sandbox_provisioner.records import SandboxRecord
-from sandbox_provisioner.registry import PersistentSandboxRegistry
+from sandbox_provisioner.persistence import records
+from sandbox_provisioner.persistence.backends import Stores, open_stores
+from sandbox_provisioner.persistence.records import SandboxRecord
+from sandbox_provisioner.sandbox.registry import PersistentSandboxRegistry
 from sandbox_provisioner.storage.local import LocalStore
-from sandbox_provisioner.stores import Stores, open_stores
 
 FORK = multiprocessing.get_context("fork")
 MONTH = timedelta(days=30)

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from test_link import LIMIT, Serve, descriptors, echo, real_guest, server
 
-from sandbox_provisioner import relay as relay_module
 from sandbox_provisioner.errors import LinkClosedError, SandboxError
 from sandbox_provisioner.guest.frames import WINDOW
-from sandbox_provisioner.link import GuestLink
-from sandbox_provisioner.relay import CHANNELS, ChannelRelay
-from sandbox_provisioner.relay_client import MAX_EARLY
+from sandbox_provisioner.kernel import relay as relay_module
+from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.kernel.relay_client import MAX_EARLY
+from sandbox_provisioner.mux.connection import GuestLink
 
 pytestmark = pytest.mark.filterwarnings("error")
 ANY = dict.fromkeys(CHANNELS, 0)
@@ -503,7 +503,7 @@ async def test_beyond_the_limit_clients_are_turned_away_until_others_leave(
 async def test_where_no_stream_is_left_a_client_is_turned_away(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sandbox_provisioner.link.MAX_STREAMS", 2)
+    monkeypatch.setattr("sandbox_provisioner.mux.connection.MAX_STREAMS", 2)
     async with kernel(tmp_path) as (link, targets):
         relay.connect(link, targets)
         clients = [await dial(ports["shell"]) for _ in range(2)]

@@ -17,12 +17,12 @@ from jupyter_client.session import Session
 from test_link import LIMIT
 from test_relay import ANY, IP, Client, Dial, dial, kernel, ports, relay, until  # noqa: F401
 
-from sandbox_provisioner import relay as relay_module
-from sandbox_provisioner import relay_client
-from sandbox_provisioner.apology import _encode
-from sandbox_provisioner.handshake import GREETING, command, ready
-from sandbox_provisioner.relay import CHANNELS, ChannelRelay
-from sandbox_provisioner.zmtp import FRAME_COST
+from sandbox_provisioner.kernel import relay as relay_module
+from sandbox_provisioner.kernel import relay_client
+from sandbox_provisioner.kernel.handshake import GREETING, command, ready
+from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.kernel.synthetic_replies import _encode
+from sandbox_provisioner.kernel.zmtp import FRAME_COST
 
 KEY = b"the kernel's key"
 SIGNING = (KEY, "hmac-sha256")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from sandbox_provisioner.bundle import BundleSpec, Mount, all_mounts
-from sandbox_provisioner.guest.powers import CARRIED
-from sandbox_provisioner.restore_plan import Grant, derive
+from sandbox_provisioner.guest.capabilities import CARRIED
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts
+from sandbox_provisioner.gvisor.restore_plan import Grant, derive
 
 BASE = BundleSpec(python="/usr/bin/python3", home="/home/user", user="user")
 

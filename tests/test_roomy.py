@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner.bundle import GUEST, GUEST_INSIDE
-from sandbox_provisioner.interpreter import roomy
+from sandbox_provisioner.gvisor.bundle import GUEST, GUEST_INSIDE
+from sandbox_provisioner.gvisor.interpreter import roomy
 
 SEEN = """
 import json, sys
@@ -57,7 +57,7 @@ def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 def test_a_module_sees_what_it_sees_under_dash_m(module: Path, options: tuple[str, ...]) -> None:
     module.write_text(SEEN)
     plain = python(module.parent, *options, "-m", "seen", "-f", "file")
-    ours = python(module.parent, *options, str(GUEST / "roomy.py"), "seen", "-f", "file")
+    ours = python(module.parent, *options, str(GUEST / "entrypoint.py"), "seen", "-f", "file")
 
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
     if "-I" in options:
@@ -71,14 +71,14 @@ def test_module_of_working_folder_shadows_nothing(tmp_path: Path, name: str) -> 
     (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
     (tmp_path / "pathlib.py").write_text("raise SystemExit('shadowed')")
     module = {"json": "json.tool"}.get(name, name)
-    ours = python(tmp_path, str(GUEST / "roomy.py"), module, "--help")
+    ours = python(tmp_path, str(GUEST / "entrypoint.py"), module, "--help")
 
     assert ours.returncode == 0, ours.stderr
 
 
 def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) -> None:
     module.write_text(FAULTS_AT_ANY_DEPTH)
-    ours = python(module.parent, str(GUEST / "roomy.py"), "seen")
+    ours = python(module.parent, str(GUEST / "entrypoint.py"), "seen")
 
     assert int(ours.stdout) < 50
 
@@ -97,6 +97,6 @@ def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) ->
     ids=lambda argv: " ".join(argv) if argv else "unchanged",
 )
 def test_only_a_python_that_runs_a_module_is_given_room(argv: list[str], inside: list[str] | None) -> None:
-    expected = [part.replace("ROOMY", f"{GUEST_INSIDE}/roomy.py") for part in inside or argv]
+    expected = [part.replace("ROOMY", f"{GUEST_INSIDE}/entrypoint.py") for part in inside or argv]
 
     assert roomy(argv) == expected

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from machines import NEW, OLD, empty_machine, script, stand_in
 
-from sandbox_provisioner import runsc
 from sandbox_provisioner.errors import (
     DiskFullError,
     RunscError,
@@ -17,6 +16,7 @@ from sandbox_provisioner.errors import (
     RunscTooOldError,
     UserNamespacesForbiddenError,
 )
+from sandbox_provisioner.gvisor import runsc
 
 
 @pytest.fixture

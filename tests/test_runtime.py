@@ -21,9 +21,9 @@ import psutil
 import pytest
 from conftest import leftovers
 
-from sandbox_provisioner import runtime as runtime_module
 from sandbox_provisioner.errors import ConfigurationError
-from sandbox_provisioner.runtime import RuntimeFolder, kill_processes, mounts_below, runtime_root, sweep
+from sandbox_provisioner.gvisor import runtime_dir as runtime_module
+from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder, kill_processes, mounts_below, runtime_root, sweep
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ class Owner:
     """Another process of this user that owns what ``code`` makes; it prints one line when it is ready."""
 
     def __init__(self, code: str) -> None:
-        begin = "import os, sys, time\nfrom sandbox_provisioner.runtime import RuntimeFolder\n"
+        begin = "import os, sys, time\nfrom sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder\n"
         self._child = subprocess.Popen(
             [sys.executable, "-c", begin + textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
         )
@@ -371,7 +371,7 @@ def test_two_sweeps_at_once_do_not_disturb_each_other(runtime: Path) -> None:
     dead = {f"{number:012x}" for number in range(20)}
     for name in dead:
         (runtime / name / "bundle" / "deep").mkdir(parents=True)
-    command = [sys.executable, "-c", "from sandbox_provisioner.runtime import sweep; print(*sweep())"]
+    command = [sys.executable, "-c", "from sandbox_provisioner.gvisor.runtime_dir import sweep; print(*sweep())"]
     sweepers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     answers = [sweeper.communicate(timeout=60)[0].split() for sweeper in sweepers]
     assert [sweeper.returncode for sweeper in sweepers] == [0, 0, 0]
@@ -384,10 +384,10 @@ def test_the_sandbox_of_a_killed_server_is_swept_with_everything_that_runs_in_it
     owner = Owner(
         """
         import asyncio
-        from sandbox_provisioner.bundle import BundleSpec
-        from sandbox_provisioner.gvisor import GVisorSandbox
-        from sandbox_provisioner.interpreter import visible
-        from sandbox_provisioner.runsc import find
+        from sandbox_provisioner.gvisor.bundle import BundleSpec
+        from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+        from sandbox_provisioner.gvisor.interpreter import visible
+        from sandbox_provisioner.gvisor.runsc import find
 
         async def main():
             python = os.path.realpath(sys.executable)

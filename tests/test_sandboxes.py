@@ -19,17 +19,18 @@ from jupyter_server.services.contents.largefilemanager import AsyncLargeFileMana
 from jupyter_server.services.sessions.sessionmanager import SessionManager
 from machines import empty_machine
 
-from sandbox_provisioner import contract, records
-from sandbox_provisioner.contract import BadRequestError
 from sandbox_provisioner.errors import ConfigurationError, SandboxNotFoundError, StateError, StorageNotHereError
-from sandbox_provisioner.inventory import Inventory
-from sandbox_provisioner.kernelmanager import SandboxKernelManager
-from sandbox_provisioner.metadata import GCSSandboxMetadata, Tenancy
-from sandbox_provisioner.persistence import Persistence, registry
-from sandbox_provisioner.problems import describe
-from sandbox_provisioner.records import SandboxRecord
-from sandbox_provisioner.sandboxes import Sandboxes
-from sandbox_provisioner.serverkernels import ServerKernels
+from sandbox_provisioner.persistence import records
+from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata, Tenancy
+from sandbox_provisioner.persistence.records import SandboxRecord
+from sandbox_provisioner.sandbox.user_sandboxes import Persistence, registry
+from sandbox_provisioner.server import openapi
+from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
+from sandbox_provisioner.server.kernels import ServerKernels
+from sandbox_provisioner.server.openapi import BadRequestError
+from sandbox_provisioner.server.problem_details import describe
+from sandbox_provisioner.server.queries import Inventory
+from sandbox_provisioner.server.service import Sandboxes
 from sandbox_provisioner.storage.local import LocalStore
 
 Keep = Callable[..., SandboxRecord]
@@ -97,11 +98,11 @@ async def pages(sandboxes: Sandboxes, **query: Any) -> list[list[str]]:
     found, after = [], {}
     while True:
         page = await sandboxes.list({"limit": 2, **query, **after})
-        contract.check({"$ref": "#/components/schemas/SandboxPage"}, page, "page")
+        openapi.check({"$ref": "#/components/schemas/SandboxPage"}, page, "page")
         found.append([one["id"] for one in page["items"]])
         if page["next"] is None:
             return found
-        contract.check({"$ref": "#/components/schemas/Cursor"}, page["next"], "next")
+        openapi.check({"$ref": "#/components/schemas/Cursor"}, page["next"], "next")
         after = {"after": page["next"]}
 
 
@@ -132,7 +133,7 @@ async def test_a_page_goes_on_though_the_last_one_of_the_page_before_is_gone(san
 async def test_those_in_a_state_are_found_in_pages(
     sandboxes: Sandboxes, keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sandbox_provisioner.inventory.BATCH", 2)
+    monkeypatch.setattr("sandbox_provisioner.server.queries.BATCH", 2)
     ids = [str(keep(days=days, running=days % 3 == 0).id) for days in range(10)]
     assert await pages(sandboxes, state="running") == [[ids[0], ids[3]], [ids[6], ids[9]]]
     assert await pages(sandboxes, state="saved") == [[]]

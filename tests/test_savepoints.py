@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from conftest import LONG, Notebook, Open
 
-from sandbox_provisioner import handle
 from sandbox_provisioner.errors import (
     ConfigurationError,
     SandboxError,
@@ -19,9 +18,10 @@ from sandbox_provisioner.errors import (
     SavepointNotFoundError,
     TooManySavepointsError,
 )
-from sandbox_provisioner.iothread import IO
-from sandbox_provisioner.journal import JOURNAL, Entry, What
-from sandbox_provisioner.metadata import GCSSandboxMetadata
+from sandbox_provisioner.events import JOURNAL, Entry, What
+from sandbox_provisioner.io_thread import IO
+from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
+from sandbox_provisioner.sandbox import handle
 
 pytestmark = pytest.mark.runsc
 

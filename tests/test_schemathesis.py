@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from servers import READY
 
-from sandbox_provisioner import contract
+from sandbox_provisioner.server import openapi
 
 pytestmark = pytest.mark.runsc
 
@@ -48,7 +48,7 @@ MANY = int(os.environ.get("FUZZ_REQUESTS", "100000"))
 
 OPERATIONS: dict[str, APIOperation[Any, Any, Any]] = {
     found.ok().label: found.ok()
-    for found in schemathesis.openapi.from_dict({**contract.spec(), "security": []}).get_all_operations()
+    for found in schemathesis.openapi.from_dict({**openapi.spec(), "security": []}).get_all_operations()
     if found.ok().label != "GET /api/sandboxes/events"  # which does not end
 }
 

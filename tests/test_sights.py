@@ -14,18 +14,25 @@ from gcs_server import GCS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner import metadata, names
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import MetadataError
-from sandbox_provisioner.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Stored, Summary, Tenancy
-from sandbox_provisioner.persistence import Persistence
-from sandbox_provisioner.records import SandboxRecord
-from sandbox_provisioner.registry import PersistentSandboxRegistry
-from sandbox_provisioner.sights import look
-from sandbox_provisioner.snapshots import FILE, MANIFEST
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.persistence import metadata, names
+from sandbox_provisioner.persistence.backends import open_stores
+from sandbox_provisioner.persistence.metadata import (
+    Checkpoint,
+    GCSArtifact,
+    GCSSandboxMetadata,
+    Stored,
+    Summary,
+    Tenancy,
+)
+from sandbox_provisioner.persistence.records import SandboxRecord
+from sandbox_provisioner.persistence.snapshots import FILE, MANIFEST
+from sandbox_provisioner.sandbox.listing import look
+from sandbox_provisioner.sandbox.registry import PersistentSandboxRegistry
+from sandbox_provisioner.sandbox.user_sandboxes import Persistence
 from sandbox_provisioner.storage.base import FileRecord
-from sandbox_provisioner.stores import open_stores
 
 PRINT = {"use": "mapped", "state": "", "size": 3, "digest": "cd" * 32}
 FILES = {"checkpoint.img": FileRecord(30, 32, (1,)), "pages.img": FileRecord(70, 32, (1, 2, 3))}

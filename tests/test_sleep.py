@@ -21,25 +21,29 @@ import psutil
 import pytest
 import zmq
 from conftest import LONG, READY, Notebook, Open, leftovers
+from gcs_server import GCS
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
 
-from sandbox_provisioner import estates, persistence
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import (
     ConfigurationError,
     CorruptObjectError,
+    FencedError,
     IncompatibleError,
     LeaseHeldError,
     SandboxError,
 )
-from sandbox_provisioner.iothread import IO
-from sandbox_provisioner.manager import SandboxManager
-from sandbox_provisioner.relay import CHANNELS
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.runtime import runtime_root
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.runtime_dir import runtime_root
+from sandbox_provisioner.io_thread import IO
+from sandbox_provisioner.kernel.relay import CHANNELS
+from sandbox_provisioner.persistence.metadata import Summary
+from sandbox_provisioner.persistence.names import metadata_name
+from sandbox_provisioner.sandbox import detached, handle, user_sandboxes
+from sandbox_provisioner.sandbox.manager import SandboxManager
 
 pytestmark = pytest.mark.runsc
 
@@ -548,7 +552,7 @@ def test_a_sandbox_without_a_kernel_is_no_notebooks_and_stays_as_it_is(
     open_notebook: Open, runsc: Runsc, spec: BundleSpec
 ) -> None:
     async def found() -> SandboxManager:
-        manager = SandboxManager(persistence.settings(""), runsc)
+        manager = SandboxManager(user_sandboxes.settings(""), runsc)
         await manager.create("mine", spec)
         await manager.start("mine")
         await manager.checkpoint("mine")
@@ -558,7 +562,7 @@ def test_a_sandbox_without_a_kernel_is_no_notebooks_and_stays_as_it_is(
     manager = asyncio.run(found())
     with pytest.raises(SandboxError, match="mine was not saved by Jupyter: there is no kernel in it"):
         open_notebook(name="", sandbox_id="mine")
-    assert estates.describe_persistent(manager.stores, "mine").checkpoint
+    assert detached.describe_persistent(manager.stores, "mine").checkpoint
 
 
 def test_a_sandbox_with_an_id_of_its_own_needs_no_notebook(open_notebook: Open) -> None:
@@ -705,6 +709,75 @@ def test_cell_is_answered_when_wake_fails_unexpectedly(
     assert str(failure) in refused["evalue"]
     assert list(notebook.outputs(request)) == ["KernelNotWoken"]
     assert notebook.run("x") == "1"
+
+
+@pytest.fixture
+def bucket(gcs: GCS, monkeypatch: pytest.MonkeyPatch) -> GCS:
+    """A bucket in which everything is kept."""
+    for place in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
+        monkeypatch.setenv(f"{place}_BUCKET", gcs.bucket)
+    return gcs
+
+
+def test_cell_is_answered_when_storage_cannot_record_the_wake(
+    bucket: GCS, open_notebook: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "RECORD_AGAIN", 0.1)
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+    bucket.fault("status", code=403, operation="insert", name=".*metadata.json", times=None)
+    assert notebook.run("x += 1; x") == "2"
+    until(lambda: bucket.faults()[0]["struck"] > 2)
+    assert "could not be recorded in storage: Google does not let this server use the bucket" in caplog.text
+    assert summary().running is False
+    bucket.reset_faults()
+    until(lambda: "is recorded in storage again" in caplog.text)
+    assert summary().running is True
+    notebook.hibernate()
+    assert summary().running is False
+    assert notebook.run("x") == "2"
+
+
+def test_a_kernel_whose_wake_was_never_recorded_is_saved_as_it_is(
+    bucket: GCS, open_notebook: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+    bucket.fault("status", code=403, operation="insert", name=".*metadata.json", times=None)
+    assert notebook.run("x += 1; x") == "2"
+    until(lambda: "could not be recorded in storage" in caplog.text)
+    with pytest.raises(SandboxError, match="Google does not let this server use the bucket"):
+        notebook.nap()
+    assert notebook.run("x += 1; x") == "3"
+    bucket.reset_faults()
+    notebook.hibernate()
+    notebook.end(keep=True)
+    assert open_notebook().run("x") == "3"
+
+
+def test_a_kernel_that_another_server_took_while_it_slept_does_not_run_here(bucket: GCS, open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 1")
+    notebook.hibernate()
+    kept = user_sandboxes.Persistence.open()
+    name = metadata_name(kept.registry.list().records[0].sandbox_id)
+    data, info = kept.stores.metadata.read(name)
+    document = json.loads(data)
+    del document["signature"]
+    document["tenancy"]["token"] += 1
+    kept.stores.metadata.write(name, kept.stores.signer.sign(name, json.dumps(document).encode()), info.generation)
+    with pytest.raises(FencedError):
+        notebook.wake()
+    until(lambda: not notebook.km.is_alive())
+
+
+def summary() -> Summary:
+    """What storage has of the only sandbox."""
+    kept = user_sandboxes.Persistence.open()
+    (record,) = kept.registry.list().records
+    return kept.summarise(record)
 
 
 # -- elsewhere ---------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from conftest import run
 from servers import Server
 from test_templates import is_copy
 
-from sandbox_provisioner import standby
-from sandbox_provisioner.standby import STANDBY, scarce
-from sandbox_provisioner.states import State
-from sandbox_provisioner.templates import TemplateShelf
+from sandbox_provisioner.gvisor.state import State
+from sandbox_provisioner.templates import warm_pool
+from sandbox_provisioner.templates.store import TemplateShelf
+from sandbox_provisioner.templates.warm_pool import STANDBY, scarce
 
 pytestmark = [pytest.mark.runsc, pytest.mark.templates]
 
@@ -129,11 +129,11 @@ def test_one_that_sees_another_folder_than_is_mounted_now_is_not_taken(
 def test_nothing_stands_by_when_memory_is_scarce(
     start_kernel: Start, sandboxed: Sandboxed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(warm_pool, "LOOK_EVERY", 0.1)
     name = sandboxed(standby=1)
     start_kernel(name)
     until(lambda: len(STANDBY.copies) == 1)
-    monkeypatch.setattr(standby, "scarce", lambda: True)
+    monkeypatch.setattr(warm_pool, "scarce", lambda: True)
     until(lambda: STANDBY.copies == [])
     km, _ = start_kernel(name)
     assert is_copy(km)

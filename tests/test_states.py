@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sandbox_provisioner.errors import SandboxError, StateError
-from sandbox_provisioner.states import TRANSITIONS, Action, State, after
+from sandbox_provisioner.gvisor.state import TRANSITIONS, Action, State, after
 
 LEGAL = {
     Action.START: {State.INITIALIZED: State.RUNNING},

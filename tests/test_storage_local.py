@@ -14,12 +14,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_provisioner.errors import (
-    DiskFullError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageUnavailableError,
-)
+from sandbox_provisioner.errors import DiskFullError, ObjectNotFoundError, StorageError, StorageUnavailableError
 from sandbox_provisioner.storage import folder
 from sandbox_provisioner.storage.base import NEW
 from sandbox_provisioner.storage.folder import FolderStore

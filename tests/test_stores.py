@@ -12,7 +12,7 @@ import pytest
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import ConfigurationError, LeaseHeldError
 from sandbox_provisioner.lock.base import Owner
-from sandbox_provisioner.stores import Stores, open_snapshots, open_stores
+from sandbox_provisioner.persistence.backends import Stores, open_snapshots, open_stores
 
 LOCK, METADATA = "SANDBOX_LOCK_BUCKET", "SANDBOX_METADATA_BUCKET"
 OWNER = Owner("server", "host", 1, "tester", "nonce")
@@ -131,7 +131,7 @@ def test_a_server_that_can_only_take_snapshots_has_a_store_for_them(tmp_path: Pa
 
 
 def test_nothing_of_googles_is_imported_before_a_bucket_is_set() -> None:
-    program = "import sys, sandbox_provisioner.stores; print('google' in sys.modules)"
+    program = "import sys, sandbox_provisioner.persistence.backends; print('google' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
 
 

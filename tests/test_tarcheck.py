@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import tarfile
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner.tarcheck import BLOCK, TarCheck
+from sandbox_provisioner.persistence import tar_check
+from sandbox_provisioner.persistence.tar_check import BLOCK, LONGEST_PAX, TarCheck
 
 KINDS = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
 names = st.text("ab/é\udcff\n ", min_size=1, max_size=8) | st.just("long/" * 60)
@@ -118,3 +120,35 @@ def test_bytes_after_the_end_are_refused() -> None:
     whole = packed([])
     assert "after its end" in problem(whole + tarfile.TarInfo("more").tobuf() + bytes(2 * BLOCK))
     assert "cut off" in problem(whole + b"\0")
+
+
+def test_an_extended_header_of_tiny_records_is_followed_as_any_other() -> None:
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, LONGEST_PAX
+    plain = tarfile.TarInfo("file")
+    whole = header.tobuf() + b"4 =\n" * (LONGEST_PAX // 4) + plain.tobuf() + bytes(2 * BLOCK)
+    assert problem(whole) == ""
+
+
+def test_an_extended_header_is_not_longer_than_paths_need() -> None:
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, LONGEST_PAX + 1
+    assert problem(header.tobuf()) == "an extended header is out of place"
+
+
+def test_following_an_extended_header_copies_each_byte_a_few_times_at_most() -> None:
+    class Counted(bytes):
+        copied = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            Counted.copied += len(found)
+            return Counted(found)
+
+        def partition(self, sep: Any) -> Any:
+            Counted.copied += len(self)
+            return super().partition(sep)
+
+    records = Counted(b"4 =\n" * 10_000)
+    assert tar_check._pax_size(records) == 0
+    assert Counted.copied < 10 * len(records)

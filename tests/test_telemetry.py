@@ -21,9 +21,9 @@ from notebooks import Notebook, until
 from prometheus_client import REGISTRY
 from servers import Server
 
-from sandbox_provisioner import telemetry
-from sandbox_provisioner.journal import JOURNAL, Entry, What
-from sandbox_provisioner.telemetry import EVENTS, attach, schema_id
+from sandbox_provisioner.events import JOURNAL, Entry, What
+from sandbox_provisioner.server import telemetry
+from sandbox_provisioner.server.telemetry import EVENTS, attach, schema_id
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]

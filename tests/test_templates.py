@@ -19,13 +19,13 @@ from conftest import Open, have_template, run
 from jupyter_client.kernelspec import KernelSpecManager
 from traitlets.config import Config
 
-from sandbox_provisioner import recipes
-from sandbox_provisioner.cli import main
+from sandbox_provisioner.cli.app import main
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.prospects import recipe_for
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.templatebuild import build
-from sandbox_provisioner.templates import Template, TemplateShelf, mark
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.templates import spec as recipes
+from sandbox_provisioner.templates.build import build
+from sandbox_provisioner.templates.match import recipe_for
+from sandbox_provisioner.templates.store import Template, TemplateShelf, mark
 
 pytestmark = [pytest.mark.runsc, pytest.mark.templates]
 

@@ -15,11 +15,11 @@ import pytest
 from cell import LONG, start_cell, tell
 from gcs_server import GCS
 
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import LeaseHeldError
-from sandbox_provisioner.manager import Features, SandboxManager
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.sandbox.manager import Features, SandboxManager
 
 pytestmark = pytest.mark.runsc
 
@@ -104,7 +104,7 @@ import asyncio, pickle, sys
 sys.path.insert(0, sys.argv[2])
 from cell import start_cell, tell
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.sandbox.manager import SandboxManager
 
 async def main():
     spec, runsc, config = pickle.loads(bytes.fromhex(sys.argv[1]))

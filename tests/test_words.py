@@ -6,10 +6,10 @@ import io
 
 import pytest
 
+from sandbox_provisioner._text import printable
 from sandbox_provisioner.errors import RunscError, SandboxError
-from sandbox_provisioner.progress import Progress
-from sandbox_provisioner.runsc import plain_words
-from sandbox_provisioner.words import printable
+from sandbox_provisioner.gvisor.runsc import plain_words
+from sandbox_provisioner.setup.progress import Progress
 
 FORGED = "[E 2026-11-18 12:00:00.000 ServerApp] forged"
 

@@ -25,6 +25,9 @@ def few() -> Iterator[Workers]:
     few = Workers("few", 2)
     yield few
     few.retire()
+    for thread in threading.enumerate():
+        if thread.name == "few":
+            thread.join(60)
     assert "few" not in [thread.name for thread in threading.enumerate()]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner.apology import _encode
-from sandbox_provisioner.zmtp import GREETING_SIZE, Position
+from sandbox_provisioner.kernel.synthetic_replies import _encode
+from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, Position
 
 BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"
 """Of an ordinary connection."""

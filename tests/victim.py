@@ -17,10 +17,10 @@ from typing import Any
 
 from cell import start_cell, tell
 
-from sandbox_provisioner.bundle import BundleSpec
-from sandbox_provisioner.manager import SandboxManager
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.persistence.backends import Stores
+from sandbox_provisioner.sandbox.manager import SandboxManager
 from sandbox_provisioner.storage.base import ObjectStore
-from sandbox_provisioner.stores import Stores
 
 STEPS = ("read", "info", "write", "delete", "list", "upload", "download", "in_place", "delete_all")
 

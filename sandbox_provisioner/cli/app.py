@@ -1,4 +1,4 @@
-"""The command ``jupyter sandbox``: makes a machine ready for sandboxed kernels, and shows and steers them."""
+"""Parse and run ``jupyter sandbox``, with its commands ``setup`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import __version__, cli_kernels, cli_sandboxes, cli_templates, doctor, kernelspecs, runsc_sources
-from .cli_exits import HELP as EXIT_HELP
-from .cli_exits import exit_status
-from .cli_output import reported, warn
-from .errors import RunscNotFoundError, RunscTooOldError, SandboxError
-from .persistence import Persistence
-from .progress import Progress
-from .runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
-from .runtime import sweep
+from .. import __version__
+from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError
+from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
+from ..gvisor.runtime_dir import sweep
+from ..sandbox.user_sandboxes import Persistence
+from ..setup import doctor, kernelspecs, runsc_install
+from ..setup.progress import Progress
+from . import kernels, sandboxes, templates
+from .exit_codes import HELP as EXIT_HELP
+from .exit_codes import exit_status
+from .output import reported, warn
 
 ABOUT = "Jupyter kernels inside gVisor sandboxes."
 COMPLETION_HELP = """
@@ -51,8 +53,8 @@ DOCTOR_EPILOG = "Exit status: 0 if a sandboxed kernel can start, 1 if not. Lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    logging.getLogger(__package__).addHandler(logging.NullHandler())  # errors are told once, by us
+    """Run ``jupyter sandbox`` and return its exit status."""
+    logging.getLogger("sandbox_provisioner").addHandler(logging.NullHandler())  # errors are printed once, below
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever read what we print has enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (SandboxError, OSError) as error:
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _divide(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Our own words, and the command that ``exec`` runs, which argparse would look for options in."""
+    """Return our own arguments, and the command of ``exec``, in which argparse would look for options."""
     if argv[:1] == ["exec"] and "--" in argv:
         end = list(argv).index("--")
         return argv[:end], argv[end + 1 :]
@@ -104,9 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)
     _add_doctor(commands)
-    cli_sandboxes.add_commands(commands)
-    cli_kernels.add_commands(commands)
-    cli_templates.add_commands(commands)
+    sandboxes.add_commands(commands)
+    kernels.add_commands(commands)
+    templates.add_commands(commands)
     return parser
 
 
@@ -120,7 +122,7 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     setup.add_argument(
         "--source",
-        choices=[*runsc_sources.SOURCES, runsc_sources.ReleaseSource.name],
+        choices=[*runsc_install.SOURCES, runsc_install.ReleaseSource.name],
         help="get a runsc from here, and only from here, even if there is one already",
     )
     setup.add_argument(
@@ -163,12 +165,12 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def configured(setting: str) -> str:
-    """A setting of SandboxProvisioner in the configuration that a Jupyter server reads, or nothing."""
-    return str(cli_templates.configuration().SandboxProvisioner.get(setting, ""))
+    """Return a setting of SandboxProvisioner from the server's configuration files; empty if not set."""
+    return str(templates.configuration().SandboxProvisioner.get(setting, ""))
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox doctor``."""
+    """Run ``jupyter sandbox doctor`` and return its exit status."""
     checks = doctor.examine(configured("runsc"))
     good = doctor.can_start(checks)
     if arguments.json:
@@ -179,7 +181,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def run_setup(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox setup``."""
+    """Run ``jupyter sandbox setup`` and return its exit status."""
     signal.signal(signal.SIGTERM, _leave)
     progress = Progress(sys.stdout)
     kernels_folder = kernelspecs.kernels_folder(arguments.sys_prefix)
@@ -187,7 +189,7 @@ def run_setup(arguments: argparse.Namespace) -> int:
         return remove(kernels_folder, arguments.kernel, progress)
     origins = kernelspecs.origins(arguments.kernel)
     folder = kernels_folder.parent / "sandbox" / "bin" if arguments.sys_prefix else bin_folder()
-    sources = runsc_sources.choose(arguments.source, arguments.release, arguments.sha512)
+    sources = runsc_install.choose(arguments.source, arguments.release, arguments.sha512)
     named = bool(arguments.source or arguments.release)
     runsc = ready_runsc(sources, named, folder, progress)
     with reported(progress, "User namespaces") as step:
@@ -199,20 +201,23 @@ def run_setup(arguments: argparse.Namespace) -> int:
     return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
 
 
-def ready_runsc(sources: Sequence[runsc_sources.Source], named: bool, folder: Path, progress: Progress) -> Runsc:
-    """A runsc that will do: the one that is found; if none is, or the user ``named`` a source, a new one."""
+def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Path, progress: Progress) -> Runsc:
+    """Return a usable runsc; install one first if none is found or if the user ``named`` a source.
+
+    Raises RunscNotFoundError or RunscTooOldError if a configured path is wrong.
+    """
     setting = configured("runsc")
     try:
         found = find(setting)
     except (RunscNotFoundError, RunscTooOldError) as error:
         if error.remedy != SETUP_HINT:
-            raise  # a place that somebody named is theirs to correct
+            raise  # the user configured this path and must correct it
         progress.say(f"  {error.problem}")
     else:
         if not named:
             progress.done(f"runsc {found.version} at {found.path}")
             return found
-    installed = runsc_sources.install(sources, folder, progress)
+    installed = runsc_install.install(sources, folder, progress)
     used = find(setting)
     if used.path != installed.path:
         change = f"`export SANDBOX_RUNSC={installed.path}` changes that"
@@ -224,8 +229,8 @@ def ready_runsc(sources: Sequence[runsc_sources.Source], named: bool, folder: Pa
 
 
 def prove_runsc(runsc: Runsc, progress: Progress) -> None:
-    """Start, execute, checkpoint and restore with this runsc, for real."""
-    from .proof import prove
+    """Start, execute, checkpoint and restore a real sandbox with this runsc. Raises if a step fails."""
+    from ..setup.self_test import prove
 
     with reported(progress, "Proof") as step:
         step.result = prove(runsc, step.note)
@@ -234,7 +239,10 @@ def prove_runsc(runsc: Runsc, progress: Progress) -> None:
 def install_twins(
     origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress, config: Mapping[str, Any] | None = None
 ) -> int:
-    """Make a twin of each kernel, with its template, and say how to use one; one that fails stops no other."""
+    """Install a sandboxed twin of each kernel, build the templates, and return the exit status.
+
+    A kernel that fails does not stop the others.
+    """
     twins, refused = [], []
     for origin in origins:
         try:
@@ -243,7 +251,7 @@ def install_twins(
                 step.result = twins[-1].display_name
         except SandboxError as error:
             refused.append(error)
-    cli_templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
+    templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
     if twins:
         one = twins[0]
         command = f"`jupyter console --kernel {one.name}`"
@@ -254,7 +262,7 @@ def install_twins(
 
 
 def remove(folder: Path, names: Sequence[str], progress: Progress) -> int:
-    """Remove twins from ``folder``."""
+    """Remove sandboxed twins from ``folder`` and return the exit status."""
     removed = kernelspecs.remove_twins(folder, names)
     for place in removed:
         progress.say(f"Removed {place}")

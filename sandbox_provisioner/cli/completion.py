@@ -1,6 +1,6 @@
-"""What a shell offers for an argument of ``jupyter sandbox``: the ids and names that there are.
+"""Complete ids and names for ``jupyter sandbox`` in a shell.
 
-Only this user's records and storage are asked: a shell does not wait for a server.
+Only this user's records and storage are read: completion must not wait for a server.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import SandboxError
-from .metadata import Stored
-from .persistence import Persistence, registry
-from .records import SandboxRecord
+from ..errors import SandboxError
+from ..persistence.metadata import Stored
+from ..persistence.records import SandboxRecord
+from ..sandbox.user_sandboxes import Persistence, registry
 
 Offer = Callable[..., dict[str, str]]
 Read = Callable[[Persistence, SandboxRecord], Mapping[str, Stored]]
 
 
 def offer(action: argparse.Action, completer: Offer) -> None:
-    """Have argcomplete ask ``completer`` for the values of an argument."""
+    """Register ``completer`` with argcomplete for an argument."""
     action.completer = completer  # type: ignore[attr-defined]
 
 
 def ids(prefix: str, **_: Any) -> dict[str, str]:
-    """The ids that begin so, with what a person knows them by."""
+    """Return the ids with this prefix, each with its kernel and notebook. Called by argcomplete."""
     return {
         str(record.id): f"{record.kernel_name} {record.notebook_path}".strip()
         for record in registry().list().records
@@ -33,12 +33,12 @@ def ids(prefix: str, **_: Any) -> dict[str, str]:
 
 
 def savepoints(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
-    """The savepoints of the sandbox that was named before."""
+    """Return the savepoints with this prefix of the sandbox on the command line. Called by argcomplete."""
     return _names(prefix, parsed_args, lambda storage, record: storage.summarise(record).savepoints)
 
 
 def snapshots(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
-    """The snapshots of the sandbox that was named before."""
+    """Return the file snapshots with this prefix of the sandbox on the command line. Called by argcomplete."""
     return _names(prefix, parsed_args, Persistence.snapshots)
 
 

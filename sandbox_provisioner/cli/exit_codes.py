@@ -1,19 +1,19 @@
-"""The exit status of ``jupyter sandbox``: what kind of failure it was, in a number for scripts."""
+"""Map errors to the exit status of ``jupyter sandbox``, for scripts."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 from http import HTTPStatus
 
-from . import errors
-from .cli_forks import NotebookTakenError
-from .cli_reach import NoKernelError
-from .client import NoServerError, ProblemError, ServerUnreachableError
-from .errors import SandboxError
+from .. import errors
+from ..client import NoServerError, ProblemError, ServerUnreachableError
+from ..errors import SandboxError
+from .forks import NotebookTakenError
+from .targets import NoKernelError, UnreadSandboxError
 
 
 class ExitStatus(IntEnum):
-    """What each number means."""
+    """The exit statuses; ``HELP`` explains them."""
 
     OK = 0
     FAILED = 1
@@ -55,9 +55,10 @@ MEANINGS: tuple[tuple[type[SandboxError], ExitStatus], ...] = (
     (errors.SignatureError, ExitStatus.UNABLE),
     (errors.DiskFullError, ExitStatus.UNABLE),
     (NoServerError, ExitStatus.UNABLE),
+    (UnreadSandboxError, ExitStatus.UNABLE),
     (ServerUnreachableError, ExitStatus.UNABLE),
 )
-"""Of what goes wrong here; whatever is not among them has failed."""
+"""Exit status of errors in this process; the first match counts, and others are FAILED."""
 
 BY_KIND = {
     "ambiguous": ExitStatus.USAGE,
@@ -73,11 +74,11 @@ BY_STATUS: dict[int, ExitStatus] = {
     HTTPStatus.NOT_FOUND: ExitStatus.UNABLE,
     HTTPStatus.CONFLICT: ExitStatus.CONFLICT,
 }
-"""Of what a server refuses, unless its kind says more."""
+"""Exit status of a server's HTTP status, if BY_KIND does not have the kind of problem."""
 
 
 def exit_status(error: Exception) -> ExitStatus:
-    """The number for an error, the same whether it happened here or on a server."""
+    """Return the exit status for an error, which is the same in this process and on a server."""
     if isinstance(error, ProblemError):
         return BY_KIND.get(error.kind) or BY_STATUS.get(error.status, ExitStatus.FAILED)
     return next((status for known, status in MEANINGS if isinstance(error, known)), ExitStatus.FAILED)

@@ -1,4 +1,4 @@
-"""Forks that ``jupyter sandbox`` makes: through a server, which starts the new kernel, or else in storage alone."""
+"""Fork a sandbox for ``jupyter sandbox``: through a server, which starts the new kernel, or else only in storage."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 import shutil
 from contextlib import suppress
 
-from .cli_reach import Found, Reach, Server, from_sight, placed
-from .errors import ConfigurationError, SandboxError
-from .persistence import Persistence
-from .records import SandboxRecord
-from .registry import Facts
-from .sights import look
+from ..errors import ConfigurationError, SandboxError
+from ..persistence.records import SandboxRecord
+from ..sandbox.listing import look
+from ..sandbox.registry import Facts
+from ..sandbox.user_sandboxes import Persistence
+from .targets import Found, Reach, Server, from_sight, placed
 
 
 def fork(reached: Reach, found: Found, savepoint: str, notebook: str) -> Found:
-    """A second sandbox with the memory of the first; ``notebook`` is a path on this machine, or on a named server."""
+    """Create a sandbox with the memory of ``found`` and return it.
+
+    ``notebook`` is a path on this machine, or relative to the root folder of a server given with ``--server``.
+    """
     server = reached.any_server(found)
     if server:
         path = below_root(server, notebook) if notebook else None
@@ -26,7 +29,7 @@ def fork(reached: Reach, found: Found, savepoint: str, notebook: str) -> Found:
 
 
 def below_root(server: Server, notebook: str) -> str:
-    """The path of a notebook as the server knows it."""
+    """Return a notebook's path relative to the server's root folder. Raises ConfigurationError if it is outside."""
     if not server.root_dir:
         return notebook
     path = os.path.relpath(os.path.realpath(notebook), os.path.realpath(server.root_dir))
@@ -56,7 +59,7 @@ def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, no
 
 
 class NotebookTakenError(SandboxError):
-    """A notebook that was meant for a new sandbox has one."""
+    """The notebook for a new sandbox already has a sandbox."""
 
     def __init__(self, notebook: str, identity: str) -> None:
         super().__init__(f"{notebook} has a sandbox already: {identity}.", "Delete that, or name another notebook.")

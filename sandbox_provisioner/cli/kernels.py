@@ -1,6 +1,7 @@
-"""``jupyter sandbox hibernate|wake|restart|exec|rewind|savepoint|snapshot|fork``: what is done with a sandbox's kernel.
+"""Implement ``jupyter sandbox hibernate|wake|keep-awake|restart|exec|rewind|savepoint|snapshot|fork``.
 
-These need the server that has the kernel; only what is kept can be listed, deleted and forked without one.
+The commands need the server that has the kernel. To fork, or to list or delete savepoints and
+snapshots, no server is needed.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from . import cli_completion
-from .cli_exits import exit_status
-from .cli_forks import fork
-from .cli_options import Commands, add_id, add_ids, add_reach, name, span
-from .cli_output import as_json, print_json, print_named, say, size, warn
-from .cli_reach import Found, Reach, Server, reach
-from .cli_watch import watched
-from .client import Exit, NamedState, Sandbox, SandboxClient
-from .client.models import encode
-from .errors import SandboxError
-from .persistence import Persistence
-from .records import SandboxRecord
+from ..client import Exit, NamedState, Sandbox, SandboxClient
+from ..client.models import encode
+from ..errors import SandboxError
+from ..persistence.records import SandboxRecord
+from ..sandbox.user_sandboxes import Persistence
+from . import completion
+from .exit_codes import exit_status
+from .forks import fork
+from .options import Commands, add_id, add_ids, add_reach, name, span
+from .output import as_json, print_json, print_named, say, size, warn
+from .progress import watched
+from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, reach
 
 EXEC_HELP = (
     "run a command beside the kernel; write it after `--`. It gets no input, ends with this command, and gives it "
@@ -35,7 +36,7 @@ Change = Callable[[SandboxClient, str], Sandbox]
 
 @dataclass(frozen=True)
 class Named:
-    """What savepoints and snapshots have in common, and where they differ."""
+    """The texts and functions by which the commands ``savepoint`` and ``snapshot`` differ."""
 
     word: str
     about: str
@@ -43,7 +44,7 @@ class Named:
     make: Callable[[SandboxClient, str, str], NamedState]
     delete: Callable[[SandboxClient, str, str], None]
     drop: Callable[[Persistence, SandboxRecord, str], None]
-    completer: cli_completion.Offer
+    completer: completion.Offer
 
 
 NAMED = (
@@ -54,7 +55,7 @@ NAMED = (
         SandboxClient.savepoint,
         SandboxClient.delete_savepoint,
         Persistence.drop_savepoint,
-        cli_completion.savepoints,
+        completion.savepoints,
     ),
     Named(
         "snapshot",
@@ -63,13 +64,13 @@ NAMED = (
         SandboxClient.snapshot,
         SandboxClient.delete_snapshot,
         Persistence.drop_snapshot,
-        cli_completion.snapshots,
+        completion.snapshots,
     ),
 )
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add the commands to a parser."""
+    """Add the commands to the parser."""
     about = "save a kernel and give its memory back; it stays listed, and the next cell wakes it"
     add_ids(add_reach(commands, "hibernate", run_hibernate, about))
     about = "bring a hibernated kernel back, or start one for a sandbox that is saved"
@@ -92,14 +93,14 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     about = "bring a kernel back as it was at a savepoint; the present is saved first, as a savepoint"
     rewind = add_reach(commands, "rewind", run_rewind, about)
     add_id(rewind)
-    cli_completion.offer(rewind.add_argument("name", metavar="NAME", type=name), cli_completion.savepoints)
+    completion.offer(rewind.add_argument("name", metavar="NAME", type=name), completion.savepoints)
     about = "start a second kernel, with an id of its own, from a savepoint or from the present; the first one goes on"
     fork_ = add_reach(commands, "fork", run_fork, about)
     add_id(fork_)
     from_ = fork_.add_argument(
         "--savepoint", metavar="NAME", type=name, help="from this one; from the present if not given"
     )
-    cli_completion.offer(from_, cli_completion.savepoints)
+    completion.offer(from_, completion.savepoints)
     about = "the new kernel's notebook; a copy of the first one's is made if it is not there"
     fork_.add_argument("--notebook", metavar="PATH", help=about)
 
@@ -111,26 +112,26 @@ def _add_named(commands: Commands[argparse.ArgumentParser], what: Named) -> None
     one = parser.add_mutually_exclusive_group()
     one.add_argument("name", nargs="?", metavar="NAME", type=name, help=f"what to call the new {word}")
     delete = one.add_argument("--delete", metavar="NAME", type=name, help=f"delete this {word}")
-    cli_completion.offer(delete, what.completer)
+    completion.offer(delete, what.completer)
 
 
 def run_hibernate(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox hibernate``."""
+    """Run ``jupyter sandbox hibernate`` and return its exit status."""
     return _each(arguments, "Hibernate", Reach.server_of, SandboxClient.hibernate, done="saved")
 
 
 def run_wake(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox wake``."""
+    """Run ``jupyter sandbox wake`` and return its exit status."""
     return _each(arguments, "Wake", Reach.starter_of, SandboxClient.wake)
 
 
 def awake_for(text: str) -> float | None:
-    """Return how many seconds a kernel is to be kept awake: None without end, 0 no more."""
+    """Return the seconds to keep a kernel awake: None for no limit, 0 to stop that. Raises ArgumentTypeError."""
     return {"on": None, "off": 0.0}[text] if text in ("on", "off") else span(text).total_seconds()
 
 
 def run_keep_awake(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox keep-awake``."""
+    """Run ``jupyter sandbox keep-awake`` and return its exit status."""
     with reach(arguments) as reached:
         (found,) = reached.find(arguments.ids)
         server = reached.server_of(found)
@@ -143,12 +144,15 @@ def run_keep_awake(arguments: argparse.Namespace) -> int:
 
 
 def run_restart(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox restart``."""
+    """Run ``jupyter sandbox restart`` and return its exit status."""
     return _each(arguments, "Restart", Reach.server_of, SandboxClient.restart)
 
 
 def _each(arguments: argparse.Namespace, verb: str, choose: Choose, change: Change, done: str = "") -> int:
-    """Change each sandbox that is meant, but for one that is ``done``; one that cannot be does not stop the others."""
+    """Change each given sandbox and return the exit status. A failure does not stop the others.
+
+    A sandbox in the state ``done`` is changed only if a server has it open.
+    """
     changed, status = [], 0
     with reach(arguments) as reached:
         for found in reached.find(arguments.ids):
@@ -170,7 +174,7 @@ def _each(arguments: argparse.Namespace, verb: str, choose: Choose, change: Chan
 
 
 def run_exec(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox exec``: ends with the command's status; that of a signal is 128 and its number."""
+    """Run ``jupyter sandbox exec`` and return the command's exit status; 128 plus the number for a signal."""
     if not arguments.command:
         arguments.usage_error("there is no command; write it after `--`")
     with reach(arguments) as reached:
@@ -192,6 +196,8 @@ def _run_named(what: Named, arguments: argparse.Namespace) -> int:
             return _keep(what, arguments, found, reached.server_of(found))
         if arguments.delete:
             return _drop(what, arguments, reached, found)
+        if found.sandbox.state in UNREAD:
+            raise UnreadSandboxError(found.sandbox)
         states = what.states(found.sandbox)
         if arguments.json:
             print_json({"items": [encode(state) for state in states]})
@@ -225,7 +231,7 @@ def _drop(what: Named, arguments: argparse.Namespace, reached: Reach, found: Fou
 
 
 def run_rewind(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox rewind``."""
+    """Run ``jupyter sandbox rewind`` and return its exit status."""
     with reach(arguments) as reached:
         (found,) = reached.find(arguments.ids)
         server = reached.server_of(found)
@@ -238,7 +244,7 @@ def run_rewind(arguments: argparse.Namespace) -> int:
 
 
 def run_fork(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox fork``."""
+    """Run ``jupyter sandbox fork`` and return its exit status."""
     with reach(arguments) as reached:
         (found,) = reached.find(arguments.ids)
         with watched(arguments, "Fork", found, reached.any_server(found)) as step:

@@ -1,4 +1,4 @@
-"""The options that commands of ``jupyter sandbox`` share: where to look for sandboxes, and which ones are meant."""
+"""Define the options that commands of ``jupyter sandbox`` share: where to look for sandboxes, and their ids."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from datetime import timedelta
 
-from . import cli_completion
-from .errors import ConfigurationError
-from .names import valid_id
+from ..errors import ConfigurationError
+from ..persistence.names import valid_id
+from . import completion
 
 AGE = re.compile(r"([0-9]{1,6})([smhdw])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -22,14 +22,14 @@ about the rest; each sandbox is changed through the server that has it open, if 
 """
 
 Commands = argparse._SubParsersAction
-"""What commands are added to."""
+"""The type of argparse's collection of subcommands."""
 Run = Callable[[argparse.Namespace], int]
 
 
 def add_reach(
     commands: Commands[argparse.ArgumentParser], name: str, run: Run, about: str, json: bool = True
 ) -> argparse.ArgumentParser:
-    """Add a command that is about sandboxes, wherever they are."""
+    """Add a command on sandboxes, with the options for servers and JSON, and return its parser."""
     parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=SERVERS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--server", metavar="URL", default="", help="ask this Jupyter Server, and nothing else")
@@ -48,17 +48,17 @@ def add_reach(
 def add_ids(parser: argparse.ArgumentParser) -> None:
     """Add the argument for one or more sandboxes."""
     action = parser.add_argument("ids", nargs="+", metavar="ID", help=ID_HELP)
-    cli_completion.offer(action, cli_completion.ids)
+    completion.offer(action, completion.ids)
 
 
 def add_id(parser: argparse.ArgumentParser) -> None:
     """Add the argument for one sandbox."""
     action = parser.add_argument("ids", nargs=1, metavar="ID", help=ID_HELP)
-    cli_completion.offer(action, cli_completion.ids)
+    completion.offer(action, completion.ids)
 
 
 def name(text: str) -> str:
-    """What a savepoint or a snapshot can be called."""
+    """Return a valid name of a savepoint or snapshot. Raises ArgumentTypeError. Called by argparse."""
     try:
         return valid_id(text)
     except ConfigurationError as error:
@@ -68,7 +68,7 @@ def name(text: str) -> str:
 
 
 def span(text: str) -> timedelta:
-    """A length of time such as 30d."""
+    """Return the duration of a text such as 30d. Raises ArgumentTypeError. Called by argparse."""
     if not (match := AGE.fullmatch(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is no length of time such as 30d, 12h or 2w")
     return timedelta(**{UNITS[match[2]]: int(match[1])})

@@ -1,4 +1,4 @@
-"""What ``jupyter sandbox`` prints: words and tables for people, JSON for programs."""
+"""Print the results of ``jupyter sandbox``: text and tables, or JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from .cli_reach import Found
-from .client.models import NamedState, encode
-from .errors import SandboxError
-from .progress import Progress, Step
+from ..client.models import NamedState, encode
+from ..errors import SandboxError
+from ..setup.progress import Progress, Step
+from .targets import Found
 
 SPANS = ((365 * 86400, "year"), (30 * 86400, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
 SHORT_ID = 8
+"""Characters of a shortened id; tables use more if ids would not be unique."""
 
 
 def print_sandboxes(found: Sequence[Found]) -> None:
@@ -39,7 +40,7 @@ def print_named(states: Sequence[NamedState]) -> None:
 
 
 def print_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """Print rows of cells, each column as wide as it must be."""
+    """Print a table with aligned columns."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -47,7 +48,7 @@ def print_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Non
 
 
 def details(found: Found) -> dict[str, str]:
-    """Everything about a sandbox, line by line."""
+    """Return the details of a sandbox, by label."""
     sandbox, record = found.sandbox, found.record
     lines = {"id": sandbox.id, "state": sandbox.state if sandbox.persistent else f"{sandbox.state}, and not kept"}
     if sandbox.busy:
@@ -74,7 +75,7 @@ def details(found: Found) -> dict[str, str]:
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """The same for a program: the fields of the REST API, and what this machine's own record has besides."""
+    """Return a sandbox as JSON: the fields of the REST API, and storage, place and settings from its record."""
     record = found.record
     return {
         **encode(found.sandbox),
@@ -85,12 +86,12 @@ def as_json(found: Found) -> dict[str, Any]:
 
 
 def moment(time: datetime) -> str:
-    """A time, and how long ago that was."""
+    """Return a time, with how long ago it was."""
     return f"{time.isoformat(timespec='seconds')}, {ago(time)}"
 
 
 def ago(time: datetime) -> str:
-    """How long ago that was, roughly."""
+    """Return roughly how long ago a time was."""
     seconds = (datetime.now(UTC) - time).total_seconds()
     for length, name in SPANS:
         if seconds >= length:
@@ -99,13 +100,13 @@ def ago(time: datetime) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """A number of things."""
+    """Return a number with its noun, in the plural unless it is 1."""
     plural = f"{thing}es" if thing.endswith("x") else f"{thing}s"
     return f"{number} {thing if number == 1 else plural}"
 
 
 def size(amount: int | None) -> str:
-    """A number of bytes in three digits or so."""
+    """Return a number of bytes with a unit and at most three digits; ``?`` for None."""
     if amount is None:
         return "?"
     value, units = float(amount), ["B", "kB", "MB", "GB", "TB"]
@@ -116,23 +117,23 @@ def size(amount: int | None) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print for a program."""
+    """Print ``value`` as JSON."""
     print(json.dumps(value, indent=1))
 
 
 def say(line: str) -> None:
-    """Print a line for a person, also on a terminal that cannot show all of it."""
+    """Print a line of text, with escapes for characters that the terminal's encoding does not have."""
     print(plain(line).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
 
 
 def warn(problem: object) -> None:
-    """Tell what is wrong beside the result; no line but the first begins where ours do."""
+    """Print a problem to stderr, with all lines but the first indented, so that none can look like another message."""
     print("jupyter sandbox:", "\n  ".join(map(plain, str(problem).splitlines())), file=sys.stderr)
 
 
 @contextmanager
 def reported(progress: Progress, title: str) -> Iterator[Step]:
-    """Do the body as a step of ``progress`` that leaves it to ``warn`` to say why it failed, and what to do."""
+    """Run the block as a step of ``progress`` that prints only "failed"; the error is raised again, for ``warn``."""
     reason: Exception | None = None
     with suppress(SandboxError), progress.step(title) as step:
         try:
@@ -145,5 +146,5 @@ def reported(progress: Progress, title: str) -> Iterator[Step]:
 
 
 def plain(line: str) -> str:
-    """One line, with nothing in it that a terminal would obey."""
+    """Return the line with every unprintable character, such as a terminal's escape, replaced by ``?``."""
     return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,4 +1,4 @@
-"""A line of ``jupyter sandbox`` that moves while a sandbox is saved or brought back, here or on a server."""
+"""Show a progress line while a sandbox is saved or restored, in this process or on a server."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from .cli_output import SHORT_ID, plain, reported, size
-from .cli_reach import Found, Server
-from .client import AsyncSandboxClient
-from .errors import SandboxError
-from .journal import JOURNAL, Entry, What
-from .progress import Note, Progress, Step
+from ..client import AsyncSandboxClient
+from ..errors import SandboxError
+from ..events import JOURNAL, Entry, What
+from ..setup.progress import Note, Progress, Step
+from .output import SHORT_ID, plain, reported, size
+from .targets import Found, Server
 
 WIDTH = 20
+"""Characters of the bar."""
 
 Moved = Callable[[int], None]
-"""Told how many bytes have been moved so far."""
+"""Called with the number of bytes that have been moved so far."""
 
 
 @contextmanager
 def watched(
     arguments: argparse.Namespace, verb: str, found: Found, server: Server | None, total: int | None = None
 ) -> Iterator[Step]:
-    """Do the body as a step that says how far ``server`` is with it, or this process.
+    """Run the block as a step that shows the progress of ``server``, or of this process if None.
 
-    ``total`` is the number of bytes that are moved, if it is known.
+    ``total`` is the number of bytes to move, if known.
     """
     progress = Progress(sys.stderr if arguments.json else sys.stdout)
     sandbox_id = found.sandbox.sandbox_id
@@ -45,7 +46,7 @@ def watched(
 
 
 def bar(done: int, total: int | None) -> str:
-    """How much is done, as a person sees it at a glance."""
+    """Return a progress bar; only the moved bytes if the total is unknown."""
     if not total:
         return size(done)
     part = min(done / total, 1.0)
@@ -64,7 +65,7 @@ def _hear(entry: Entry, sandbox_id: str, moved: Moved) -> None:
 
 @contextmanager
 def _server_watched(server: Server, sandbox_id: str, moved: Moved) -> Iterator[None]:
-    """Follow a server's events in a thread; one that cannot be followed is no reason to do nothing."""
+    """Follow a server's events in a thread while the block runs. Failure to follow them is ignored."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(_follow(server.client.url, server.client.token, sandbox_id, moved))
     thread = threading.Thread(target=_run, args=(loop, task), daemon=True)
@@ -72,7 +73,7 @@ def _server_watched(server: Server, sandbox_id: str, moved: Moved) -> Iterator[N
     try:
         yield
     finally:
-        with suppress(RuntimeError):  # it has ended by itself
+        with suppress(RuntimeError):  # the thread has already closed the loop
             loop.call_soon_threadsafe(task.cancel)
         thread.join()
 

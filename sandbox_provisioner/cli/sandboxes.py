@@ -1,6 +1,6 @@
-"""``jupyter sandbox list|show|revert|delete|prune``: which sandboxes there are, and how they go.
+"""Implement ``jupyter sandbox list|show|revert|delete|prune``.
 
-All of these do without a server. What a server has open is changed through that server.
+All of them work without a server. A sandbox that a server has open is changed through that server.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import get_args
 
-from .cli_exits import exit_status
-from .cli_options import Commands, add_ids, add_reach, span
-from .cli_output import as_json, count, details, print_json, print_sandboxes, say, size, warn
-from .cli_reach import Found, Reach, reach
-from .client import State
-from .errors import SandboxError, UnknownSandboxError
+from ..client import State
+from ..errors import SandboxError, UnknownSandboxError
+from .exit_codes import exit_status
+from .options import Commands, add_ids, add_reach, span
+from .output import as_json, count, details, print_json, print_sandboxes, say, size, warn
+from .targets import UNREAD, Found, Reach, reach
 
+UNVERIFIED_HELP = "also those of yours that are not signed with your present key, as when that was lost"
 AGE_HELP = "a number and one of s, m, h, d and w, such as 30d"
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add the commands to a parser."""
+    """Add the commands to the parser."""
     list_ = add_reach(commands, "list", run_list, "list sandboxes")
     list_.add_argument("--state", choices=get_args(State), help="only those in this state")
     list_.add_argument("--notebook", metavar="PATH", help="only those of this notebook")
@@ -32,7 +34,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     about = "give up a sandbox's last checkpoint, which cannot be restored, for the one before"
     add_ids(add_reach(commands, "revert", run_revert, about))
     about = "delete sandboxes with their checkpoints, savepoints and snapshots, and end their kernels"
-    add_ids(add_reach(commands, "delete", run_delete, about))
+    delete = add_reach(commands, "delete", run_delete, about)
+    add_ids(delete)
     prune = add_reach(commands, "prune", run_prune, "delete every sandbox that has not been used for a time")
     prune.add_argument(
         "--older-than",
@@ -42,10 +45,12 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         help=f"for how long they have not been used: {AGE_HELP}",
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    for command in (delete, prune):
+        command.add_argument("--unverified", action="store_true", help=UNVERIFIED_HELP)
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox list``."""
+    """Run ``jupyter sandbox list`` and return its exit status."""
     with reach(arguments) as reached:
         found = [each for each in reached.all() if _wanted(each, arguments)]
         if arguments.json:
@@ -58,7 +63,7 @@ def run_list(arguments: argparse.Namespace) -> int:
             say("No sandbox is like that." if filtered else "There are no sandboxes.")
         if not arguments.json:
             for each in found:
-                if each.sandbox.state in ("elsewhere", "unknown"):
+                if each.sandbox.state in UNREAD:
                     warn(each.sandbox.problem)
             for error in reached.unreadable:
                 warn(error)
@@ -81,7 +86,7 @@ def _unused(found: Found, older_than: timedelta) -> bool:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox show``."""
+    """Run ``jupyter sandbox show`` and return its exit status."""
     with reach(arguments) as reached:
         found = reached.find(arguments.ids)
         if arguments.json:
@@ -96,7 +101,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_revert(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox revert``."""
+    """Run ``jupyter sandbox revert`` and return its exit status."""
     with reach(arguments) as reached:
         reverted = {}
         for found in reached.find(arguments.ids):
@@ -109,7 +114,7 @@ def run_revert(arguments: argparse.Namespace) -> int:
 
 
 def _revert(reached: Reach, found: Found) -> str:
-    """Returns when the checkpoint was made that counts now."""
+    """Revert a sandbox and return the time of the checkpoint that is now current."""
     if found.server:
         checkpoint = found.server.client.revert(found.sandbox.id).checkpoint
         return checkpoint.created.isoformat() if checkpoint else ""
@@ -119,7 +124,7 @@ def _revert(reached: Reach, found: Found) -> str:
 
 @dataclass(frozen=True)
 class Gone:
-    """A sandbox that was to go: ``freed`` bytes, or the ``error`` for which it is still there."""
+    """The outcome of deleting a sandbox: the ``freed`` bytes, or the ``error`` if it was not deleted."""
 
     id: str
     title: str
@@ -128,32 +133,35 @@ class Gone:
 
 
 def run_delete(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox delete``."""
+    """Run ``jupyter sandbox delete`` and return its exit status."""
     with reach(arguments) as reached:
-        return _report([_delete(reached, found) for found in reached.find(arguments.ids)], arguments.json)
+        found = reached.find(arguments.ids)
+        return _report([_delete(reached, each, arguments.unverified) for each in found], arguments.json)
 
 
-def _delete(reached: Reach, found: Found) -> Gone:
+def _delete(reached: Reach, found: Found, unverified: bool) -> Gone:
     try:
         if found.server:
-            freed = found.server.client.delete(found.sandbox.id).freed
+            freed = found.server.client.delete(found.sandbox.id, unverified).freed
         else:
             assert reached.storage and found.record
-            freed = reached.storage.registry.delete(found.record.id, reached.storage.destroy)
+            destroy = partial(reached.storage.destroy, unverified=unverified)
+            freed = reached.storage.registry.delete(found.record.id, destroy)
     except SandboxError as error:
         return Gone(found.sandbox.id, found.title, error=error)
     return Gone(found.sandbox.id, found.title, freed)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox prune``: on a server that was named, or in storage; nobody's kernel is ended for its age."""
+    """Run ``jupyter sandbox prune`` and return its exit status. Sandboxes with a kernel on a server are kept."""
     with reach(arguments) as reached:
         for error in reached.unreadable:
             warn(error)
         stale = [each for each in reached.all() if _prunable(each, arguments.older_than)]
         if arguments.dry_run:
-            return _foretell(stale, arguments.json)
-        return _report([_delete(reached, each) for each in stale if _untouched(reached, each)], arguments.json)
+            return _foretell(reached, stale, arguments)
+        gone = [_delete(reached, each, arguments.unverified) for each in stale if _untouched(reached, each)]
+        return _report(gone, arguments.json)
 
 
 def _prunable(found: Found, older_than: timedelta) -> bool:
@@ -161,7 +169,7 @@ def _prunable(found: Found, older_than: timedelta) -> bool:
 
 
 def _untouched(reached: Reach, found: Found) -> bool:
-    """Whether nobody used or deleted it while others were deleted."""
+    """Return True if a sandbox was neither used nor deleted since it was listed."""
     if not (reached.storage and found.record):
         return True
     try:
@@ -170,19 +178,46 @@ def _untouched(reached: Reach, found: Found) -> bool:
         return False
 
 
-def _foretell(found: Sequence[Found], json: bool) -> int:
-    if json:
-        print_json({"would_delete": [as_json(each) for each in found]})
-        return 0
-    for each in found:
-        say(f"Would delete {each.title}, {each.sandbox.state}, {size(each.sandbox.size)}")
-    total = sum(each.sandbox.size or 0 for each in found)
-    say(f"{count(len(found), 'sandbox')}, {size(total)} in all. Nothing was deleted.")
-    return 0
+def _foretell(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespace) -> int:
+    """Print what would be deleted and what would be refused, and return the exit status that prune would have."""
+    refused = {each.sandbox.id: error for each in stale if (error := _refusal(reached, each, arguments.unverified))}
+    found = [each for each in stale if each.sandbox.id not in refused]
+    if arguments.json:
+        kept = [{"id": identity, "problem": str(error)} for identity, error in refused.items()]
+        print_json({"would_delete": [as_json(each) for each in found], "would_keep": kept})
+    else:
+        for each in found:
+            doubt = f", unless the server refuses: {each.sandbox.problem}" if _doubtful(each) else ""
+            say(f"Would delete {each.title}, {each.sandbox.state}, {size(each.sandbox.size)}{doubt}")
+        for each in stale:
+            if each.sandbox.id in refused:
+                say(f"Would not delete {each.title}, {each.sandbox.state}: it would be refused")
+        total = sum(each.sandbox.size or 0 for each in found)
+        say(f"{count(len(found), 'sandbox')}, {size(total)} in all. Nothing was deleted.")
+    for error in refused.values():
+        warn(error)
+    return max(map(exit_status, refused.values()), default=0)
+
+
+def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | None:
+    """Return the error with which a sandbox would not be deleted; None if it would be, or if only its server knows."""
+    if found.server:
+        return None
+    assert reached.storage and found.record
+    try:
+        reached.storage.require_deletable(found.record, unverified)
+    except SandboxError as error:
+        return error
+    return None
+
+
+def _doubtful(found: Found) -> bool:
+    """Return True if a server that could not read a sandbox decides whether it is deleted."""
+    return found.server is not None and found.sandbox.state in UNREAD
 
 
 def _report(outcomes: Sequence[Gone], json: bool) -> int:
-    """Say what went and what stayed; returns the exit status."""
+    """Print the deleted sandboxes and the failures, and return the exit status."""
     gone = [each for each in outcomes if each.error is None]
     errors = {each.id: each.error for each in outcomes if each.error}
     freed = sum(each.freed for each in gone)

@@ -1,7 +1,7 @@
-"""What ``jupyter sandbox`` can get at: what is in this user's storage, and this user's servers that run here.
+"""Find the sandboxes that ``jupyter sandbox`` can act on: in this user's storage and on this user's local servers.
 
-Servers tell of the sandboxes whose kernels they have, storage tells of the rest. A server that is named with
-``--server`` is asked for everything instead, and storage for nothing.
+Servers report the sandboxes whose kernels they have; the others are read from storage. With ``--server``, that server
+reports all sandboxes and storage is not read.
 """
 
 from __future__ import annotations
@@ -15,21 +15,32 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
-from . import metadata
-from .client import NoServerError, ProblemError, Sandbox, SandboxClient, Stored, running_servers
-from .client.models import NamedState
-from .errors import AmbiguousSandboxError, SandboxError, UnknownSandboxError, UnreadableRecordError
-from .persistence import Persistence
-from .records import SandboxRecord
-from .registry import Listing
-from .sights import Sight, look
+from ..client import NoServerError, ProblemError, Sandbox, SandboxClient, Stored, running_servers
+from ..client.models import NamedState
+from ..errors import AmbiguousSandboxError, SandboxError, UnknownSandboxError, UnreadableRecordError
+from ..persistence import metadata
+from ..persistence.records import SandboxRecord
+from ..sandbox.listing import Sight, look
+from ..sandbox.registry import Listing
+from ..sandbox.user_sandboxes import Persistence
 
 PATIENCE = 10.0
-"""Seconds that a server which nobody named may take to answer."""
+"""Timeout in seconds for servers that were found, not given with ``--server``."""
+
+UNREAD = ("elsewhere", "unknown")
+"""The states of a sandbox whose document could not be read."""
+
+
+class UnreadSandboxError(SandboxError):
+    """The command needs the document of a sandbox, which could not be read."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        super().__init__(sandbox.problem or f"Sandbox {sandbox.id} is {sandbox.state}: its document was not read.")
 
 
 class NoKernelError(SandboxError):
-    """What was asked for needs a kernel that runs, and the sandbox has none on a server that can be asked."""
+    """The command needs a kernel, and no reachable server has the sandbox's kernel."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -41,20 +52,20 @@ class NoKernelError(SandboxError):
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. ``root_dir`` is empty if its folders need not be this machine's."""
+    """A server that answered, with its sandboxes. ``root_dir`` is empty if the server may be on another machine."""
 
     client: SandboxClient
     root_dir: str
     sandboxes: Sequence[Sandbox]
 
     def knows(self, identity: str) -> bool:
-        """Whether it can be asked about a sandbox."""
+        """Return True if the server listed the sandbox."""
         return any(sandbox.id == identity for sandbox in self.sandboxes)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A sandbox, with its ``record`` if it is kept by this user, and the ``server`` that is to be asked about it."""
+    """A sandbox, its ``record`` if this user has one, and the ``server`` through which to change it, if any."""
 
     sandbox: Sandbox
     record: SandboxRecord | None = None
@@ -62,22 +73,22 @@ class Found:
 
     @property
     def title(self) -> str:
-        """It as a person knows it."""
+        """Id, kernel and notebook, for messages."""
         return title(self.sandbox)
 
     def after(self, sandbox: Sandbox, server: Server) -> Found:
-        """It as ``server`` tells that it is now."""
+        """Return it with the new state that ``server`` reported."""
         return Found(placed(sandbox, self.record, server), self.record, server)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The ``storage``, if it may be asked, and the ``servers``."""
+    """The ``storage`` and the ``servers`` of one command; ``storage`` is None with ``--server``."""
 
     storage: Persistence | None
     servers: Sequence[Server]
     complaints: Sequence[SandboxError] = field(default_factory=tuple)
-    """Of servers that did not answer as they should."""
+    """Errors of local servers that could not be listed."""
 
     @cached_property
     def _listing(self) -> Listing:
@@ -85,7 +96,7 @@ class Reach:
 
     @property
     def unreadable(self) -> Sequence[UnreadableRecordError]:
-        """What is wrong with each record that cannot be read."""
+        """Errors of unreadable records."""
         return self._listing.unreadable
 
     @cached_property
@@ -94,7 +105,7 @@ class Reach:
 
     @cached_property
     def _told(self) -> Mapping[str, Found]:
-        """What servers are to be asked about: kernels that they have, and sandboxes that nobody else tells of."""
+        """Sandboxes to change through servers, by id: those with a kernel there, and those without a record here."""
         told: dict[str, Found] = {}
         for server in self.servers:
             for sandbox in server.sandboxes:
@@ -104,14 +115,14 @@ class Reach:
         return told
 
     def all(self) -> Sequence[Found]:
-        """Every sandbox, those that were used last first."""
+        """Return all sandboxes, the last used first."""
         found = self._look({**self._records, **self._told})
         return sorted(found, key=lambda each: each.sandbox.last_used, reverse=True)
 
     def find(self, wanted: Iterable[str]) -> Sequence[Found]:
-        """Those that are meant, each once: by id, by its unique beginning, or by notebook.
+        """Return the given sandboxes, each once: by id, id in storage, unique prefix of the id, or notebook.
 
-        UnknownSandboxError lists the ids there are, AmbiguousSandboxError those that fit.
+        Raises UnknownSandboxError with all ids, or AmbiguousSandboxError with the matching ones.
         """
         known = {
             **{identity: (each.sandbox_id, each.notebook_path) for identity, each in self._records.items()},
@@ -122,7 +133,7 @@ class Reach:
         return self._look(dict.fromkeys(choose(each, known, self.unreadable) for each in wanted))
 
     def server_of(self, found: Found) -> Server:
-        """The server that has its kernel; NoServerError if no server runs, NoKernelError if none has it."""
+        """Return the server that has its kernel. Raises NoServerError if none runs, NoKernelError if none has it."""
         if found.server:
             return found.server
         if not self.servers:
@@ -132,23 +143,23 @@ class Reach:
         raise NoKernelError(found.sandbox)
 
     def starter_of(self, found: Found) -> Server:
-        """The server that has its kernel, or one that can start it; NoServerError if there is none."""
+        """Return the server that has its kernel, or one that can start it. Raises NoServerError without one."""
         if server := self.any_server(found):
             return server
         self._complain()
         raise NoServerError(f"No Jupyter Server of yours runs here that could start sandbox {found.sandbox.id}.")
 
     def any_server(self, found: Found) -> Server | None:
-        """A server that can be asked about it, if there is one."""
+        """Return the server that has its kernel, or one that lists it; or None."""
         return found.server or next((server for server in self.servers if server.knows(found.sandbox.id)), None)
 
     def _complain(self) -> None:
-        """Where a server is missing: one that did not answer as it should may be the one."""
+        """Raise the error of a server that could not be listed: it may be the one that is missing."""
         if self.complaints:
             raise self.complaints[0]
 
     def _look(self, ids: Iterable[str]) -> list[Found]:
-        """These sandboxes in their order; storage is asked about those that no server told of."""
+        """Return these sandboxes in order, from servers, else from storage."""
         ids = list(ids)
         kept = [self._records[identity] for identity in ids if identity not in self._told]
         sights = look(self.storage, kept) if self.storage and kept else []
@@ -157,14 +168,14 @@ class Reach:
 
 
 def title(known: Sandbox | SandboxRecord) -> str:
-    """A sandbox as a person knows it."""
+    """Return a sandbox's id, kernel and notebook, for messages."""
     about = ", ".join(words for words in (known.kernel_name, known.notebook_path) if words)
     return f"{known.id} ({about})" if about else str(known.id)
 
 
 @contextmanager
 def reach(arguments: argparse.Namespace) -> Iterator[Reach]:
-    """What a command can get at, by its options ``--server``, ``--token`` and ``--no-server``."""
+    """Yield the storage and servers for the options ``--server``, ``--token`` and ``--no-server``."""
     with ExitStack() as stack:
         if arguments.server:
             client = stack.enter_context(SandboxClient(arguments.server, arguments.token))
@@ -178,7 +189,7 @@ def reach(arguments: argparse.Namespace) -> Iterator[Reach]:
 
 
 def _greet(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[SandboxError]]:
-    """The servers of this user's that have sandboxes, and what is wrong with those that may have."""
+    """Return this user's servers that have sandboxes, and the errors of those that could not be listed."""
     servers: list[Server] = []
     complaints: list[SandboxError] = []
     for running in running_servers():
@@ -196,7 +207,10 @@ def _greet(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[San
 def choose(
     wanted: str, known: Mapping[str, tuple[str, str | None]], unreadable: Iterable[UnreadableRecordError]
 ) -> str:
-    """The id that is meant, of those that are ``known`` with their ids in storage and their notebooks."""
+    """Return the id that ``wanted`` refers to; ``known`` maps ids to ids in storage and notebooks.
+
+    Raises AmbiguousSandboxError, UnknownSandboxError, or the error of an unreadable record with that id.
+    """
     beginning = wanted.lower().replace("-", "")
     here = os.path.abspath(wanted)
     attempts: tuple[Callable[[str], bool], ...] = (
@@ -217,7 +231,7 @@ def choose(
 
 
 def from_sight(sight: Sight) -> Sandbox:
-    """What storage has of a sandbox, as a server would tell it."""
+    """Return a stored sandbox in the format of the REST API's client."""
     record, summary = sight.record, sight.summary
     return Sandbox(
         id=str(record.id),
@@ -248,7 +262,7 @@ def _named(stored: Mapping[str, metadata.Stored]) -> tuple[NamedState, ...]:
 
 
 def placed(sandbox: Sandbox, record: SandboxRecord | None, server: Server) -> Sandbox:
-    """With the path of its notebook on this machine, if that is known."""
+    """Return the sandbox with the absolute path of its notebook on this machine, if known."""
     if record and record.notebook_path:
         return replace(sandbox, notebook_path=record.notebook_path)
     if sandbox.notebook_path and server.root_dir:

@@ -1,4 +1,4 @@
-"""``jupyter sandbox template``: the prepared kernels that sandboxed kernels start as copies of."""
+"""Implement ``jupyter sandbox template``: build, list and delete the templates that kernels start from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from datetime import datetime
 from jupyter_core.application import JupyterApp
 from traitlets.config import Config
 
-from . import kernelspecs, prospects, templatebuild
-from .cli_options import Commands
-from .cli_output import ago, print_json, print_table, reported, say, size, warn
-from .errors import SandboxError
-from .progress import Progress
-from .templates import Template, TemplateShelf
+from ..errors import SandboxError
+from ..setup import kernelspecs
+from ..setup.progress import Progress
+from ..templates import build as templatebuild
+from ..templates import match
+from ..templates.store import Template, TemplateShelf
+from .options import Commands
+from .output import ago, print_json, print_table, reported, say, size, warn
 
 ABOUT = """\
 A template is a kernel that was started once, stopped just before it would serve, and saved. New sandboxed kernels start
@@ -27,7 +29,7 @@ not fit any more: this command makes them now, shows what there is, and removes 
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add the command."""
+    """Add the command to the parser."""
     about = "make, show or remove the templates that kernels start from"
     parser = commands.add_parser("template", help=about, description=ABOUT)
     parser.add_argument(
@@ -39,7 +41,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``jupyter sandbox template``."""
+    """Run ``jupyter sandbox template`` and return its exit status."""
     shelf, status = TemplateShelf(), 0
     if arguments.action == "build":
         progress = Progress(sys.stderr if arguments.json else sys.stdout)
@@ -55,12 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build(names: Iterable[str], progress: Progress) -> int:
-    """Make the template of each of these kernels; one that fails does not stop the others."""
+    """Build the templates of these kernels and return the exit status. A failure does not stop the others."""
     config, failed = configuration(), []
     for name in names:
         try:
             with reported(progress, f"Template of {name}") as step:
-                recipe = prospects.recipe_for(name, config)
+                recipe = match.recipe_for(name, config)
                 made = asyncio.run(templatebuild.build(recipe, TemplateShelf(), wait=True, say=step.note))
                 step.result = _state(made) if made else ""
         except SandboxError as error:
@@ -71,7 +73,7 @@ def build(names: Iterable[str], progress: Progress) -> int:
 
 
 def configuration() -> Config:
-    """The configuration that a Jupyter server reads."""
+    """Return the configuration from a Jupyter server's files."""
     app = JupyterApp(config_file_name="jupyter_server_config")
     app.load_config_file()
     return app.config

@@ -1,4 +1,4 @@
-"""A client of a Jupyter Server's sandboxes: ``SandboxClient``, and ``AsyncSandboxClient`` for programs with a loop."""
+"""Python client of the REST API: ``SandboxClient`` blocks; ``AsyncSandboxClient`` is for asyncio programs."""
 
 from ._async import AsyncSandboxClient
 from ._sync import SandboxClient

@@ -1,4 +1,4 @@
-"""AsyncSandboxClient: what a Jupyter Server can be asked about its sandboxes, over HTTP.
+"""Call the REST API of a Jupyter Server's sandboxes over HTTP.
 
 ``_sync.py`` is made from this file by ``tools/unasync.py``.
 """
@@ -33,20 +33,20 @@ from .models import (
 )
 
 TIMEOUT = 30.0
-"""Seconds, for connecting and for what is answered at once; what changes a sandbox takes as long as it takes."""
+"""Default timeout in seconds for connecting and for GET requests. Responses to other requests have no timeout."""
 SILENCE = 60.0
-"""Seconds after which a stream of events, which says something every 15, is taken for dead."""
+"""Seconds without data after which a stream of events fails; the server sends something every 15 seconds."""
 PAGE = 1000
-"""How many sandboxes are asked for at once: the most that a server gives."""
+"""Sandboxes per page of the list: the server's maximum."""
 
 T = TypeVar("T")
 
 
 class AsyncSandboxClient:
-    """A Jupyter Server's sandboxes. ``url`` may be what the server shows a person, with its token or without.
+    """A client of one Jupyter Server. ``url`` may be the address that the server prints, with or without its token.
 
-    A sandbox is meant by its ``id`` or its ``sandbox_id``. What the server refuses is a ProblemError; a server that
-    cannot be reached is a ServerUnreachableError.
+    Methods take a sandbox's ``id`` or ``sandbox_id``, and raise ProblemError if the server refuses a request,
+    ServerUnreachableError if it does not answer, and AnswerError if its response is not understood.
     """
 
     def __init__(self, url: str, token: str = "", timeout: float = TIMEOUT) -> None:
@@ -59,7 +59,7 @@ class AsyncSandboxClient:
 
     @classmethod
     async def from_running_server(cls, timeout: float = TIMEOUT) -> Self:
-        """One for the newest of this user's servers here that has sandboxes; NoServerError if there is none."""
+        """Return a client of this user's newest local server that has sandboxes. Raises NoServerError without one."""
         for server in running_servers():
             client = cls(server.url, server.token, timeout)
             try:
@@ -83,15 +83,15 @@ class AsyncSandboxClient:
         await self._http.aclose()
 
     async def capabilities(self) -> Capabilities:
-        """What the server can do."""
+        """Return the server's versions, kernels and storage abilities."""
         return await self._ask(Capabilities, "GET", "capabilities")
 
     async def list(
         self, state: State | None = None, notebook: str | None = None, unused_for: float | None = None
     ) -> Sequence[Sandbox]:
-        """All sandboxes, those that were used last first; or those in a state, of a notebook, or long unused.
+        """Return the sandboxes, the last used first, filtered by the arguments.
 
-        ``notebook`` is relative to the server's root folder, ``unused_for`` in seconds.
+        ``notebook`` is relative to the server's root folder; ``unused_for`` is in seconds.
         """
         wanted = {"state": state, "notebook": notebook, "unused_for": unused_for, "limit": PAGE}
         found: list[Sandbox] = []
@@ -105,41 +105,45 @@ class AsyncSandboxClient:
                 return found
 
     async def show(self, id: str) -> Sandbox:
-        """All that is known of a sandbox."""
+        """Return a sandbox."""
         return await self._ask(Sandbox, "GET", _path(id))
 
     async def create(self, **body: Unpack[CreateSandbox]) -> Sandbox:
-        """Start a kernel in a sandbox, or bring back the one that is kept under that id or of that notebook."""
+        """Start a kernel in a new sandbox, or open the existing sandbox of the given id or notebook."""
         return await self._ask(Sandbox, "POST", "", body)
 
     async def hibernate(self, id: str) -> Sandbox:
-        """Save a sandbox's memory and give it back; the next cell wakes it."""
+        """Hibernate a sandbox: save its memory and free it. The next cell wakes it."""
         return await self._ask(Sandbox, "POST", _path(id, "hibernate"))
 
     async def wake(self, id: str) -> Sandbox:
-        """Bring a hibernated kernel back, or start one for a sandbox that is only kept."""
+        """Wake a hibernated kernel, or start one for a stored sandbox."""
         return await self._ask(Sandbox, "POST", _path(id, "wake"))
 
     async def keep_awake(self, id: str, seconds: float | None = None) -> Sandbox:
-        """Keep a kernel from being hibernated for idleness for ``seconds``: None without end, 0 no more."""
+        """Keep an idle kernel from being hibernated for ``seconds``; None for no limit, 0 to stop that."""
         return await self._ask(Sandbox, "POST", _path(id, "keep-awake"), {"seconds": seconds})
 
     async def restart(self, id: str) -> Sandbox:
-        """Start its kernel afresh; its savepoints stay."""
+        """Restart a sandbox's kernel; keep its savepoints."""
         return await self._ask(Sandbox, "POST", _path(id, "restart"))
 
     async def revert(self, id: str) -> Sandbox:
-        """Give up the last checkpoint of a sandbox that nobody has open for the one before."""
+        """Return a sandbox that is not running to its previous checkpoint; keep the latest as a savepoint."""
         return await self._ask(Sandbox, "POST", _path(id, "revert"))
 
-    async def delete(self, id: str) -> Deleted:
-        """End a sandbox's kernel, and delete everything that is kept of it."""
-        return await self._ask(Deleted, "DELETE", _path(id))
+    async def delete(self, id: str, unverified: bool = False) -> Deleted:
+        """End a sandbox's kernel and delete its stored state.
+
+        With ``unverified``, delete it even if it is not signed with the server's key, unless it names another user.
+        """
+        query = {"unverified": "true"} if unverified else None
+        return await self._ask(Deleted, "DELETE", _path(id), query=query)
 
     async def execute(self, id: str, command: Sequence[str], cwd: str | None = None) -> AsyncIterator[Output | Exit]:
-        """Run a command beside the kernel: what it writes as it comes, and at last how it ended.
+        """Run a command beside the kernel; yield its output as it arrives, then its exit status.
 
-        A command is killed whose iterator is closed before its end.
+        Closing the iterator early kills the command.
         """
         body = {"command": [*command], **({} if cwd is None else {"cwd": cwd})}
         async with self._stream("POST", _path(id, "execute"), self._patient, body) as answer:
@@ -152,17 +156,17 @@ class AsyncSandboxClient:
         raise ServerUnreachableError(self.url, "the command's output ended before the command")
 
     async def fork(self, id: str, savepoint: str | None = None, notebook_path: str | None = None) -> Sandbox:
-        """Start a second kernel from a savepoint of the first one's, or from its present; the first one goes on."""
+        """Start a second kernel from a savepoint of the first, or from its current state; the first keeps running."""
         wanted = {"savepoint": savepoint, "notebook_path": notebook_path}
         body = {name: value for name, value in wanted.items() if value is not None}
         return await self._ask(Sandbox, "POST", _path(id, "fork"), body)
 
     async def savepoints(self, id: str) -> Sequence[NamedState]:
-        """The savepoints of a sandbox, the oldest first."""
+        """Return the savepoints of a sandbox, the oldest first."""
         return (await self._ask(NamedStates, "GET", _path(id, "savepoints"))).items
 
     async def savepoint(self, id: str, name: str) -> NamedState:
-        """Keep the memory of a kernel as it is now under a new name; it runs on."""
+        """Save the current memory of a kernel under a new name; the kernel keeps running."""
         return await self._ask(NamedState, "POST", _path(id, "savepoints"), {"name": name})
 
     async def delete_savepoint(self, id: str, name: str) -> None:
@@ -170,23 +174,23 @@ class AsyncSandboxClient:
         await self._send("DELETE", _path(id, "savepoints", name))
 
     async def rewind(self, id: str, savepoint: str) -> Rewound:
-        """Bring the kernel back as it was at a savepoint; the present is saved first, as a savepoint of its own."""
+        """Rewind the kernel to a savepoint; its current state is first saved as another savepoint."""
         return await self._ask(Rewound, "POST", _path(id, "savepoints", savepoint, "rewind"))
 
     async def snapshots(self, id: str) -> Sequence[NamedState]:
-        """The snapshots of a sandbox, the oldest first."""
+        """Return the file snapshots of a sandbox, the oldest first."""
         return (await self._ask(NamedStates, "GET", _path(id, "snapshots"))).items
 
     async def snapshot(self, id: str, name: str) -> NamedState:
-        """Keep the files that were written in a sandbox, outside its mounts, under a new name; it runs on."""
+        """Save the files that were written in a sandbox, outside its mounts, under a new name; it keeps running."""
         return await self._ask(NamedState, "POST", _path(id, "snapshots"), {"name": name})
 
     async def delete_snapshot(self, id: str, name: str) -> None:
-        """Delete a snapshot."""
+        """Delete a file snapshot."""
         await self._send("DELETE", _path(id, "snapshots", name))
 
     async def events(self) -> AsyncIterator[Event]:
-        """What happens to the server's sandboxes from now on, without end."""
+        """Yield the events of the server's sandboxes from now on, without end."""
         async with self._stream("GET", "events", self._watchful) as answer:
             data = ""
             async for line in answer.aiter_lines():

@@ -1,6 +1,6 @@
-"""Which Jupyter Servers this user runs, from the files that they leave in Jupyter's runtime folder.
+"""Find this user's running Jupyter Servers by their files in Jupyter's runtime folder.
 
-``jupyter_server.serverapp`` can tell as well, but takes seconds to import and need not be installed where a client is.
+``jupyter_server.serverapp`` can do the same, but takes seconds to import and may not be installed beside a client.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jupyter_core.paths import jupyter_runtime_dir
 from ..errors import ConfigurationError
 
 PAGES = ("/lab", "/tree")
-"""What the address has at its end that a server shows a person."""
+"""Suffixes of the address that a server prints; removed to get its base URL."""
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server of this user's: where it is, and how to get in."""
+    """A running server of this user: its base URL, token and root folder."""
 
     url: str
     token: str
@@ -30,7 +30,7 @@ class RunningServer:
 
 
 def running_servers() -> list[RunningServer]:
-    """Those whose process lives, the newest first; one that listens on a unix socket is not among them."""
+    """Return the servers whose process exists, the newest first, without those that listen on a unix socket."""
     files = Path(jupyter_runtime_dir()).glob("jpserver-*.json")
     found = [told for file in files if (told := _read(file)) is not None]
     servers = [info for _, info in sorted(found, key=lambda pair: pair[0], reverse=True)]
@@ -42,9 +42,9 @@ def running_servers() -> list[RunningServer]:
 
 
 def address(url: str, token: str = "") -> tuple[str, str]:
-    """The base URL and the token from what a person has, such as ``http://localhost:8888/lab?token=abc``.
+    """Return the base URL and the token of an address such as ``http://localhost:8888/lab?token=abc``.
 
-    ConfigurationError if it is no address.
+    Raises ConfigurationError if ``url`` is not an HTTP address.
     """
     try:
         parts = urlsplit(url)
@@ -63,7 +63,7 @@ def address(url: str, token: str = "") -> tuple[str, str]:
 
 
 def _read(file: Path) -> tuple[float, dict[str, Any]] | None:
-    """When a server wrote its file, and what is in it; nothing if it has stopped since, or if that is no server's."""
+    """Return the modification time and the content of a server's file; None if it is gone or invalid."""
     try:
         info, written = json.loads(file.read_text()), file.stat().st_mtime
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""What can go wrong between a client and a server, beside what goes wrong in the server itself.
+"""Errors of the client: refused requests, unreachable servers and invalid responses.
 
-They are SandboxErrors, so ``str()`` says what happened and what to do, as it does for those of this process.
+All are SandboxErrors, so ``str()`` contains the problem and its remedy.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .._text import printable
 from ..errors import SandboxError
-from ..words import printable
 
 
 class ProblemError(SandboxError):
-    """A server refused a request; the fields are those of its problem detail (RFC 9457)."""
+    """A server refused a request; the fields are those of the problem detail (RFC 9457)."""
 
     def __init__(self, status: int, type: str, title: str, detail: str, remedy: str = "", variable: str = "") -> None:
         self.status = status
@@ -25,12 +25,12 @@ class ProblemError(SandboxError):
 
     @property
     def kind(self) -> str:
-        """The word for the kind of problem, such as ``in-use``; empty if the server gave none."""
+        """Last part of the problem type, such as ``in-use``; empty for other types."""
         return self.type.removeprefix("urn:sandbox:") if self.type.startswith("urn:sandbox:") else ""
 
 
 class ServerUnreachableError(SandboxError):
-    """A server did not answer, or hung up; ``url`` says which."""
+    """The server at ``url`` did not answer, or closed the connection."""
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
@@ -39,7 +39,7 @@ class ServerUnreachableError(SandboxError):
 
 
 class AnswerError(SandboxError):
-    """A server answered something that this client does not understand."""
+    """A server sent a response that this client does not understand."""
 
     def __init__(self, problem: str) -> None:
         remedy = "The server may have another version of sandbox_provisioner than this client."
@@ -47,7 +47,7 @@ class AnswerError(SandboxError):
 
 
 class NoServerError(SandboxError):
-    """What was asked for needs a running server, and there is none; ``problem`` says what for."""
+    """The request needs a running server, and none was found."""
 
     def __init__(self, problem: str = "No Jupyter Server of yours that has sandboxes runs here.") -> None:
         super().__init__(
@@ -56,7 +56,7 @@ class NoServerError(SandboxError):
 
 
 def refusal(url: str, status: int, body: Any) -> ProblemError:
-    """The error for an answer with an error's status; ``body`` is what JSON made of it, or None if it was none."""
+    """Return the error for a response with an error status; ``body`` is its decoded JSON, None if invalid."""
     problem: Mapping[str, Any] = body if isinstance(body, Mapping) else {}
     if isinstance(problem.get("detail"), str) and isinstance(problem.get("title"), str):
         words = {name: str(problem.get(name) or "") for name in ("type", "title", "detail", "remedy", "variable")}

@@ -1,7 +1,6 @@
-"""What a server answers, as frozen dataclasses: the schemas of openapi.yaml, under the same names.
+"""Define a server's responses as frozen dataclasses, named like the schemas in openapi.yaml.
 
-A field that a newer server has and this version does not know is left out. One that is missing, or is something else,
-is an AnswerError that names it.
+Unknown fields of a newer server are ignored. A missing or invalid field raises an AnswerError that names it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin
 from .errors import AnswerError
 
 State = Literal["running", "hibernated", "saved", "empty", "gone", "elsewhere", "unknown", "standby"]
-"""The states that this version knows; ``Sandbox.state`` may be one of a newer server's."""
+"""States that this version knows; ``Sandbox.state`` may have others from a newer server."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Something that is kept; ``size`` is in bytes."""
+    """A checkpoint; ``size`` is in bytes."""
 
     created: datetime
     size: int
@@ -32,7 +31,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class NamedState:
-    """A savepoint or a snapshot."""
+    """A savepoint or a file snapshot; ``size`` is in bytes."""
 
     name: str
     created: datetime
@@ -41,9 +40,9 @@ class NamedState:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """All that is known of a sandbox. ``size`` is in bytes, ``problem`` says why not more is known.
+    """A sandbox. ``size`` is in bytes; ``problem`` is the reason why its stored state is unknown.
 
-    ``busy_reasons`` says why its kernel is not idle; a server of an older version does not tell.
+    ``busy`` and ``busy_reasons`` report why its kernel is not idle; servers of older versions do not send them.
     """
 
     id: str
@@ -67,7 +66,7 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class SandboxPage:
-    """A part of the list; ``next`` asks for the part after it."""
+    """A page of the list; ``next`` is the cursor of the next page, None on the last one."""
 
     items: tuple[Sandbox, ...]
     next: str | None
@@ -76,14 +75,14 @@ class SandboxPage:
 
 @dataclass(frozen=True)
 class NamedStates:
-    """The savepoints or the snapshots of a sandbox, the oldest first."""
+    """The savepoints or the file snapshots of a sandbox, the oldest first."""
 
     items: tuple[NamedState, ...]
 
 
 @dataclass(frozen=True)
 class Rewound:
-    """A sandbox after a rewind; ``kept`` is the savepoint that has what was before."""
+    """A sandbox after a rewind; ``kept`` is the savepoint of its state before the rewind."""
 
     sandbox: Sandbox
     kept: str
@@ -91,7 +90,7 @@ class Rewound:
 
 @dataclass(frozen=True)
 class Deleted:
-    """What is no more, and how many bytes that freed."""
+    """The id of a deleted sandbox, and the bytes that were freed."""
 
     id: str
     freed: int
@@ -99,7 +98,7 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Output:
-    """A piece of what a command wrote, to ``stdout`` or ``stderr``."""
+    """A piece of a command's output; ``stream`` is ``stdout`` or ``stderr``."""
 
     stream: str
     data: bytes
@@ -107,14 +106,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a command ended; negative if a signal ended it."""
+    """The exit status of a command; negative for a signal."""
 
     status: int
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server can do."""
+    """A server's versions, kernels and storage abilities."""
 
     version: str
     runsc: str | None
@@ -128,7 +127,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the sandbox with the ``sandbox_id`` that is given as ``id``."""
+    """An event of a sandbox; ``id`` is its ``sandbox_id``."""
 
     id: str
     what: str
@@ -140,14 +139,14 @@ class Event:
 
 
 class Reference(TypedDict):
-    """A savepoint or a snapshot of some sandbox."""
+    """A savepoint or a file snapshot: the sandbox's ``id`` and its own ``name``."""
 
     id: str
     name: str
 
 
 class CreateSandbox(TypedDict, total=False):
-    """What a new sandbox is to be; all of it may be left out."""
+    """The properties of a new sandbox; all are optional."""
 
     kernel_name: str
     notebook_path: str
@@ -161,7 +160,7 @@ class CreateSandbox(TypedDict, total=False):
 
 
 def decode(kind: type[T], value: Any) -> T:
-    """``value``, which JSON made, as one of these dataclasses."""
+    """Return decoded JSON as one of these dataclasses. Raises AnswerError if it does not match."""
     try:
         made: T = _decode(kind, value)
     except (TypeError, ValueError, LookupError) as error:
@@ -170,7 +169,7 @@ def decode(kind: type[T], value: Any) -> T:
 
 
 def encode(made: Any) -> dict[str, Any]:
-    """One of these dataclasses as JSON has it."""
+    """Return one of these dataclasses as a JSON object."""
     return {name: _encode(value) for name, value in asdict(made).items()}
 
 

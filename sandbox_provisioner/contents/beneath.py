@@ -2,7 +2,8 @@
 
 A path is walked one component at a time on descriptors, without following links in the kernel. A link is read and
 walked in the same way. The result is the descriptor of a folder and a name in it, together with the real path, which is
-checked against the rules for links. Whatever is swapped meanwhile, each operation acts on what the walk reached.
+checked against the rules for links. Each operation acts on the folder that the walk reached, even if an attacker swaps
+part of the path meanwhile.
 
 ``openat2(RESOLVE_BENEATH)`` is not used: it refuses absolute links that stay inside, cannot name the link that leads
 outside, and needs this walk as a fallback anyway.
@@ -18,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .folders import within
+from ..gvisor.mounts import within
 
 LINKS = 40
+"""Maximum number of links that one path may lead through; the same limit as in Linux."""
 STEPS = 1000
-"""Components of a path with all links on the way; a guest can make targets of thousands, each of which costs time."""
-"""Links that one path may lead through; the same limit as in Linux."""
+"""Maximum components of a path and its links; a guest can make targets with thousands, and each costs time."""
 TRIES = 100
-"""Attempts to open a file that is being replaced by a link again and again."""
+"""Maximum attempts to open a file that is repeatedly replaced by a link."""
 SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -59,7 +60,7 @@ class Place:
 
 @dataclass
 class _Walk:
-    """The folders between a base folder, by its real path, and the present one, all open."""
+    """The open folders from a base folder, given by its real path, to the current one."""
 
     base: str
     folders: list[int]
@@ -87,7 +88,7 @@ class _Walk:
 
 
 def open_real(path: str) -> int:
-    """Open a folder by its real path, for lookups only. Raises OSError if a link is now on the way to it."""
+    """Open a folder by its real path, for lookups only. Raises OSError if the path now contains a link."""
     folder = os.open(path, os.O_PATH | os.O_DIRECTORY | SAFE)
     if os.readlink(f"/proc/self/fd/{folder}") != path:
         os.close(folder)
@@ -99,9 +100,15 @@ class Beneath:
     """File operations on paths beneath ``root`` that no link can lead outside.
 
     A link in one of the ``shared()`` folders, which sandboxes can write to, may lead to a place in that folder. Any
-    other link may lead to a place beneath the root. All may lead to the ``allowed`` areas. Writing through a link in
-    a shared folder or area to a ``protected()`` or hidden place is refused, because a sandbox cannot write there
+    other link may lead to a place beneath the root. All links may lead to the ``allowed`` areas. Writing through a link
+    in a shared folder or area to a ``protected()`` or hidden place is refused, because a sandbox cannot write there
     itself.
+
+    No link in a shared folder or area may lead to a ``forbidden()`` place, which sandboxes do not see at all.
+
+    A folder that is moved out of a shared folder or area is registered with ``share`` as a shared folder: its links
+    stay bound to it, including those that a sandbox, which may still have the folder open, makes later. The copy of a
+    folder with links is registered too. A link that is moved out on its own must still lead to an allowed place.
     """
 
     def __init__(
@@ -110,18 +117,22 @@ class Beneath:
         allowed: Iterable[Area] = (),
         shared: Callable[[], Iterable[str]] = tuple,
         protected: Callable[[], Iterable[str]] = tuple,
+        share: Callable[[Iterable[str]], None] = lambda folders: None,
+        forbidden: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self.name = os.path.abspath(root)
         self._root = Area(os.path.realpath(root), trusted=True)
         self._allowed = tuple(allowed)
         self._shared = shared
         self._protected = protected
+        self._share = share
+        self._forbidden = forbidden
 
     @contextmanager
     def locate(self, path: str, *, follow: bool = True, write: bool = False) -> Iterator[Place]:
         """Walk to ``path``, an absolute path beneath the root, and yield its place; the entry need not exist.
 
-        Raises AccessRefused if a link leads to a place where it must not, and OSError as the system does.
+        Raises AccessRefused if a link leads to a forbidden place, and OSError as the system does.
         """
         relative = self._relative(path)
         walk = _Walk(self._root.real, [open_real(self._root.real)])
@@ -129,14 +140,16 @@ class Beneath:
             name, scopes = self._walk(walk, relative, follow)
             real = os.path.join(walk.real, name) if name != "." else walk.real
             asked = set(relative.split("/"))
-            if not all(self._permits(scope, real, write, asked) for scope in scopes):
-                raise AccessRefused(_outside(path, real, write))
+            if not all(self._permits(scope, real, False, asked) for scope in scopes):
+                raise AccessRefused(_outside(path, real))
+            if write and not all(self._permits(scope, real, True, asked) for scope in scopes):
+                raise AccessRefused(_read_only(path, real))
             yield Place(walk.folders[-1], name, real)
         finally:
             walk.close()
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        """Open a regular file or a folder. Raises AccessRefused for anything else; never waits for a FIFO."""
+        """Open a regular file or a folder. Raises AccessRefused for anything else; never blocks on a FIFO."""
         for _ in range(TRIES):
             with self.locate(path, write=bool(flags & WRITING)) as place:
                 try:
@@ -166,12 +179,12 @@ class Beneath:
         raise AccessRefused(f"{path} is replaced by a link again and again.")
 
     def lstat(self, path: str) -> os.stat_result:
-        """Return the status of an entry, which can be a link."""
+        """Return the status of an entry itself, which can be a link."""
         with self.locate(path, follow=False) as place:
             return place.stat()
 
     def access(self, path: str, mode: int) -> bool:
-        """Return whether the user may access the file or folder."""
+        """Return True if the user may access the file or folder."""
         self.stat(path)
         try:
             with self.locate(path, write=bool(mode & os.W_OK)) as place:
@@ -197,7 +210,7 @@ class Beneath:
             os.mkdir(place.name, mode, dir_fd=place.folder)
 
     def makedirs(self, path: str, mode: int = 0o777) -> None:
-        """Make a folder and those above it, unless they are there. Raises FileExistsError for a file."""
+        """Make a folder and its missing parents. Raises FileExistsError if a file has its name."""
         try:
             if stat.S_ISDIR(self.stat(path).st_mode):
                 return
@@ -216,7 +229,7 @@ class Beneath:
             os.unlink(place.name, dir_fd=place.folder)
 
     def rmtree(self, path: str) -> None:
-        """Remove a folder with all that it contains; links in it are removed, not followed."""
+        """Remove a folder and its contents; links in it are removed, not followed."""
         with self.locate(path, follow=False, write=True) as place:
             shutil.rmtree(place.name, dir_fd=place.folder)
 
@@ -226,20 +239,24 @@ class Beneath:
             self.locate(source, follow=False, write=True) as old,
             self.locate(target, write=True) as new,
         ):
-            os.replace(old.name, new.name, src_dir_fd=old.folder, dst_dir_fd=new.folder)
+            self._rename(old, new, os.replace)
 
     def move(self, source: str, target: str) -> None:
-        """Rename an entry, which can be a link; copy and delete it if the target is on another file system."""
+        """Rename an entry, which can be a link; copy and delete it if the target is on another file system.
+
+        Raises AccessRefused for a link that must not leave its folder.
+        """
         with (
             self.locate(source, follow=False, write=True) as old,
             self.locate(target, follow=False, write=True) as new,
         ):
             try:
-                os.rename(old.name, new.name, src_dir_fd=old.folder, dst_dir_fd=new.folder)
+                self._rename(old, new, os.rename)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                copy_entry(old.folder, old.name, new.folder, new.name)
+                with self._judged(old, new, remove_entry):
+                    copy_entry(old.folder, old.name, new.folder, new.name)
                 remove_entry(old.folder, old.name)
 
     def copyfile(self, source: str, target: str) -> None:
@@ -259,10 +276,10 @@ class Beneath:
             shutil.copystat(f"/proc/self/fd/{old}", f"/proc/self/fd/{new}")
 
     def copytree(self, source: str, target: str) -> None:
-        """Copy a folder with all that it contains, to a place that does not exist.
+        """Copy a folder and its contents to a path that does not exist.
 
-        A link to an accessible place is copied as that place's content, any other link as a link. Raises
-        AccessRefused for an entry that is neither a file nor a folder nor a link.
+        A link to an accessible place is copied as that place's content, any other link as a link that stays bound to
+        its folder. Raises AccessRefused for an entry that is neither a file nor a folder nor a link.
         """
         names = self.listdir(source)
         self.mkdir(target)
@@ -282,7 +299,7 @@ class Beneath:
             shutil.copystat(f"/proc/self/fd/{before}", f"/proc/self/fd/{after}")
 
     def size(self, path: str) -> int:
-        """Return the disk space that a folder's entries need, in bytes; links are not followed."""
+        """Return the disk space that a folder's entries use, in bytes; links are not followed."""
         total = 0
         top = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -296,6 +313,57 @@ class Beneath:
             os.close(top)
         return total
 
+    def _rename(self, old: Place, new: Place, rename: Callable[..., None]) -> None:
+        def undo(folder: int, name: str) -> None:
+            os.rename(name, old.name, src_dir_fd=folder, dst_dir_fd=old.folder)
+
+        with self._judged(old, new, undo):
+            rename(old.name, new.name, src_dir_fd=old.folder, dst_dir_fd=new.folder)
+
+    @contextmanager
+    def _judged(self, old: Place, new: Place, undo: Callable[[int, str], None]) -> Iterator[None]:
+        """Check an entry before the block moves it, and verify afterwards that the same entry was moved.
+
+        Raises AccessRefused for a link that must not leave its folder. If a sandbox replaced the entry meanwhile, calls
+        ``undo`` for the new place and raises AccessRefused.
+        """
+        left, judged = self._left(old.real, new.real), _nature(old)
+        if left and stat.S_ISLNK(judged[0]):
+            self._judge_link(judged[1], left, old, new)
+        elif stat.S_ISDIR(judged[0]):
+            inside = [os.path.relpath(path, old.real) for path in self._shared() if within(path, old.real)]
+            if left:
+                inside.append(".")
+            self._share(os.path.normpath(os.path.join(new.real, path)) for path in inside)
+        yield
+        # Not checked if a sandbox can write to the new place: it may have replaced the entry there, which is allowed.
+        if left and self._scope(os.path.dirname(new.real)).trusted and _nature(new) != judged:
+            undo(new.folder, new.name)
+            raise AccessRefused(f"{old.real} was replaced by something else, perhaps a link, while it was moved.")
+
+    def _left(self, old: str, new: str) -> Area | None:
+        """Return the area, if any, that links at the real path ``old`` are bound to, but links at ``new`` are not."""
+        scope = self._scope(os.path.dirname(old))
+        return None if scope.trusted or within(self._scope(os.path.dirname(new)).real, scope.real) else scope
+
+    def _judge_link(self, target: str, scope: Area, old: Place, new: Place) -> None:
+        """Raise AccessRefused unless a link, from its new place, leads to where it was allowed to lead before."""
+        folder = "/" if os.path.isabs(target) else os.path.dirname(new.real)
+        walk = _Walk(folder, [open_real(folder)])
+        try:
+            name, scopes = self._walk(walk, target, follow=True)
+            real = os.path.normpath(os.path.join(walk.real, name))
+            permitted = all(self._permits(each, real, False, set()) for each in (scope, *scopes))
+        except (OSError, AccessRefused):
+            permitted = False
+        finally:
+            walk.close()
+        if not permitted:
+            raise AccessRefused(
+                f"{old.real} is a symbolic link to {target}, which cannot be moved out of {scope.real}: in "
+                f"{os.path.dirname(new.real)} it would lead to another place."
+            )
+
     def _copy_link(self, source: str, target: str) -> None:
         with (
             self.locate(source, follow=False) as old,
@@ -303,6 +371,8 @@ class Beneath:
         ):
             if not stat.S_ISLNK(old.stat().st_mode):
                 raise AccessRefused(_special(source))
+            if self._left(old.real, new.real):
+                self._share([os.path.dirname(new.real)])
             copy_entry(old.folder, old.name, new.folder, new.name)
 
     @contextmanager
@@ -322,7 +392,7 @@ class Beneath:
         return place[len(self.name) :].lstrip("/") or "."
 
     def _walk(self, walk: _Walk, relative: str, follow: bool) -> tuple[str, list[Area]]:
-        """Walk on to the last component. Returns its name, and the area of each link on the way."""
+        """Walk to the last component. Return its name, and the area that each link on the way is bound to."""
         pending = relative.split("/")[::-1]
         scopes: list[Area] = []
         steps = 0
@@ -330,7 +400,7 @@ class Beneath:
             part = pending.pop()
             steps += 1
             if steps > STEPS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), relative)
+                raise AccessRefused(_endless(relative))
             if part in ("", "."):
                 continue
             if part == "..":
@@ -348,7 +418,7 @@ class Beneath:
                 target = _read_link(entry)
                 scopes.append(self._scope(walk.real))
                 if len(scopes) > LINKS:
-                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), relative)
+                    raise AccessRefused(_endless(relative))
                 if os.path.isabs(target):
                     walk.restart("/")
                 pending += target.split("/")[::-1]
@@ -366,7 +436,9 @@ class Beneath:
         return _innermost([*self._allowed, *shared], folder) or self._root
 
     def _permits(self, scope: Area, real: str, write: bool, asked: set[str]) -> bool:
-        """Return whether a link of this scope may lead to the real path; ``asked`` are the names in the request."""
+        """Return True if a link of this scope may lead to the real path; ``asked`` are the names in the request."""
+        if not scope.trusted and any(within(real, os.path.realpath(place)) for place in self._forbidden()):
+            return False
         allowed = _innermost(self._allowed, real)
         if write and allowed and not allowed.writable:
             return False
@@ -382,7 +454,10 @@ class Beneath:
 
 
 def copy_entry(folder: int, name: str, target_folder: int, target: str) -> None:
-    """Copy a file, a link as a link, or a folder with all that it contains, from one folder to another."""
+    """Copy a file, a link as a link, or a folder and its contents, from one folder to another.
+
+    Raises AccessRefused for any other entry.
+    """
     kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
     if stat.S_ISLNK(kind):
         os.symlink(os.readlink(name, dir_fd=folder), target, dir_fd=target_folder)
@@ -413,11 +488,21 @@ def copy_entry(folder: int, name: str, target_folder: int, target: str) -> None:
 
 
 def remove_entry(folder: int, name: str) -> None:
-    """Remove a file, a link, or a folder with all that it contains."""
+    """Remove a file, a link, or a folder and its contents."""
     if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         shutil.rmtree(name, dir_fd=folder)
     else:
         os.unlink(name, dir_fd=folder)
+
+
+def _nature(place: Place) -> tuple[int, str]:
+    """Return the type of an entry, and the target if it is a link."""
+    try:
+        return stat.S_IFLNK, os.readlink(place.name, dir_fd=place.folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return stat.S_IFMT(place.stat().st_mode), ""
 
 
 def _read_link(entry: int) -> str:
@@ -429,7 +514,7 @@ def _read_link(entry: int) -> str:
 
 
 def _innermost(areas: Iterable[Area], path: str) -> Area | None:
-    """Return the smallest of the areas that contain a real path; of two for one folder, a read-only one."""
+    """Return the innermost area that contains a real path; of two with the same path, a read-only one."""
     found = (area for area in areas if within(path, area.real))
     return max(found, key=lambda area: (len(area.real), not area.writable), default=None)
 
@@ -442,6 +527,17 @@ def _special(path: str) -> str:
     return f"{path} is neither a file nor a folder (a FIFO, a socket or a device)."
 
 
-def _outside(path: str, real: str, write: bool) -> str:
-    verb = "written" if write else "read"
-    return f"{path} leads through a symbolic link to {real}, which must not be {verb} through that link."
+def _outside(path: str, real: str) -> str:
+    return f"{path} leads through a symbolic link to {real}, which must not be accessed through that link."
+
+
+def _read_only(path: str, real: str) -> str:
+    return (
+        f"{path} leads through a symbolic link to {real}, which must not be written through that link, because "
+        "kernels cannot write there either: it is hidden, protected, or in a read-only mount (add :rw to it in the "
+        "setting mounts)."
+    )
+
+
+def _endless(path: str) -> str:
+    return f"{path} leads through too many symbolic links, perhaps in a circle."

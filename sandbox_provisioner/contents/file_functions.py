@@ -1,6 +1,6 @@
-"""Replacements for the functions of os, shutil and others with which Jupyter Server's contents managers access files.
+"""Replace the functions of os, shutil and others with which Jupyter Server's contents managers access files.
 
-They take the same path strings, and act on them through ``Beneath``. A path that is in no guarded folder is refused.
+The replacements take the same path strings and act through ``Beneath``. Paths outside of guarded folders are refused.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from typing import Any
 
 from tornado.web import HTTPError
 
+from .._text import one_line
+from ..gvisor.mounts import within
 from .beneath import AccessRefused, Beneath
-from .folders import within
 from .trash import home_trash, move_to_trash
 
 ADVICE = (
-    " A notebook's code may have made it. Remove it, or name the folder that its links may lead to in the setting "
-    "GuardedContents.allowed_link_targets."
+    " A notebook's code may have made it. Delete the link, for example with os.unlink in a cell, or name the folder "
+    "that its links may lead to in the setting GuardedContents.allowed_link_targets."
 )
 
 
 class Refused(HTTPError):
-    """Answer 403, with the reason why the server does not access a file."""
+    """An HTTP 403 answer with the reason why the server does not access a file."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(403, problem + (ADVICE if "link" in problem else ""))
+        super().__init__(403, one_line(problem) + (ADVICE if "link" in problem and ":rw" not in problem else ""))
 
 
 _guards: dict[str, Beneath] = {}
-"""The guarded folders, by the path as which Jupyter Server knows them."""
+"""The guards by folder, under the path that Jupyter Server uses for it."""
 
 
 def guard(beneath: Beneath) -> None:
-    """Guard all access to files beneath a folder that the guarded contents managers make from now on."""
+    """Register a guard: the guarded contents managers access files beneath its folder through it from now on."""
     _guards[beneath.name] = beneath
 
 
 def guard_of(*paths: str) -> Beneath:
-    """Return the guard of the innermost guarded folder with all ``paths``. Raises PermissionError if there is none."""
+    """Return the guard of the innermost folder that contains all ``paths``. Raises PermissionError if none does."""
     places = [os.path.abspath(path) for path in paths]
     names = [name for name in _guards if all(within(place, name) for place in places)]
     if names:
         return _guards[max(names, key=len)]
-    # The checkpoints of files in a folder that the user cannot write to.
+    # Jupyter Server's place for the checkpoints of files in folders that the user cannot write to.
     temporary = os.path.join(tempfile.gettempdir(), "jupyter_checkpoints")
     if all(within(place, temporary) for place in places):
         return Beneath(tempfile.gettempdir())
@@ -57,7 +58,7 @@ def guard_of(*paths: str) -> Beneath:
 
 
 def call(operation: Callable[..., Any], path: str, *arguments: Any) -> Any:
-    """Call a method of the guard that is responsible for ``path``. Raises Refused, and OSError as the system does."""
+    """Call ``operation`` on the guard of ``path``. Raises Refused, and OSError as the system does."""
     try:
         return operation(guard_of(path), path, *arguments)
     except AccessRefused as refusal:
@@ -65,7 +66,7 @@ def call(operation: Callable[..., Any], path: str, *arguments: Any) -> Any:
 
 
 def leads_outside(path: str) -> bool:
-    """Return whether an entry is a link that must not be followed, or neither a file nor a folder."""
+    """Return True if an entry is a link that must not be followed, or neither a file nor a folder."""
     try:
         guard_of(path).stat(path)
     except AccessRefused:
@@ -85,12 +86,12 @@ def _open(path: str, flags: int, mode: int = 0o777) -> int:
 
 
 def open_file(path: str, mode: str = "r", **options: Any) -> Any:
-    """Open a file like the builtin."""
+    """Open a file like the builtin ``open``."""
     return builtins.open(path, mode, **options, opener=lambda name, flags: _open(name, flags, 0o666))
 
 
 def _mode(path: str) -> int:
-    """Return the type of a file or folder, with links followed; 0 if it cannot be found."""
+    """Return the mode of a file or folder, with links followed; 0 if it cannot be found."""
     try:
         found: os.stat_result = call(Beneath.stat, path)
     except (OSError, ValueError):
@@ -99,7 +100,7 @@ def _mode(path: str) -> int:
 
 
 def exists(path: str) -> bool:
-    """Return whether there is an entry, which can be a link that leads nowhere."""
+    """Return True if the entry exists; a link counts even if its target does not exist."""
     try:
         call(Beneath.lstat, path)
     except OSError:
@@ -115,7 +116,7 @@ def _access(path: str, mode: int) -> bool:
 
 
 def is_file_hidden(path: str, stat_res: os.stat_result | None = None) -> bool:
-    """Return whether the name begins with a dot or a folder cannot be listed, like jupyter_core's function."""
+    """Return True if the name begins with a dot or a folder cannot be listed, like jupyter_core's function."""
     if os.path.basename(os.path.abspath(path)).startswith("."):
         return True
     try:
@@ -126,7 +127,7 @@ def is_file_hidden(path: str, stat_res: os.stat_result | None = None) -> bool:
 
 
 def is_hidden(path: str, root: str = "/") -> bool:
-    """Return whether a path, or a folder between ``root`` and it, is hidden, like jupyter_core's function."""
+    """Return True if a path, or a folder between ``root`` and it, is hidden, like jupyter_core's function."""
     place, top = os.path.abspath(path), os.path.abspath(root)
     if not within(place, top):
         raise ValueError(f"{path} is not in {root}")
@@ -137,12 +138,12 @@ def is_hidden(path: str, root: str = "/") -> bool:
 
 
 def samefile(first: str, second: str) -> bool:
-    """Return whether two paths lead to the same file."""
+    """Return True if two paths lead to the same file."""
     return os.path.samestat(call(Beneath.stat, first), call(Beneath.stat, second))
 
 
 def ensure_dir_exists(path: str, mode: int = 0o777) -> None:
-    """Make a folder and those above it, unless they are there."""
+    """Make a folder and its missing parents."""
     call(Beneath.makedirs, path, mode)
 
 
@@ -169,13 +170,13 @@ def _two_paths(operation: Callable[[Beneath, str, str], None]) -> Callable[[str,
 
 
 def copytree(source: str, target: str) -> None:
-    """Copy a folder to a place that does not exist; the folders above it are made."""
+    """Copy a folder to a path that does not exist, and make its missing parents."""
     ensure_dir_exists(os.path.dirname(target))
     _two_paths(Beneath.copytree)(source, target)
 
 
 def _across(operation: Callable[[Beneath, str, str], None], source: str, target: str) -> None:
-    """Copy or move a file between two guarded folders: a checkpoint that is in the temporary folder."""
+    """Copy or move a file between two guarded folders, such as a checkpoint in the temporary folder."""
     if operation is Beneath.copystat:
         return
     with open_file(source, "rb") as old, open_file(target, "wb") as new:
@@ -197,7 +198,7 @@ TEXT = (
     "splitdrive",
     "splitext",
 )
-"""Parts of os.path that look at the text of a path only."""
+"""Names in os.path that only process the text of a path."""
 CONSTANTS = ("O_RDONLY", "R_OK", "W_OK", "X_OK", "close", "fsync", "getcwd", "sep", "stat_result")
 
 guarded_path = SimpleNamespace(
@@ -205,7 +206,7 @@ guarded_path = SimpleNamespace(
     exists=lambda path: bool(_mode(path)),
     isdir=lambda path: stat.S_ISDIR(_mode(path)),
     isfile=lambda path: stat.S_ISREG(_mode(path)),
-    # Jupyter Server would follow the link itself; here, opening the path follows it, with all checks.
+    # Otherwise Jupyter Server would resolve the link itself; here, opening the path follows it, with all checks.
     islink=lambda path: False,
     samefile=samefile,
 )
@@ -240,4 +241,4 @@ REPLACEMENTS: dict[str, Any] = {
     "ensure_dir_exists": ensure_dir_exists,
     "send2trash": send_to_trash,
 }
-"""Names in Jupyter Server's modules, and the functions that they get."""
+"""The replacements for globals of Jupyter Server's modules, by name."""

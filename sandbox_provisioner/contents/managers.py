@@ -1,43 +1,50 @@
-"""Jupyter Server's file contents managers and checkpoints, unable to leave the server's folder through links.
+"""Keep Jupyter Server's file contents managers and checkpoints from leaving the server's folder through links.
 
-A notebook's code can write to its folder, and so replace a file, a folder or a checkpoint by a link to a file of the
-user's. The classes here run the code of Jupyter Server's own classes, of the version that is installed, with other
-file functions: those of ``guarded_files``, each of which stays beneath the server's folder by itself. So no check can
-be outdated when the file is used.
+A notebook's code can write to its folder, and so replace a file, a folder or a checkpoint by a link to one of the
+user's files. The classes here run the code of the installed Jupyter Server's own classes with the file functions of
+``file_functions`` instead. Each of these checks and uses a file in one step, so no check can be outdated when the file
+is used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import IO, Any
 
+from anyio.to_thread import run_sync
 from jupyter_core.paths import jupyter_config_path, jupyter_path
 from jupyter_server.base.handlers import AuthenticatedFileHandler
 from jupyter_server.files.handlers import FilesHandler
 from jupyter_server.services.contents import filecheckpoints, fileio, filemanager, largefilemanager
 from tornado import web
-from traitlets import List, TraitType, Unicode, default, validate
+from traitlets import Int, List, TraitType, Unicode, default, validate
 from traitlets.config import LoggingConfigurable
 
-from . import config
+from .. import config
+from .._text import one_line
+from ..errors import ConfigurationError
+from ..gvisor.bundle import parse_mount
+from ..gvisor.reserved_dirs import reserved_folders
+from ..kernel.shared_folders import list_file, protected_file, recall, remember
+from ..provisioner import SandboxProvisioner
 from .beneath import Area, Beneath
-from .bundle import parse_mount
-from .errors import ConfigurationError
-from .guarded_files import REPLACEMENTS, Refused, call, exists, guard, is_hidden, leads_outside
-from .provisioner import SandboxProvisioner
-from .shared_folders import list_file, protected_file, recall
+from .file_functions import REPLACEMENTS, Refused, call, exists, guard, is_hidden, leads_outside
 
+MAX_FILE_SIZE = 512 << 20
+"""Default limit in bytes. Chromium has no longer strings, so JupyterLab cannot open a larger file."""
+HASHED_AT_ONCE = 1 << 20
 MODULES = (fileio, filecheckpoints, filemanager, largefilemanager)
 
 
 class GuardedContents(LoggingConfigurable):
-    """The settings, and what managers and checkpoints have in common."""
+    """Base class of the guarded managers and checkpoints, with their settings."""
 
     root_dir: str
 
@@ -47,6 +54,17 @@ class GuardedContents(LoggingConfigurable):
         help="Further folders that links in the server's folder may lead to, besides the sources of "
         "SandboxProvisioner.mounts. Environment, comma-separated: SANDBOX_ALLOWED_LINK_TARGETS",
     )
+
+    max_file_size = Int(
+        min=1,
+        config=True,
+        help="The largest file, in bytes, that the server loads into its memory, to open, copy, convert or hash it. "
+        "Downloads, uploads and checkpoints are not limited. Environment: SANDBOX_MAX_FILE_SIZE",
+    )
+
+    @default("max_file_size")
+    def _default_max_file_size(self) -> int:
+        return config.count("SANDBOX_MAX_FILE_SIZE", MAX_FILE_SIZE)
 
     @default("allowed_link_targets")
     def _default_allowed_link_targets(self) -> list[str]:
@@ -65,12 +83,34 @@ class GuardedContents(LoggingConfigurable):
         return targets
 
     def _get_os_path(self, path: str) -> str:
-        """Return the path of a file in the file system; it is guarded from now on."""
+        """Return the path of a file in the file system. The first call registers the guard of the server's folder."""
         if self.__dict__.get("_guarded_dir") != self.root_dir:
-            guard(Beneath(self.root_dir, self._areas(), lambda: recall(list_file()), _protected))
+            guard(Beneath(self.root_dir, self._areas(), _shared, _protected, _share, self._forbidden))
             self.__dict__["_guarded_dir"] = self.root_dir
         os_path: str = super()._get_os_path(path)  # type: ignore[misc]
         return os_path
+
+    @contextmanager
+    def open(self, os_path: str, mode: str = "r", **options: Any) -> Iterator[Any]:
+        """Open a file. Raises HTTPError 400 in mode "rb" if it is larger than ``max_file_size``."""
+        with super().open(os_path, mode, **options) as file:  # type: ignore[misc]
+            if mode != "rb":
+                yield file
+                return
+            size = os.fstat(file.fileno()).st_size
+            if size > self.max_file_size:
+                name = os.path.relpath(os_path, self.root_dir)
+                raise web.HTTPError(
+                    400,
+                    f"{name} has {size} bytes, and the server loads files of at most {self.max_file_size} bytes. "
+                    "Download it, open it in a notebook, or raise the setting GuardedContents.max_file_size.",
+                )
+            # Files in /proc report a size of 0.
+            yield _BoundedReader(file, size or self.max_file_size)
+
+    def _forbidden(self) -> Iterable[str]:
+        """Return the folders of Jupyter and of this package, which kernels do not see."""
+        return reserved_folders(str(self.config.SandboxProvisioner.get("storage_dir", "")))
 
     def _areas(self) -> Iterator[Area]:
         for target in self.allowed_link_targets:
@@ -84,18 +124,45 @@ class GuardedContents(LoggingConfigurable):
                 yield Area(os.path.realpath(mount.source), mount.writable)
 
 
+class _BoundedReader:
+    """A file reader that ends after ``size`` bytes, even if the file grows while it is read."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file = file
+        self._left = size
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next ``size`` bytes, or all that are left."""
+        content = self._file.read(self._left if size < 0 else min(size, self._left))
+        self._left -= len(content)
+        return content
+
+
+def _shared() -> Iterable[str]:
+    """Return the folders that sandboxes can write to."""
+    return recall(list_file())
+
+
+def _share(folders: Iterable[str]) -> None:
+    """Remember folders with links that a sandbox may have made."""
+    remember(folders, list_file())
+
+
 def _protected() -> list[str]:
-    """Return what the server and kernels run or believe, which sandboxes see as read-only wherever it is."""
+    """Return the folders that the server and kernels load code or settings from; sandboxes see them as read-only."""
     return [sys.prefix, *jupyter_path(), *jupyter_config_path(), *recall(protected_file())]
 
 
 class GuardedFileHandler(AuthenticatedFileHandler):
-    """Serve ``/files/`` from one descriptor that was opened beneath the server's folder."""
+    """A handler that serves ``/files/`` from one descriptor that was opened beneath the server's folder."""
 
     _file: Any = None
 
     def validate_absolute_path(self, root: str, absolute_path: str) -> str:
-        """Open the file. Raises HTTPError 404 if it is hidden or missing, 403 if it must not be read."""
+        """Open the file and return its path. Raises HTTPError 404 if it is hidden or missing, 403 if it is refused.
+
+        Called by tornado before it serves the file.
+        """
         manager: Any = self.contents_manager
         absolute_path = manager._get_os_path(self.path)
         if not manager.allow_hidden and is_hidden(absolute_path, root):
@@ -128,14 +195,14 @@ class GuardedFileHandler(AuthenticatedFileHandler):
             yield chunk
 
     def on_finish(self) -> None:
-        """Close the file."""
+        """Close the file. Called by tornado after the response."""
         if self._file:
             self._file.close()
         super().on_finish()
 
 
 def _rebind(function: Any, names: dict[str, Any], own_class: CellType) -> Any:
-    """Return a function with the same code that finds its globals in ``names`` and its class in ``own_class``."""
+    """Return a copy of a function with the globals ``names`` and, for ``super()``, the class in ``own_class``."""
     if hasattr(function, "__wrapped__"):
         return contextmanager(_rebind(function.__wrapped__, names, own_class))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -147,7 +214,7 @@ def _rebind(function: Any, names: dict[str, Any], own_class: CellType) -> Any:
 
 
 def _guarded_names(module: ModuleType) -> dict[str, Any]:
-    """Return a module's globals with guarded file functions, which its own functions use too."""
+    """Return a copy of a module's globals, in which it and its own functions use guarded file functions."""
     names = {name: value for name, value in vars(module).items() if not isinstance(value, TraitType)}
     names |= REPLACEMENTS
     for name, value in vars(module).items():
@@ -157,7 +224,7 @@ def _guarded_names(module: ModuleType) -> dict[str, Any]:
 
 
 def _guarded_classes() -> dict[type, type]:
-    """Return a guarded subclass for each class in the modules."""
+    """Return a guarded subclass for each class in MODULES."""
     made: dict[type, Any] = {}
     for module in MODULES:
         names = _guarded_names(module)
@@ -171,7 +238,7 @@ def _guarded_class(stock: type, names: dict[str, Any], made: dict[type, Any]) ->
     own_class = CellType()
     members: dict[str, Any] = {"__module__": __name__, "__doc__": stock.__doc__}
     ours = [base for base in stock.__bases__ if base in made]
-    # Such as GenericCheckpointsMixin, which overrides methods of the guarded class that comes after it.
+    # Copy mixins such as GenericCheckpointsMixin, which override methods of the guarded class that comes after them.
     for mixin in stock.__bases__[: stock.__bases__.index(ours[-1])] if ours else ():
         if mixin not in made:
             members |= {name: value for name, value in vars(mixin).items() if isinstance(value, FunctionType)}
@@ -187,7 +254,7 @@ _CONFINED = _guarded_classes()
 
 
 def _is_leftover(os_path: str) -> bool:
-    """Return whether an entry is a link, or neither a file nor a folder: it is deleted without the trash."""
+    """Return True if an entry is a link, or neither a file nor a folder; such entries bypass the trash."""
     try:
         return stat.S_IFMT(call(Beneath.lstat, os_path).st_mode) not in (stat.S_IFDIR, stat.S_IFREG)
     except OSError:
@@ -195,7 +262,7 @@ def _is_leftover(os_path: str) -> bool:
 
 
 class _Manager(GuardedContents):
-    """What the guarded contents managers have in common."""
+    """Base class of the guarded contents managers."""
 
     @default("files_handler_class")
     def _files_handler_class_default(self) -> type:
@@ -218,18 +285,26 @@ class _Manager(GuardedContents):
         return CLASSES.get(chosen, chosen)
 
     def _link_model(self, path: str) -> dict[str, Any]:
-        """Describe an entry that is not accessible, so that the user sees it and can delete it."""
+        """Return a model of an entry that must not be accessed, so that the user can see and delete it."""
         found = call(Beneath.lstat, self._get_os_path(path))
         changed = datetime.fromtimestamp(found.st_mtime, UTC)
         nothing = dict.fromkeys(("content", "format", "mimetype", "hash", "hash_algorithm"))
         known = {"name": path.rsplit("/", 1)[-1], "path": path, "type": "file", "size": found.st_size}
         return {**nothing, **known, "created": changed, "last_modified": changed, "writable": False}
 
+    def _hash(self, path: str) -> dict[str, str]:
+        """Return the hash of a file for its model, without loading the whole file at once."""
+        digest = hashlib.new(self.hash_algorithm)  # type: ignore[attr-defined]
+        with self.open(self._get_os_path(path), "rb") as file:
+            while chunk := file.read(HASHED_AT_ONCE):
+                digest.update(chunk)
+        return {"hash": digest.hexdigest(), "hash_algorithm": self.hash_algorithm}  # type: ignore[attr-defined]
+
     def _is_refused_entry(self, path: str, to_read: bool) -> bool:
         return not to_read and leads_outside(self._get_os_path(path))
 
     def _delete_leftover(self, path: str) -> bool:
-        """Delete an entry that is a link or a special file, not a link's target. Returns False for other entries."""
+        """Delete an entry that is a link or a special file, not a link's target. Return False for other entries."""
         os_path = self._get_os_path(path.strip("/"))
         if not _is_leftover(os_path) or (not self.allow_hidden and is_hidden(os_path, self.root_dir)):  # type: ignore[attr-defined]
             return False
@@ -251,10 +326,13 @@ class _SyncManager(_Manager):
         format: str | None = None,
         require_hash: bool = False,
     ) -> Any:
-        """Return a model; that of an entry which must not be accessed describes the entry itself."""
+        """Return the model of a path; for an entry that must not be accessed, a model of the entry itself."""
         if self._is_refused_entry(path.strip("/"), content or require_hash):
             return self._link_model(path.strip("/"))
-        return super().get(path, content, type, format, require_hash)  # type: ignore[misc]
+        model = super().get(path, content, type, format, require_hash and content)  # type: ignore[misc]
+        if require_hash and not content and model["type"] != "directory":
+            model.update(self._hash(path.strip("/")))
+        return model
 
     def delete_file(self, path: str) -> None:
         """Delete a file, a folder or a link, not a link's target."""
@@ -278,10 +356,13 @@ class _AsyncManager(_Manager):
         format: str | None = None,
         require_hash: bool = False,
     ) -> Any:
-        """Return a model; that of an entry which must not be accessed describes the entry itself."""
+        """Return the model of a path; for an entry that must not be accessed, a model of the entry itself."""
         if self._is_refused_entry(path.strip("/"), content or require_hash):
             return self._link_model(path.strip("/"))
-        return await super().get(path, content, type, format, require_hash)  # type: ignore[misc]
+        model = await super().get(path, content, type, format, require_hash and content)  # type: ignore[misc]
+        if require_hash and not content and model["type"] != "directory":
+            model.update(await run_sync(self._hash, path.strip("/")))
+        return model
 
     async def delete_file(self, path: str) -> None:
         """Delete a file, a folder or a link, not a link's target."""
@@ -293,22 +374,22 @@ class _AsyncManager(_Manager):
 
 
 class _Checkpoints(GuardedContents):
-    """What the guarded checkpoints have in common."""
+    """Base class of the guarded checkpoints."""
 
     def _skip(self, path: str, refusal: Refused) -> None:
-        self.log.warning("The checkpoint of %s stays as it is. %s", path, refusal.log_message)
+        self.log.warning("The checkpoint of %s stays as it is. %s", one_line(path), refusal.log_message)
 
 
 class _SyncCheckpoints(_Checkpoints):
     def rename_all_checkpoints(self, old_path: str, new_path: str) -> None:
-        """Rename the checkpoints of a file, which has been renamed, unless a link is in the way."""
+        """Rename the checkpoints of a renamed file. Log a warning if a link is in the way."""
         try:
             super().rename_all_checkpoints(old_path, new_path)  # type: ignore[misc]
         except Refused as refusal:
             self._skip(old_path, refusal)
 
     def delete_all_checkpoints(self, path: str) -> None:
-        """Delete the checkpoints of a file, which has been deleted, unless a link is in the way."""
+        """Delete the checkpoints of a deleted file. Log a warning if a link is in the way."""
         try:
             super().delete_all_checkpoints(path)  # type: ignore[misc]
         except Refused as refusal:
@@ -317,14 +398,14 @@ class _SyncCheckpoints(_Checkpoints):
 
 class _AsyncCheckpoints(_Checkpoints):
     async def rename_all_checkpoints(self, old_path: str, new_path: str) -> None:
-        """Rename the checkpoints of a file, which has been renamed, unless a link is in the way."""
+        """Rename the checkpoints of a renamed file. Log a warning if a link is in the way."""
         try:
             await super().rename_all_checkpoints(old_path, new_path)  # type: ignore[misc]
         except Refused as refusal:
             self._skip(old_path, refusal)
 
     async def delete_all_checkpoints(self, path: str) -> None:
-        """Delete the checkpoints of a file, which has been deleted, unless a link is in the way."""
+        """Delete the checkpoints of a deleted file. Log a warning if a link is in the way."""
         try:
             await super().delete_all_checkpoints(path)  # type: ignore[misc]
         except Refused as refusal:
@@ -357,9 +438,9 @@ CLASSES: dict[type, type] = {
     filecheckpoints.GenericFileCheckpoints: GuardedGenericFileCheckpoints,
     filecheckpoints.AsyncGenericFileCheckpoints: GuardedAsyncGenericFileCheckpoints,
 }
-"""Jupyter Server's own classes, and the guarded ones that take their place."""
+"""The guarded class for each of Jupyter Server's own classes."""
 
 
 def is_guarded(manager_class: type) -> bool:
-    """Return whether a contents manager's class is guarded, or will be when the server starts."""
+    """Return True if a contents manager's class is guarded, or will be replaced by a guarded one at server start."""
     return issubclass(manager_class, GuardedContents) or manager_class in CLASSES

@@ -1,7 +1,7 @@
-"""Move a file to the user's trash, as freedesktop.org specifies it, by the descriptor of the file's folder.
+"""Move a file to the user's trash, as freedesktop.org specifies it, through the descriptor of the file's folder.
 
 The package send2trash works on paths, which an attacker can redirect, and prefers a trash folder at the top of the
-file's volume, which a sandbox may be able to write to. This always takes the trash in the user's home.
+file's volume, which a sandbox may be able to write to. This module always uses the trash in the user's home.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from urllib.parse import quote
 
 from .beneath import Place, copy_entry, remove_entry
 
+NOTE = ".trashinfo"
+LONGEST = 255 - len(NOTE)
+"""Maximum bytes of a name in the trash: its note has the same name with an ending."""
+LONGEST_SUFFIX = 32
+
 
 def home_trash() -> Path:
     """Return the user's trash folder."""
@@ -23,7 +28,7 @@ def home_trash() -> Path:
 
 
 def move_to_trash(place: Place, trash: Path) -> None:
-    """Move an entry to the trash, with a note of where it was. Raises OSError; the entry is then where it was."""
+    """Move an entry to the trash, with a note of its path. Raises OSError; the entry then stays where it was."""
     for part in ("files", "info"):
         (trash / part).mkdir(parents=True, exist_ok=True, mode=0o700)
     info = _reserve(trash, place)
@@ -39,12 +44,12 @@ def move_to_trash(place: Place, trash: Path) -> None:
 
 
 def _reserve(trash: Path, place: Place) -> Path:
-    """Write the note under a name that is free in the trash, and return its path."""
-    text = f"[Trash Info]\nPath={quote(place.real)}\nDeletionDate={datetime.now():%Y-%m-%dT%H:%M:%S}\n"
-    stem, suffix = os.path.splitext(place.name)
+    """Write the note under an unused name in the trash, and return the note's path."""
+    real = quote(os.fsencode(place.real))
+    text = f"[Trash Info]\nPath={real}\nDeletionDate={datetime.now():%Y-%m-%dT%H:%M:%S}\n"
     for number in itertools.count():
-        name = f"{stem} {number}{suffix}" if number else place.name
-        info = trash / "info" / f"{name}.trashinfo"
+        name = _numbered(place.name, number)
+        info = trash / "info" / f"{name}{NOTE}"
         if not os.path.lexists(trash / "files" / name):
             try:
                 with info.open("x") as file:
@@ -53,6 +58,15 @@ def _reserve(trash: Path, place: Place) -> Path:
                 continue
             return info
     raise AssertionError("unreachable")
+
+
+def _numbered(name: str, number: int) -> str:
+    """Return the name in the trash for attempt ``number``, shortened if it is too long for its note."""
+    stem, suffix = os.path.splitext(name)
+    if len(os.fsencode(suffix)) > LONGEST_SUFFIX:
+        stem, suffix = name, ""
+    ending = f" {number}{suffix}" if number else suffix
+    return os.fsdecode(os.fsencode(stem)[: LONGEST - len(os.fsencode(ending))]) + ending
 
 
 def _move(place: Place, files: int, name: str) -> None:

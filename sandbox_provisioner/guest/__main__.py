@@ -1,9 +1,9 @@
-"""PID 1 of the sandbox: starts processes, reaps them, and joins their sockets and pipes to the host's pipe.
+"""PID 1 of the sandbox: starts and reaps processes and connects their sockets and pipes to the host's pipe.
 
-One thread, one epoll. The host is trusted and always reads, so writing to it may block; everything else may not.
-File descriptors 0 and 1 are the way to the host and are never closed: a restored sandbox gets new ones in their place.
-With the argument ``outlive`` the end of the host is not the end: the sandbox waits to be checkpointed and restored.
-With the argument ``template`` it learns that, and where its folder belongs, when a copy of it is activated.
+One thread, one epoll. The host is trusted and always reads, so writing to it may block; nothing else may block. File
+descriptors 0 and 1 are the pipes from and to the host and are never closed: a restored sandbox gets new ones in their
+place. With the argument ``outlive`` PID 1 does not exit when the host does, but waits to be checkpointed and restored.
+With the argument ``template`` it receives ``outlive`` and the path of its folder when a copy of it is activated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import sys
 import time
 from typing import Any
 
-from asks import PATH, RESTORED, Asks
-from confine import confine
+from capabilities import CARRIED, bind, renounce
 from frames import (
     AMOUNT,
     CONTROL,
@@ -38,25 +37,26 @@ from frames import (
     encode_credit,
 )
 from hooks import call
-from powers import CARRIED, bind, renounce
+from host_api import PATH, RESTORED, Asks
 from processes import Process, prepare, settle, start
+from seccomp import confine
 
 HOST_IN, HOST_OUT = 0, 1
 MAPS = "/run/jupyter/maps"
-"""PID 1's mappings, which no other process may read from /proc; for inventory.py and a template's kernel."""
+"""Copy of PID 1's mappings for ``open_files`` and ``zygote``, which may not read them from /proc."""
 CONNECT_RETRY = 0.01
 TCP_CONNECT = 0.05
 ORPHAN_TURN = 0.1
 SETTLING = 1.0
-"""Seconds after a restore in which a process's main thread may not have gone back to where it was."""
+"""Seconds after a restore during which a signal first waits for the process's main thread to settle."""
 
 
 class HostGone(Exception):
-    """The other end of the pipe was closed."""
+    """The host closed its end of the pipe."""
 
 
 class Endpoint:
-    """One stream: a file descriptor in the sandbox to read from, one to write to, and the credits between."""
+    """One stream: a file descriptor in the sandbox to read from, one to write to, and the credit in both directions."""
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
@@ -72,7 +72,7 @@ class Endpoint:
 
 
 class Init:
-    """The whole of PID 1."""
+    """The state and event loop of PID 1."""
 
     def __init__(self, outlive: bool, asks: str, template: bool = False) -> None:
         self.outlive = outlive
@@ -94,7 +94,10 @@ class Init:
         self.inbox = memoryview(bytearray(MAX_PAYLOAD))
 
     def run(self) -> None:
-        """Serve until the host goes away, and beyond if so told; the sandbox ends with its PID 1."""
+        """Serve until the host closes the pipe; then wait for a new host if ``outlive`` is set, else exit.
+
+        The sandbox ends when PID 1 exits.
+        """
         signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -113,7 +116,7 @@ class Init:
                 self.wait_for_adoption()
 
     def wait_for_adoption(self) -> None:
-        """Keep the processes, and nothing of what was between them and the host that is gone."""
+        """Keep the processes, drop all streams and requests, and return when a new host has sent data."""
         self.orphaned = True
         self.let_go()
         self.asks.stop()
@@ -224,7 +227,7 @@ class Init:
             self.asks.answered(message["number"], message["answer"])
 
     def let_go(self) -> None:
-        """End all streams; the processes go on, with their pipes."""
+        """Close all streams. The processes keep running, and their pipes stay open."""
         for endpoint in list(self.endpoints.values()):
             self.forget(endpoint, keep_pipes=True)
         self.quiesced = False
@@ -246,7 +249,7 @@ class Init:
         self.tell(op="started", process=name)
 
     def activate(self, message: dict[str, Any]) -> None:
-        """Stop being a template: have the folder where it belongs, and no power any more."""
+        """Turn this copy of a template into a normal sandbox: bind its folder and give up all capabilities."""
         try:
             prepare(message["expect"], message["files"])
             if self.template:
@@ -290,7 +293,7 @@ class Init:
                     self.drop(process)
 
     def drop(self, process: Process) -> None:
-        """Forget a process that has ended and whose pipes are closed."""
+        """Remove a process from the table if it has exited and its pipes are closed."""
         if not process.pid and {process.stdin, process.stdout, process.stderr} == {-1}:
             self.processes.pop(process.name, None)
 
@@ -342,7 +345,7 @@ class Init:
         return True
 
     def watch(self, endpoint: Endpoint) -> None:
-        """Tell epoll what this endpoint can make use of now."""
+        """Register with epoll the events that this endpoint can handle now."""
         wanted: dict[int, int] = {}
         if endpoint.reader >= 0 and not endpoint.ended and endpoint.credit > 0:
             wanted[endpoint.reader] = select.EPOLLIN
@@ -371,7 +374,7 @@ class Init:
             self.fill(endpoint)
 
     def fill(self, endpoint: Endpoint) -> None:
-        """Move bytes from the sandbox to the host, as far as there is credit."""
+        """Move bytes from the sandbox to the host, limited by the endpoint's credit."""
         if endpoint.ended or endpoint.credit <= 0 or endpoint.reader < 0:
             return
         room = min(MAX_PAYLOAD, endpoint.credit)
@@ -391,7 +394,7 @@ class Init:
             self.watch(endpoint)
 
     def drain(self, endpoint: Endpoint) -> None:
-        """Move bytes from the host to the sandbox, and give credit for what went."""
+        """Move bytes from the host to the sandbox, and give credit for the bytes written."""
         if endpoint.stream in self.connecting:
             return
         if endpoint.backlog:
@@ -424,7 +427,7 @@ class Init:
             self.forget(endpoint)
 
     def end(self, endpoint: Endpoint, how: int) -> None:
-        """Tell the host once that no more comes; when both sides are done, the stream is forgotten."""
+        """Send the host EOF or RESET, once, and forget the stream when both sides have ended."""
         if not endpoint.ended:
             endpoint.ended = True
             self.send(encode(how, endpoint.stream))
@@ -444,7 +447,7 @@ class Init:
             endpoint.owner.close()
 
     def close(self, endpoint: Endpoint, fd: int) -> None:
-        """Close one of a process's pipes, here and in its record."""
+        """Close one of a process's pipes and mark it as closed in the process's entry."""
         self.release(fd)
         os.close(fd)
         process = endpoint.process
@@ -462,7 +465,7 @@ class Init:
 
 
 def record_mappings() -> None:
-    """Write PID 1's mappings to MAPS. Other processes may prevent that, which only harms what they restore later."""
+    """Write PID 1's mappings to MAPS. A process can prevent that, which affects only later restores of its sandbox."""
     try:
         with open("/proc/self/maps", errors="replace") as maps:
             prepare({}, {MAPS: maps.read()})

@@ -1,11 +1,11 @@
-"""Packs what the sandbox wrote into a tar on stdout, and unpacks one from stdin into a new sandbox.
+"""Pack the files that the sandbox wrote into a tar on stdout, or unpack such a tar from stdin into a new sandbox.
 
     archive.py create NAME=FOLDER...     archive.py extract NAME=FOLDER...
 
-Each place, such as home=/home/ada, is a file system of the sandbox's own, and NAME/... is its part of the tar, so that
-it can come back where the folder has another name. What is mounted inside a place is no part of it, nor written to.
-Of an overlay the upper layer is packed: not what was there from the beginning and is as it was, and not the fact that
-something was deleted. A folder comes after what is in it, so that its mode and time can be set when it is whole.
+Each place, such as home=/home/ada, is a file system of the sandbox's own. Its part of the tar is NAME/..., so that it
+can be unpacked where the folder has another path. Mounts inside a place are neither packed nor written to. Of an
+overlay, only the upper layer is packed: unchanged files of the lower layer and deletions are not recorded. A folder
+follows its contents in the tar, so that its mode and time are set when it is complete.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ BUFFER = 1 << 18
 NOTES_SHOWN = 20
 FATAL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO)
 DEEPEST = 10_000
-"""Frames of ours: two for each folder in the longest path that there can be, and some more."""
+"""Recursion limit: two frames for each folder in the longest possible path, and some more."""
 
 
 class Refused(Exception):
-    """A member of a tar that has no place here."""
+    """A member of a tar that may not be unpacked here."""
 
 
 class Place:
-    """A file system of the sandbox's own, by the devices that its folders and files are on."""
+    """A file system of the sandbox's own, identified by the devices of its folders and files."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -41,37 +41,40 @@ class Place:
         self.lower = os.stat(__file__).st_dev
 
     def has(self, found: os.stat_result) -> bool:
-        """Whether a file or folder with this status is in it. An overlay's files are on devices of their own."""
+        """Return True if a file or folder with this status is in this place.
+
+        An overlay's files are on devices of their own, so a file is in it if it is on no other mount.
+        """
         if stat.S_ISDIR(found.st_mode):
             return found.st_dev == self.device
         return found.st_dev not in self.others
 
     def written(self, found: os.stat_result) -> bool:
-        """Whether the sandbox has written it."""
+        """Return True if the sandbox has written the file; also for any folder of this place."""
         return self.has(found) and (stat.S_ISDIR(found.st_mode) or found.st_dev != self.lower)
 
 
 def mounted() -> set[int]:
-    """The devices of all mounts."""
+    """Return the devices of all mounts."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         numbers = [line.split(" ", 3)[2].partition(":") for line in file]
     return {os.makedev(int(major), int(minor)) for major, _, minor in numbers}
 
 
 class Notes:
-    """What went otherwise than it should have, for a few lines at the end."""
+    """Messages on stderr about problems with single files, limited to NOTES_SHOWN."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def add(self, name: str, problem: str) -> None:
-        """One thing."""
+        """Count one problem, and print it if the limit is not reached."""
         self.count += 1
         if self.count <= NOTES_SHOWN:
             print(ascii(name), problem, file=sys.stderr)
 
     def end(self) -> None:
-        """Say how many were not shown."""
+        """Print how many problems were not shown."""
         if self.count > NOTES_SHOWN:
             print("and", self.count - NOTES_SHOWN, "more", file=sys.stderr)
 
@@ -80,7 +83,7 @@ class Notes:
 
 
 class Steady:
-    """A file that gives as many bytes as are asked for, also if it has shrunk or cannot be read to the end."""
+    """A file that always returns as many bytes as requested, even if it shrank or cannot be read to the end."""
 
     def __init__(self, file: BinaryIO, name: str, notes: Notes) -> None:
         self._file = file
@@ -89,7 +92,7 @@ class Steady:
         self._ended = False
 
     def read(self, size: int) -> bytes:
-        """The next ``size`` bytes, or zeros."""
+        """Return the next ``size`` bytes, padded with zeros."""
         data, problem = b"", "shrank while it was read"
         if not self._ended:
             try:
@@ -111,11 +114,14 @@ class Packer:
         self._linked: dict[tuple[int, int], str] = {}
 
     def pack(self, name: str, folder: str) -> None:
-        """One place, as ``name``."""
+        """Pack one place as ``name``."""
         self._folder(name, folder, Place(folder))
 
     def _folder(self, name: str, path: str, place: Place) -> bool:
-        """All that was written in a folder; False if something is mounted in it, so that it is there anyway."""
+        """Pack everything that was written in a folder.
+
+        Return False if a mount lies inside; the folder then exists in every new sandbox and gets no member of its own.
+        """
         try:
             entries = sorted(os.listdir(path))
         except OSError as error:
@@ -182,13 +188,13 @@ class Packer:
 
 
 class Unpacker:
-    """Puts the members of a tar in their places: by steps from folder to folder that follow no link and no mount."""
+    """Unpacks the members of a tar, opening one folder at a time without following links or entering mounts."""
 
     def __init__(self, places: dict[str, str]) -> None:
         self._places = {name: Place(folder) for name, folder in places.items()}
 
     def unpack(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        """One member; Refused or OSError if it cannot be where it says."""
+        """Unpack one member. Raises Refused or OSError if its path cannot be used."""
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
             raise Refused("is of a kind that is not unpacked")
         with self._parent(member.name) as (place, parent, name):
@@ -209,7 +215,7 @@ class Unpacker:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[Place, int, str]]:
-        """The place of a member, a descriptor of the folder that it is in, and its name there."""
+        """Yield a member's place, a descriptor of its parent folder, and its name there. Raises Refused."""
         name, *steps = path.split("/")
         place = self._places.get(name)
         if place is None or not steps or not set(steps).isdisjoint({"", ".", ".."}):
@@ -225,7 +231,7 @@ class Unpacker:
 
     @contextmanager
     def _step(self, place: Place, parent: int, name: str) -> Iterator[int]:
-        """A descriptor of the folder ``name``, which is made if it is not there."""
+        """Yield a descriptor of the folder ``name``, created if missing. Raises Refused if it is a mount."""
         try:
             os.mkdir(name, 0o700, dir_fd=parent)
         except FileExistsError:
@@ -283,13 +289,13 @@ def extract(places: dict[str, str], notes: Notes) -> None:
                 if getattr(error, "errno", None) in FATAL:
                     raise
                 notes.add(member.name, getattr(error, "strerror", None) or str(error))
-            tar.members.clear()  # or it would keep them all
+            tar.members.clear()  # TarFile keeps all members otherwise.
     while sys.stdin.buffer.read(BUFFER):
         pass
 
 
 def main(command: str, *places: str) -> None:
-    """Do what the arguments say."""
+    """Run ``command``, "create" or "extract", on places of the form NAME=FOLDER."""
     sys.setrecursionlimit(DEEPEST)
     notes = Notes()
     named = dict(place.split("=", 1) for place in places)

@@ -1,8 +1,8 @@
-"""The one power of a template's PID 1, to bind a folder to its place, and how it is given up for good.
+"""Bind the notebook's folder to its path in a copy of a template, and give up all capabilities permanently.
 
-A template cannot know where the notebook's folder will be, and a restore cannot move a mount. So the folder is mounted
-at a place that is always the same, and bound to its own when it is known; from then on nobody in the sandbox has any
-capability, as in one that did not come of a template.
+A template cannot know the path of the notebook's folder, and a restore cannot move a mount. So the folder is mounted at
+a fixed path, and bound to its own path when that is known. From then on no process in the sandbox has a capability, as
+in a sandbox that was not made from a template.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 import struct
 
 CARRIED = "/.sandbox-folder"
-"""The place that is always the same."""
+"""The fixed path at which a template mounts the notebook's folder."""
 MS_BIND = 0x1000
 PR_CAPBSET_DROP = 24
 CAPSET_VERSION_3 = 0x20080522
 
 
 def bind(source: str, target: str) -> None:
-    """Show the folder ``source`` at ``target`` too; OSError with that as its file name."""
+    """Make the folder ``source`` visible at ``target`` too. Raises OSError with ``target`` as its file name."""
     os.makedirs(target, exist_ok=True)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(MS_BIND), None):
@@ -28,12 +28,15 @@ def bind(source: str, target: str) -> None:
 
 
 def renounce() -> None:
-    """Give up every capability, and the way back to any, for this process and its children; OSError if it cannot."""
+    """Give up all capabilities of this process and its children, permanently: the bounding set is emptied too.
+
+    Raises OSError if the system refuses.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     capability = 0
     while not libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
         capability += 1
-    if ctypes.get_errno() != errno.EINVAL:  # which is what comes after the last one that there is
+    if ctypes.get_errno() != errno.EINVAL:  # EINVAL: the previous number was the last capability.
         raise OSError(ctypes.get_errno(), "the bounding set was kept", "capabilities")
     header = ctypes.create_string_buffer(struct.pack("Ii", CAPSET_VERSION_3, 0))
     if libc.capset(header, ctypes.create_string_buffer(24)):

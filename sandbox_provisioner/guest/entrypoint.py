@@ -1,17 +1,18 @@
-"""``python roomy.py MODULE ...`` is ``python -m MODULE ...`` with hooks, a magic, and room for frames.
+"""Run a module like ``python -m MODULE ...``, but with hooks, the magic ``%sandbox`` and a larger call stack chunk.
 
-The working folder is the last place where modules are looked for, not the first: a file ``ipykernel_launcher.py`` or
-``pathlib.py`` in a notebook's folder does not run in place of the kernel's own. A flag like ``-P`` would not do: older
-versions of Python have none, and a variable would be inherited by what cells start. IPython itself adds the folder,
+The command is ``python entrypoint.py MODULE ...``. With ``--frozen`` before MODULE the kernel stops before it serves
+(``zygote``). Runs in the kernel's own Python, of any version.
+
+The working folder is searched for modules last, not first: a file ``ipykernel_launcher.py`` or ``pathlib.py`` in a
+notebook's folder does not run in place of the kernel's own. A flag like ``-P`` is no solution: older versions of Python
+do not have it, and processes started by cells would inherit an environment variable. IPython itself adds the folder,
 before the installed packages, when the kernel has been imported; so ``ipykernel_launcher`` needs no entry at all.
 
-With ``--frozen`` before MODULE it stops when it would begin to serve; see frozen.py.
-
-CPython keeps frames in chunks of 16 KiB. A function that is called over and over just where one chunk ends has a chunk
+CPython keeps frames in chunks of 16 KiB. A function that is called repeatedly just where one chunk ends has a chunk
 mapped and unmapped for every call (python/cpython#142183), which takes microseconds on a host and a millisecond under
-gVisor: the first completion in a notebook took 70 seconds instead of 3. A frame that asks for more than 16 KiB gets
-a chunk of the next power of two, and what it leaves of it is for the frames above: hence one frame at the very bottom
-that asks for a little more than half of 1 MiB. Runs in the kernel's own Python, of whatever version.
+gVisor: the first completion in a notebook took 70 seconds instead of 3. A frame that needs more than 16 KiB gets a
+chunk of the next power of two, and later frames use the rest of it. Therefore the bottom frame requests slightly more
+than half of 1 MiB.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ import sys
 from collections.abc import Callable
 
 WORDS = 70_000
+"""Stack size of the bottom frame, in words of 8 bytes."""
 
 
 def with_room(run: Callable[[str], None], module: str) -> None:
-    """The frame at the bottom."""
+    """Call ``run(module)`` in the bottom frame, whose stack size ``main`` has enlarged."""
     run(module)
 
 
 def main() -> None:
-    """Run the module that is named first, in a namespace that has nothing of ours."""
+    """Run the module named by the first argument as ``__main__``, in a namespace without this file's names."""
     sys.path.insert(0, os.path.dirname(__file__))
     __import__("hooks").listen()
     __import__("magics").install()
     if sys.argv[1] == "--frozen":
         del sys.argv[1]
-        __import__("frozen").stop_at_start()
-        del sys.modules["frozen"]
+        __import__("zygote").stop_at_start()
+        del sys.modules["zygote"]
     del sys.path[0], sys.modules["hooks"], sys.modules["magics"]
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
         del sys.path[0]

@@ -1,13 +1,13 @@
-"""The frames that cross the sandbox's boundary: one codec for both sides of the pipe.
+"""Encode and decode the frames on the pipe between host and guest; both sides use this file.
 
 A frame is a kind (1 byte), a stream id (4), a length (4) and that many bytes. Stream 0 is the connection itself
 and carries CONTROL messages, which are JSON objects with an "op". Every other stream is a pair of byte flows:
 
     OPEN    the opener names a target ("unix:/run/kernel-1", "process:3:output"); the host's ids are odd
-    DATA    bytes, each of which the receiver had given credit for
-    CREDIT  the sender of this frame has consumed so many bytes and will take as many more
+    DATA    bytes, for which the receiver must have given credit
+    CREDIT  the sender of this frame has consumed this many bytes and accepts as many more
     EOF     the sender will send no more DATA
-    RESET   the sender will neither send nor take any more; answered with RESET unless already closed
+    RESET   the sender will neither send nor accept any more; answered with RESET unless already closed
 
 A stream is over for a side that has sent EOF or RESET and received EOF or RESET.
 """
@@ -24,33 +24,33 @@ HEADER = struct.Struct("!BII")
 AMOUNT = struct.Struct("!I")
 MAX_PAYLOAD = 1 << 18
 WINDOW = 1 << 20
-"""Bytes that one side may send on a stream before the other has given credit again."""
+"""Bytes that one side may send on a stream before it receives more credit."""
 SMALLEST_CREDIT = WINDOW // 4
-"""Credit is given in pieces of at least this; what is owed below it waits."""
+"""Smallest CREDIT in bytes; less is accumulated before it is sent."""
 
 
 class FrameError(ValueError):
-    """Bytes that are not frames."""
+    """The bytes are not valid frames."""
 
 
 def encode(kind: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Return one frame."""
     return HEADER.pack(kind, stream, len(payload)) + payload
 
 
 def encode_credit(stream: int, amount: int) -> bytes:
-    """A CREDIT frame for ``amount`` bytes."""
+    """Return a CREDIT frame for ``amount`` bytes."""
     return encode(CREDIT, stream, AMOUNT.pack(amount))
 
 
 class Decoder:
-    """Turns a byte stream, cut anywhere, back into frames."""
+    """Splits a byte stream, received in arbitrary pieces, into frames."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """Yield (kind, stream, payload) for every frame completed by ``data``; FrameError for what is none."""
+        """Yield (kind, stream, payload) for every frame that ``data`` completes. Raises FrameError if invalid."""
         if self._rest:
             data = self._rest + data
             self._rest = b""

@@ -1,7 +1,7 @@
-"""Hooks: functions of a notebook that its kernel runs before it is checkpointed and after it is restored.
+"""Run a notebook's own functions before its kernel is checkpointed and after it is restored.
 
-``listen`` is called in the kernel's own process, whatever its Python's version; ``call`` is how PID 1 has it run one.
-A function runs in the main thread, as a cell does, unless a cell keeps that busy.
+``entrypoint`` calls ``listen`` in the kernel's process, in any version of Python; PID 1 uses ``call`` to run a hook. A
+hook runs in the main thread, as a cell does, unless a cell keeps that thread busy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Any
 
 PATH = "/run/jupyter/hooks"
 MAIN_THREAD_FREE = 0.5
-"""Seconds after which the main thread is taken to be busy."""
+"""Seconds to wait for the main thread before the hook runs in the hooks' own thread."""
 LONGEST = 1000
 
 
 def call(request: dict[str, Any], seconds: float) -> str:
-    """Have the kernel do what is requested; what went wrong, which is nothing if it has no hooks."""
+    """Send a request to the kernel and wait for its answer, at most ``seconds``. Called by PID 1.
+
+    Return the error, which is empty if the hook succeeded or the kernel has no hooks.
+    """
     until = time.monotonic() + seconds
     answer = b""
     with socket.socket(socket.AF_UNIX) as peer:
@@ -43,7 +46,7 @@ def call(request: dict[str, Any], seconds: float) -> str:
 
 
 def listen() -> None:
-    """Serve such calls from now on, in a thread that no debugger looks at."""
+    """Serve the requests of ``call`` in a daemon thread that debuggers do not trace."""
     server = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(PATH):
@@ -68,7 +71,7 @@ def _serve(server: socket.socket) -> None:
                     request += piece
                 peer.sendall(_obey(**json.loads(request)).encode("utf-8", "replace"))
             except Exception:
-                pass  # nobody waits any more, it was not PID 1 that asked, or IPython is not all there yet
+                pass  # The caller stopped waiting, the caller is not PID 1, or IPython is only partly imported.
 
 
 def _obey(name: str, reseed: bool) -> str:
@@ -108,7 +111,7 @@ def _run(shell: Any, hook: Callable[[], object]) -> str:
 
 
 def _reseed() -> None:
-    """Other random numbers from now on than another copy of this process has."""
+    """Reseed the random number generators, so that this process differs from other copies of it."""
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()

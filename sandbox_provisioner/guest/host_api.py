@@ -1,7 +1,7 @@
-"""Asks: what the sandbox's processes ask of the host, over a unix socket that PID 1 listens on in its one epoll.
+"""Forward requests from processes in the sandbox to the host. PID 1 serves them on a unix socket in its epoll loop.
 
-A connection carries one request, a JSON object and the end of what is said, and then one answer, of the same form.
-PID 1 refuses by itself what is too large, makes no sense, or comes while too many others are open.
+A connection carries one request, a JSON object that ends with the end of the input, and then one answer of the same
+form. PID 1 itself refuses a request that is too large or malformed, and one over the limit of open connections.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 PATH = "/run/jupyter/sandbox"
 MAX_OPEN = 8
 MAX_REQUEST = 4096
-"""Bytes of a request, as it is sent and as it is passed on."""
+"""Largest request in bytes, both as received and as encoded for the host."""
 
 RESTORED = {"outcome": "restored"}
 GONE = {"problem": "The server ended before it answered."}
 
 
 class Ask:
-    """One connection: what was said, and what of the answer is still to be sent."""
+    """One connection: the bytes received so far, and the part of the answer that is still to be sent."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
@@ -34,7 +34,7 @@ class Ask:
 
 
 class Asks:
-    """All connections; ``tell`` is how a request goes to the host, under a number that its answer comes back with."""
+    """All connections. ``tell`` sends a request to the host with a number, which the host's answer repeats."""
 
     def __init__(self, epoll: select.epoll, tell: Callable[..., None]) -> None:
         self.epoll = epoll
@@ -45,7 +45,7 @@ class Asks:
         self.last = 0
 
     def listen(self, path: str) -> None:
-        """Take requests from now on; a sandbox in which that is impossible has none."""
+        """Start accepting requests at ``path``. If the socket cannot be created, the sandbox runs without requests."""
         listener = socket.socket(socket.AF_UNIX)
         try:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -59,12 +59,12 @@ class Asks:
         self.go_on()
 
     def go_on(self) -> None:
-        """Take requests again."""
+        """Start accepting requests, or accept them again after ``stop``."""
         if self.listener:
             self.epoll.register(self.listener, select.EPOLLIN)
 
     def stop(self) -> None:
-        """The host is gone: nobody is answered any more, and nobody heard until ``go_on``."""
+        """Send pending requests an error, close all connections and accept none until ``go_on``. The host is gone."""
         if self.listener:
             self.epoll.unregister(self.listener)
         self.settle(GONE)
@@ -72,7 +72,7 @@ class Asks:
             self._close(ask)
 
     def serve(self, fd: int) -> bool:
-        """Whether this descriptor is one of ours; then what can be done with it now has been."""
+        """Handle an epoll event of ``fd``. Return False if the descriptor does not belong to a request."""
         if self.listener and fd == self.listener.fileno():
             self._accept()
         elif fd in self.open:
@@ -127,13 +127,16 @@ class Asks:
         self.tell(op="ask", number=ask.number, request=request)
 
     def answered(self, number: int, answer: dict[str, Any]) -> None:
-        """The host's answer; it is told that it has arrived, because it keeps count of those that have not."""
+        """Pass on an answer from the host, and confirm its arrival.
+
+        The host limits the number of requests whose answers are unconfirmed.
+        """
         self.tell(op="answered", number=number)
         if number in self.pending:
             self._reply(self.pending[number], answer)
 
     def settle(self, answer: dict[str, Any]) -> None:
-        """Give all that wait for the host this answer: that host does not know them any more."""
+        """Send this answer to every request that waits for the host, because the current host does not know it."""
         for ask in list(self.pending.values()):
             self._reply(ask, answer)
 
@@ -160,7 +163,7 @@ class Asks:
         ask.peer.close()
 
     def _watch(self, ask: Ask, events: int) -> None:
-        """Tell epoll what to wait for; for nothing, not even a hang-up, while the host has the request."""
+        """Set the epoll events of a connection. While the host has the request there are none, not even a hang-up."""
         if ask.watched:
             self.epoll.unregister(ask.peer)
         if events:

@@ -1,7 +1,7 @@
-"""The magic ``%sandbox`` and the module ``jupyter_sandbox``: how a notebook talks to its own sandbox.
+"""Provide the magic ``%sandbox`` and the module ``jupyter_sandbox``, with which a notebook controls its own sandbox.
 
-``install`` adds both. It is called in the kernel's own process before that has imported anything, whatever its
-Python's version; a kernel without IPython has only the module.
+``entrypoint`` calls ``install`` in the kernel's process before the kernel imports anything. The code must run on any
+version of Python that a kernel may use. A kernel without IPython gets only the module.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ USAGE = """\
                           do not hibernate while threads or subprocesses work; a duration is such as 90s, 30m or 2h
 """
 WORDS = {"status": (0, 0), "savepoint": (1, 1), "savepoints": (0, 0), "rewind": (1, 1), "keep-awake": (0, 1)}
-"""The operations, each with the least and the largest number of words that follow it."""
+"""The operations, each with the minimum and maximum number of arguments."""
 MODULE = "jupyter_sandbox"
 DURATION = re.compile(r"([0-9]{1,7})([smhd]?)")
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def install() -> None:
-    """Add the module, and have IPython know the magic from its first cell on, if it is ever imported."""
+    """Add the module ``jupyter_sandbox``, and register the magic with IPython when a shell is created."""
     sys.meta_path.insert(0, _Watch())
     module = ModuleType(MODULE, "The sandbox that this kernel runs in.")
     module.keep_awake = keep_awake  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def install() -> None:
 
 @contextmanager
 def keep_awake(seconds: float | None = None) -> Iterator[None]:
-    """Keep this kernel from being hibernated for idleness while the body runs, at most for ``seconds``.
+    """Do not hibernate this kernel as idle while the body runs, for at most ``seconds``.
 
     Use it in a thread or around a subprocess that works while no cell is running. Raises RuntimeError if the sandbox
     refuses.
@@ -72,7 +72,7 @@ def _hold(name: str, seconds: float | None) -> None:
 
 
 class _Watch:
-    """Sees one module being imported, and is gone then."""
+    """Import finder that patches IPython's shell module when it is imported, and then removes itself."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != SHELLS:
@@ -85,7 +85,7 @@ class _Watch:
 
 
 def _follow(spec: ModuleSpec) -> None:
-    """Once the module has been executed, its shell adds the magic to the others."""
+    """Patch the module's shell class right after the module has been executed."""
     loader: Any = spec.loader
     execute = loader.exec_module
 
@@ -120,7 +120,7 @@ def _magic(shell: Any) -> Callable[[str], None]:
 
 
 def _cell(shell: Any) -> dict[str, Any]:
-    """The header of the request that the cell is, and its number, for a host that has to answer it itself."""
+    """Return the header of the cell's request and its execution count: the host itself answers a rewind's cell."""
     try:
         return {"parent": shell.get_parent()["header"], "count": len(shell.history_manager.input_hist_parsed) - 1}
     except (AttributeError, LookupError, TypeError):
@@ -128,11 +128,14 @@ def _cell(shell: Any) -> dict[str, Any]:
 
 
 class Problem(Exception):
-    """What was asked for makes no sense, or the host says why it was not done."""
+    """The command is invalid, or the host refused it and gave a reason."""
 
 
 def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
-    """Do what the line says, in a ``cell``; returns what the person is told."""
+    """Execute a line of ``%sandbox`` and return the text for the user.
+
+    ``cell`` returns the fields that a rewind adds to its request. Raises Problem.
+    """
     op, *names = line.split() or ["help"]
     if op == "help":
         return USAGE
@@ -149,14 +152,14 @@ def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
         request.update(cell())
     answer = ask(request)
     while answer.get("outcome") == "restored" and not names:
-        answer = ask(request)  # the host that was asked is not this one's any more
+        answer = ask(request)  # The sandbox was restored meanwhile; its new host does not know the request.
     if "problem" in answer:
         raise Problem(answer["problem"])
     return told(op, "".join(names), answer)
 
 
 def _seconds(word: str) -> int | None:
-    """Return for how long a kernel is to be kept awake: None without end, 0 no more."""
+    """Return how many seconds to keep the kernel awake: None for no limit, 0 to stop. Raises Problem."""
     if word in ("on", "off"):
         return None if word == "on" else 0
     match = DURATION.fullmatch(word)
@@ -166,7 +169,10 @@ def _seconds(word: str) -> int | None:
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """The host's answer to a request; KeyboardInterrupt ends the wait for it, and not what was asked for."""
+    """Send a request to the host and return its answer. Raises Problem if no valid answer arrives.
+
+    KeyboardInterrupt ends the wait, but does not cancel the request.
+    """
     said = json.dumps(request, default=_plain).encode()
     if len(said) > MAX_REQUEST:
         said = json.dumps({**request, "parent": None}).encode()
@@ -177,7 +183,7 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
             peer.sendall(said)
             peer.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the answer, if there is one, says why
+            pass  # PID 1 may still have sent an answer that gives the reason.
         try:
             while True:
                 piece = peer.recv(MAX_REQUEST)
@@ -194,15 +200,15 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    """A date as text."""
+    """Return a value that JSON cannot encode, such as a date, as text."""
     return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
-# -- what a person is told -----------------------------------------------------------------------------------------
+# -- output for the user -------------------------------------------------------------------------------------------
 
 
 def told(op: str, name: str, answer: dict[str, Any]) -> str:
-    """An answer in words."""
+    """Return the text that tells the user about an answer."""
     if answer.get("outcome") == "restored":
         if op == "savepoint":
             return f"This is savepoint {name} again.\n"
@@ -245,12 +251,12 @@ def _savepoints(answer: dict[str, Any]) -> str:
 
 
 def when(created: str) -> str:
-    """An ISO 8601 time in UTC, to the minute."""
+    """Shorten an ISO 8601 time in UTC to minutes."""
     return f"{created[:10]} {created[11:16]} UTC"
 
 
 def size(amount: int) -> str:
-    """Bytes as a person counts them."""
+    """Format a number of bytes with a decimal unit."""
     value, units = float(amount), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
@@ -259,7 +265,7 @@ def size(amount: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person counts them."""
+    """Format seconds as hours or minutes if that is exact, else as seconds."""
     for length, unit in ((3600, "hour"), (60, "minute")):
         if seconds >= length and seconds % length == 0:
             count = int(seconds // length)

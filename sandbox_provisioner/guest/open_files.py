@@ -1,9 +1,10 @@
-"""Says which files the sandbox's processes have mapped, open or as their folder: what a restore will look for again.
+"""List the files that the sandbox's processes have mapped, open or as working folder: a restore needs them again.
 
-A file that is gone then fails the restore without a name, and one that was replaced shows its new bytes under the old
-mapping. What was replaced while the sandbox ran shows by its inode: the path of a private mapping is compared with what
-it leads to now. (Not that of an open file: that it is another now may be meant, and once a look at the path has told
-gVisor so, it does not save it.) Prints a JSON list of [path, use, state]; see FilePrint in environment.py.
+If such a file is missing, the restore fails without naming it; if it was replaced, the old mapping shows the new bytes.
+A file that was replaced while the sandbox ran is found by its inode: the inode of a private mapping is compared with
+the one that its path has now. Open files are not compared: replacing one may be intended, and once a look at the path
+has shown gVisor the replacement, gVisor does not save the file. Prints a JSON list of [path, use, state], explained by
+FilePrint in ``persistence.compatibility``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REGION = re.compile(
 )
 DELETED = " (deleted)"
 INIT_MAPS = "/run/jupyter/maps"
-"""Where PID 1 records its mappings. Other processes may not read /proc/1/maps, unless PID 1 is of an older version."""
+"""The file in which PID 1 records its mappings. Only a PID 1 of an older version lets others read /proc/1/maps."""
 
 Identity = tuple[int, int]
 Sighting = tuple[str, str, Identity]
@@ -28,7 +29,7 @@ Sighting = tuple[str, str, Identity]
 
 
 def mappings(text: str) -> Iterator[Sighting]:
-    """The mapped files in the text of a process's ``maps``, where a path may have line ends in it."""
+    """Yield the mapped files in the text of a process's ``maps``, in which a path may contain line ends."""
     parts = REGION.split(text)
     for start in range(1, len(parts), 5):
         kind, major, minor, inode, path = parts[start : start + 5]
@@ -38,7 +39,7 @@ def mappings(text: str) -> Iterator[Sighting]:
 
 
 def descriptors(folder: str) -> Iterator[Sighting]:
-    """The open files and folders of the process whose ``/proc`` folder this is, and the folder that it is in."""
+    """Yield the open files and folders and the working folder of the process with this ``/proc`` folder."""
     links = ["cwd"]
     try:
         links += [f"fd/{name}" for name in os.listdir(f"{folder}/fd")]
@@ -54,7 +55,7 @@ def descriptors(folder: str) -> Iterator[Sighting]:
 
 
 def state(path: str, use: str, identity: Identity) -> tuple[str, str]:
-    """The path without what the system adds to it, and what has become of the file that it was."""
+    """Return the path without the suffix that the system adds, and the file's state: empty, "lost" or "deleted"."""
     if use == "mapped":
         try:
             now = os.lstat(path)
@@ -69,7 +70,7 @@ def state(path: str, use: str, identity: Identity) -> tuple[str, str]:
 
 
 def inventory() -> list[tuple[str, str, str]]:
-    """All files in use by other processes than this one, each of them once for each use."""
+    """Return all files in use by processes other than this one, once for each use."""
     sightings: set[Sighting] = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

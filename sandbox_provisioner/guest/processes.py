@@ -1,4 +1,4 @@
-"""Starting a child in the sandbox: fork and exec, with pipes for its standard streams."""
+"""Start a child in the sandbox: fork and exec, with pipes for its standard streams."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import signal
 import time
 
-from powers import renounce
+from capabilities import renounce
 
 
 class Process:
-    """A child that the host asked for, and the pipes to it."""
+    """A child that the host requested, and the pipes to it."""
 
     def __init__(self, name: int, pid: int, stdin: int, stdout: int, stderr: int) -> None:
         self.name = name
@@ -23,9 +23,10 @@ class Process:
 
 
 def prepare(expect: dict[str, int], files: dict[str, str]) -> None:
-    """Write ``files``, unless one of the paths to ``expect`` was changed at another time: then OSError, ESTALE.
+    """Write ``files``, after a check that each path in ``expect`` still has the given st_ctime_ns.
 
-    A FIFO or a link in a file's place, which another process may have put there, is an OSError and does not block.
+    Raises OSError: ESTALE if a path has changed; also, without blocking, if a file's place holds a FIFO or a link,
+    which another process may have put there.
     """
     for path, changed in expect.items():
         if os.stat(path).st_ctime_ns != changed:
@@ -38,9 +39,9 @@ def prepare(expect: dict[str, int], files: dict[str, str]) -> None:
 
 
 def start(name: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool, powerful: bool) -> Process:
-    """Start a child in a session of its own; OSError if it cannot be executed, or makes no sense.
+    """Start a child in a session of its own, without the capabilities that PID 1 may have (``powerful``).
 
-    What power PID 1 may have, its children have not.
+    Raises OSError if it cannot be executed or its arguments are invalid.
     """
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
@@ -90,10 +91,10 @@ def start(name: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool
 
 
 def settle(pid: int, until: float) -> None:
-    """Wait until the process's main thread rests, but no longer than ``until``.
+    """Wait until the process's main thread is not running, but no longer than ``until``.
 
-    A restore interrupts all threads, and gVisor gives a signal that comes just then to whichever is first to be done
-    with that. A program that sleeps in its main thread would not hear of it.
+    A restore interrupts all threads, and gVisor delivers a signal that arrives meanwhile to the first thread that is
+    ready again. If that is another thread, a program that sleeps in its main thread does not notice the signal.
     """
     while time.monotonic() < until and _state(pid) == "R":
         time.sleep(0.005)

@@ -1,9 +1,9 @@
-"""A kernel that is stopped just before it would serve, and is told there who it is.
+"""Stop a template's kernel just before it serves, and give each restored copy its identity.
 
-There it imports what it is told to, and is checkpointed, as a template: an IPython kernel that belongs to nobody. Each
-restored copy is told here who it is, and becomes that: its key, folder and environment, other random numbers than its
-siblings have, and then all that a user may have written (configuration, extensions, start-up files). It is spoken to
-by lines of JSON on a socket, one for each connection. Runs in the kernel's own Python, of whatever version.
+The stopped kernel imports the modules that it is told to and is checkpointed as a template: an IPython kernel without
+an owner. Each restored copy receives its key, folder and environment, draws new random state so that it differs from
+the other copies, and then applies the user's configuration, extensions and startup files. Requests are lines of JSON on
+a socket, one for each connection. Runs in the kernel's own Python, of any version.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 
 PATH = "/run/jupyter/frozen"
 INIT_MAPS = "/run/jupyter/maps"
-"""What PID 1 has mapped; it put that there."""
+"""The file in which PID 1 records its memory mappings."""
 MAPPED = re.compile(r" (/[^\n]*)$", re.MULTILINE)
 LATER = 1.0
-"""Seconds after which what nobody waits for is done."""
+"""Delay in seconds before the start time in the history is updated: a start does not wait for that."""
 
 
 def stop_at_start() -> None:
-    """Have any application of ipykernel's stop when it is about to serve, and do nothing of the user's before."""
+    """Patch ipykernel's application class to stop before it serves, and to apply no user files before that."""
     kind = import_module("ipykernel.kernelapp").IPKernelApp
     reseed, before = sys.modules["hooks"]._reseed, dict(os.environ)
     own = {name: getattr(kind, name) for name in ("load_config_file", "init_extensions", "init_code", "start")}
@@ -61,12 +61,12 @@ def stop_at_start() -> None:
 
 
 def _extended(app: Any) -> bool:
-    """Whether there are extensions besides those that everybody has."""
+    """Return True if extensions beyond IPython's default ones are configured."""
     return bool(app.extensions or app.extra_extensions)
 
 
 def _has_code(app: Any) -> bool:
-    """Whether an application that is started now would run anything before the first cell."""
+    """Return True if the application, started now, would run code before the first cell."""
     given = (app.exec_lines, app.exec_files, app.code_to_run, app.file_to_run, app.module_to_run)
     application = import_module("IPython.core.application")
     folders = [app.profile_dir.startup_dir]
@@ -75,7 +75,7 @@ def _has_code(app: Any) -> bool:
 
 
 def _configured(app: Any) -> bool:
-    """Whether there is a configuration file that an application which is started now would read."""
+    """Return True if the application, started now, would find a configuration file."""
     stems = {"ipython_config", *(name.rpartition(".")[0] for name in app.config_files)}
     wanted = {f"{stem}{ending}" for stem in stems for ending in (".py", ".json")}
     return any(os.path.exists(os.path.join(folder, name)) for folder in app.config_file_paths for name in wanted)
@@ -92,7 +92,7 @@ def _listed(folder: str, *endings: str) -> bool:
 
 
 def _import(name: str) -> str:
-    """Import a module; why that, or freezing it then, is not possible."""
+    """Import a module. Return why it cannot be part of a template, or an empty string."""
     threads, children, devices = threading.active_count(), _children(), set(_devices())
     try:
         import_module(name)
@@ -123,7 +123,7 @@ def _children() -> list[str]:
 
 
 def _unfit(app: Any) -> str:
-    """Why no copy of this kernel could become another's; empty if it could."""
+    """Return why this kernel cannot be a template, or an empty string."""
     kernels = import_module("ipykernel.ipkernel")
     if not isinstance(app.kernel, kernels.IPythonKernel) or app.shell is None:
         return "it is not IPython's"
@@ -133,7 +133,7 @@ def _unfit(app: Any) -> str:
 
 
 def _files() -> set[str]:
-    """What this process has read of its programs and libraries, and where it would look for more."""
+    """Return the program and library files that this process and PID 1 use, and the folders searched for modules."""
     paths = {os.path.join(sys.prefix, "pyvenv.cfg"), *filter(None, sys.path)}
     for folder in filter(os.path.isdir, sys.path):
         paths.update(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth"))
@@ -149,7 +149,7 @@ def _files() -> set[str]:
 
 
 def _wait_for_orders(app: Any, become: Callable[[dict[str, Any]], None]) -> None:
-    """Say whether it is fit, import modules and say what was read; return when it has become what it was told."""
+    """Answer requests on the socket until one of them has activated this copy."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(PATH)
         server.listen()
@@ -178,7 +178,7 @@ def _answer(app: Any, message: dict[str, Any], become: Callable[[dict[str, Any]]
 def _preload(modules: list[str]) -> dict[str, Any]:
     left_out = {name: reason for name in modules if (reason := _import(name))}
     gc.collect()
-    gc.freeze()  # what is here now stays for good: no copy has to look through it again
+    gc.freeze()  # These objects are permanent, so no copy needs to scan them again.
     return {"left_out": left_out, "files": sorted(_files())}
 
 
@@ -186,7 +186,7 @@ def _preload(modules: list[str]) -> dict[str, Any]:
 
 
 def _become(app: Any, orders: dict[str, Any], before: dict[str, str]) -> None:
-    """Take on the environment, folder and key of the kernel that is wanted."""
+    """Take on the environment, folder, connection file and key of the requested kernel."""
     frozen_in, cwd, frozen_file, file = os.getcwd(), orders["cwd"], app.connection_file, orders["connection_file"]
     own = {name: value for name, value in os.environ.items() if before.get(name) != value}
     os.environ.clear()
@@ -195,7 +195,7 @@ def _become(app: Any, orders: dict[str, Any], before: dict[str, str]) -> None:
     os.chdir(cwd)
     for paths in (sys.path, app.config_file_paths):
         paths[:] = [cwd if path == frozen_in else path for path in paths]
-    invalidate_caches()  # there are folders now that were not there
+    invalidate_caches()  # The restored copy has folders that the template did not have.
     sys.argv = [part.replace(frozen_file, file) for part in sys.argv]
     app.connection_file = app.config.IPKernelApp.connection_file = file
     for left in (frozen_file, INIT_MAPS):
@@ -210,7 +210,7 @@ def _become(app: Any, orders: dict[str, Any], before: dict[str, str]) -> None:
 
 
 def _forget_chances(app: Any) -> None:
-    """Draw again what was drawn by chance when the template was made."""
+    """Renew the random ids and seeds that were drawn when the template was made."""
     app.session.session = str(uuid.uuid4())
     app.kernel.ident = str(uuid.uuid4())
     app.shell.displayhook.topic = app.kernel._topic("execute_result")
@@ -227,7 +227,7 @@ def _forget_chances(app: Any) -> None:
 
 
 def _heed_user(app: Any) -> None:
-    """Do what the user's files say, as an application does that was started just now."""
+    """Apply the user's configuration, extensions and startup files as a newly started application does."""
     if _configured(app):
         given = app.config.copy()
         app.load_config_file()
@@ -244,7 +244,7 @@ def _heed_user(app: Any) -> None:
 
 
 def _date_history(history: Any) -> None:
-    """The session in the history, which was begun in the template, began just now."""
+    """Set the start time of the history session to now, because the session began in the template."""
     if history.enabled and history.session_number:
         with history.db:
             begun = (datetime.now().isoformat(" "), history.session_number)

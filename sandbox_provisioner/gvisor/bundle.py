@@ -1,7 +1,7 @@
-"""The OCI bundle of a sandbox as pure functions: what it sees of the host, and how PID 1 is started.
+"""Build the OCI bundle of a sandbox: its mounts and the command line of PID 1.
 
-A sandbox sees the system's programs and libraries and its interpreters' folders, read-only; the folders it was
-given; a home and a /tmp of its own in memory; an /etc of a few harmless files; and nothing else.
+A sandbox sees the system's programs and libraries and its interpreters' folders, all read-only; the configured
+folders; a private home and /tmp in memory; an /etc with a few harmless files; and nothing else.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import ConfigurationError
-from .guest.powers import CARRIED
+from ..errors import ConfigurationError
+from ..guest.capabilities import CARRIED
 
-GUEST = Path(__file__).parent / "guest"
+GUEST = Path(__file__).parents[1] / "guest"
 GUEST_INSIDE = "/.sandbox"
 
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -36,7 +36,7 @@ NETWORK_FILES = ("/etc/resolv.conf", "/etc/gai.conf", "/etc/services", "/etc/pro
 
 
 class Mount(NamedTuple):
-    """A folder or file of the host at a path in the sandbox; an empty source is a fresh folder in memory."""
+    """A host folder or file at a path in the sandbox. An empty source means a new folder in memory."""
 
     source: str
     destination: str
@@ -45,10 +45,11 @@ class Mount(NamedTuple):
 
 @dataclass(frozen=True)
 class BundleSpec:
-    """All that a sandbox's configuration depends on. ``python`` runs PID 1 and needs only its standard library.
+    """The input from which a sandbox's bundle is built. ``python`` runs PID 1 and needs only its standard library.
 
-    One that ``outlives`` its host goes on when that is killed, for another to checkpoint it. One that comes of a
-    template has a ``carried`` folder, which is bound to its destination only inside, and is told there what outlives.
+    A sandbox that ``outlives`` its server keeps running when the server is killed, so that another process can
+    checkpoint it. ``carried`` is the kernel's folder in a template or a copy of one: PID 1 binds it to its destination
+    when the copy is activated, and receives ``outlives`` at the same time.
     """
 
     python: str
@@ -62,7 +63,7 @@ class BundleSpec:
 
 
 def parse_mount(text: str) -> Mount:
-    """A mount from a setting: ``source[:destination][:ro|rw]``; ConfigurationError says what is wrong with it."""
+    """Parse a mount from a setting: ``source[:destination][:ro|rw]``. Raises ConfigurationError if it is invalid."""
     parts = text.split(":")
     mode = parts.pop() if parts[-1] in ("ro", "rw") else "ro"
     if len(parts) not in (1, 2):
@@ -90,13 +91,16 @@ def parse_mount(text: str) -> Mount:
 
 
 def arrange(mounts: Iterable[Mount]) -> list[Mount]:
-    """Outer before inner; one for each destination, the last given wins; none that its parent shows already."""
+    """Return the mounts in the order in which they are made, outer before inner, with the pins that protect them.
+
+    The last mount for a destination wins. A mount that its parent already shows is left out.
+    """
     needed = _needed(mounts)
     return sorted([*needed, *_pins(needed)], key=lambda mount: _depth(mount.destination))
 
 
 def _needed(mounts: Iterable[Mount]) -> list[Mount]:
-    """Return one mount for each destination, outer before inner, without those that their parent shows already."""
+    """Return one mount per destination, outer before inner, without those that their parent already shows."""
     chosen = {mount.destination: mount for mount in mounts}
     needed: list[Mount] = []
     for destination in sorted(chosen, key=_depth):
@@ -112,9 +116,10 @@ def _depth(path: str) -> tuple[int, str]:
 
 
 def _pins(mounts: Sequence[Mount]) -> set[Mount]:
-    """The folders between a writable mount and one inside it, mounted on themselves.
+    """Return mounts that pin the folders between a writable mount and a mount inside it.
 
-    A mount point cannot be renamed; a folder above it could, and with it what the inner mount protects.
+    A mount point cannot be renamed, but a folder above it can, and a kernel could thus move the files that the inner
+    mount protects. Each folder in between is therefore mounted on itself.
     """
     taken = {mount.destination for mount in mounts}
     pins = set()
@@ -132,31 +137,32 @@ def _pins(mounts: Sequence[Mount]) -> set[Mount]:
 
 
 def innermost(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    """Return the innermost of ``mounts`` that ``path`` lies in; None if it lies in none of them."""
+    """Return the innermost of ``mounts`` that contains ``path``; None if no mount does."""
     holding = [mount for mount in mounts if path.startswith(mount.destination.rstrip("/") + "/")]
     return max(holding, key=lambda mount: len(mount.destination), default=None)
 
 
 def _shows(outer: Mount, inner: Mount) -> bool:
+    """Return True if ``outer`` already shows the source of ``inner`` at its destination, with the same access."""
     if not outer.source or not inner.source or outer.writable != inner.writable:
         return False
     return os.path.join(outer.source, os.path.relpath(inner.destination, outer.destination)) == inner.source
 
 
 def system_mounts() -> list[Mount]:
-    """The system's programs and libraries, and the parts of /etc they read."""
+    """Return read-only mounts of the system's programs and libraries and of the folders in /etc that they read."""
     mounts = [Mount("/usr", "/usr")]
     mounts += [Mount(path, path) for path in SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
     return mounts + [Mount(path, path) for path in ETC_FOLDERS if os.path.isdir(path)]
 
 
 def all_mounts(spec: BundleSpec) -> list[Mount]:
-    """Every mount of the sandbox, in the order in which they are made."""
+    """Return every mount of the sandbox, in the order in which they are made."""
     return arrange(_listed(spec))
 
 
 def requested_mounts(spec: BundleSpec) -> list[Mount]:
-    """Return the same without the mounts that only keep others in their place, which depend on the host's folders."""
+    """Return every mount except the pins (see ``_pins``), which depend on the folders that exist on the host."""
     return _needed(_listed(spec))
 
 
@@ -172,14 +178,14 @@ def _listed(spec: BundleSpec) -> list[Mount]:
 
 
 def windows(spec: BundleSpec) -> list[Mount]:
-    """Every mount as those in the sandbox see them."""
+    """Return every mount as processes in the sandbox see it: the carried folder also at its own destination."""
     return [*all_mounts(spec), *([spec.carried] if spec.carried else [])]
 
 
 def config(spec: BundleSpec) -> dict[str, Any]:
-    """The bundle's config.json: no network unless given, PID 1 is our guest init, and it has no capability.
+    """Return the content of config.json: PID 1 is our guest init, without capabilities, and by default no network.
 
-    That of a template has those that it needs to bind a folder and then to give them up, which it does.
+    PID 1 of a template has the two capabilities that it needs to bind the carried folder and then to drop them.
     """
     held = ["CAP_SYS_ADMIN", "CAP_SETPCAP"] if spec.carried else []
     powers = dict.fromkeys(("bounding", "effective", "permitted"), held) | {"inheritable": [], "ambient": []}
@@ -211,7 +217,7 @@ def _oci(mount: Mount) -> dict[str, Any]:
 
 
 def etc(spec: BundleSpec) -> dict[str, str]:
-    """The files of the sandbox's /etc that are written, not copied. Inside, the user is number 0, without power."""
+    """Return the generated files of the sandbox's /etc by name. Inside, the user has uid 0 and no capabilities."""
     return {
         "passwd": f"{spec.user}:x:0:0::{spec.home}:/bin/sh\nnobody:x:65534:65534::/:/usr/sbin/nologin\n",
         "group": f"{spec.user}:x:0:\nnogroup:x:65534:\n",
@@ -222,7 +228,10 @@ def etc(spec: BundleSpec) -> dict[str, str]:
 
 
 def write(folder: Path, spec: BundleSpec) -> None:
-    """Write the bundle into ``folder``: config.json and a root folder that holds only what is not mounted."""
+    """Write config.json and the root folder, with the files that are not mounted, into ``folder``.
+
+    Raises ConfigurationError if the source of a mount does not exist.
+    """
     for mount in (*spec.mounts, *([spec.carried] if spec.carried else [])):
         if mount.source and not os.path.exists(mount.source):
             raise ConfigurationError(

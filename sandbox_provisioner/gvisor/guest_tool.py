@@ -1,4 +1,4 @@
-"""GuestTool: one of our own scripts at work inside a sandbox, of which nothing is taken on trust, not even its end."""
+"""Run one of our own scripts inside a sandbox. Its output is untrusted, and it may stall or never exit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from .._text import printable
+from ..errors import GuestError, SandboxError
+from ..mux.process import GuestProcess
 from .bundle import GUEST_INSIDE
-from .errors import GuestError, SandboxError
-from .guestprocess import GuestProcess
-from .gvisor import GVisorSandbox
-from .words import printable
+from .sandbox import GVisorSandbox
 
 GRACE = 10.0
-"""Seconds that a script which was killed may take to be gone."""
+"""Seconds to wait until a killed script has exited."""
 STALL = 60.0
-"""Seconds in which nothing comes or goes, after which a script is given up."""
+"""Seconds without any input or output after which a script is given up."""
 WORDS_KEPT = 1 << 12
+"""Bytes of stderr that are kept for the error message."""
 
 
 class GuestTool:
-    """A script that runs. ``task`` is what it is for: the beginning of any GuestError that it comes to."""
+    """A running script. ``task`` names its purpose, and begins the message of each GuestError."""
 
     def __init__(self, process: GuestProcess, task: str) -> None:
         self._process = process
@@ -33,7 +34,7 @@ class GuestTool:
     async def run(
         cls, sandbox: GVisorSandbox, task: str, script: str, *arguments: str, stdin: bool = False
     ) -> AsyncIterator[GuestTool]:
-        """Run ``script`` from the guest's folder with the sandbox's Python; it does not outlive the block."""
+        """Run ``script`` from the guest's folder with the sandbox's Python; kill it when the block ends."""
         argv = [sandbox.spec.python, "-I", "-S", "-B", f"{GUEST_INSIDE}/{script}", *arguments]
         process = await sandbox.execute(argv, cwd="/", stdin=stdin)
         try:
@@ -46,7 +47,7 @@ class GuestTool:
             process.abandon()
 
     async def output(self) -> AsyncIterator[bytes]:
-        """Its stdout, piece by piece, to the end; the end of its stderr is kept for ``finish``."""
+        """Yield its stdout and keep the end of its stderr for ``finish``. Raises GuestError if it stalls."""
         while True:
             async with self._patience():
                 piece = await anext(self._output, None)
@@ -59,7 +60,10 @@ class GuestTool:
                 del self._words[:-WORDS_KEPT]
 
     async def write(self, data: bytes) -> bool:
-        """Write to its stdin, waiting until there is room; False if it reads no more, and ``finish`` will say why."""
+        """Write to its stdin, waiting until there is room.
+
+        Return False if the script has closed its stdin; ``finish`` reports the reason.
+        """
         try:
             async with self._patience():
                 await self._process.write(data)
@@ -68,7 +72,7 @@ class GuestTool:
         return True
 
     async def finish(self) -> str:
-        """Wait for its end: its last words if it has succeeded, GuestError with them if not."""
+        """Wait until it exits, and return the end of its stderr. Raises GuestError, with that text, if it failed."""
         self._process.close_stdin()
         async for _ in self.output():
             pass
@@ -81,6 +85,7 @@ class GuestTool:
 
     @asynccontextmanager
     async def _patience(self) -> AsyncIterator[None]:
+        """Raise GuestError if the block takes longer than ``STALL`` seconds."""
         try:
             async with asyncio.timeout(STALL):
                 yield

@@ -1,8 +1,8 @@
-"""What a kernel's command needs to see of the host: its program, its interpreter's folders, its search path.
+"""Find the host files that a kernel's command needs: its program, its interpreter's folders, its search path.
 
-Everything is found by looking, and shown read-only. Nothing is executed: a guest may have written into an environment
-that lies in a notebook's folder, and would then run on the host. For the same reason neither a link nor a path file
-can make us show a home, a folder that one lies in, or the hidden parts of one.
+Files are only examined, and mounted read-only. Nothing is executed, because a guest may have written to an environment
+in a notebook's folder, and its code would then run on the host. For the same reason no link and no path file can make
+us mount a home, a folder that contains a home, or the hidden parts of a home.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from glob import escape, glob
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import CommandNotFoundError
 from .bundle import GUEST_INSIDE, Mount
-from .errors import CommandNotFoundError
-from .folders import homes, private, within
+from .mounts import homes, private, within
 
 PYTHON = re.compile(r"python[0-9.]*")
 SYSTEM_SITE = re.compile(r"^include-system-site-packages\s*=\s*true\s*$", re.IGNORECASE | re.MULTILINE)
@@ -27,7 +27,7 @@ OWN_PACKAGES = ".sandbox-packages"
 
 
 def resolve(command: str, env: Mapping[str, str]) -> str:
-    """The program that ``command`` means, as an absolute path; CommandNotFoundError if there is none."""
+    """Return the absolute path of the program ``command``. Raises CommandNotFoundError if it is not on PATH."""
     path = shutil.which(command, path=env.get("PATH"))
     if path is None:
         raise CommandNotFoundError(command)
@@ -35,26 +35,29 @@ def resolve(command: str, env: Mapping[str, str]) -> str:
 
 
 def roomy(argv: Sequence[str]) -> list[str]:
-    """``argv``, a Python's with its module run by ``guest/roomy.py``, which says why."""
+    """Return ``argv`` with ``python -m MODULE`` replaced by ``python entrypoint.py MODULE``; others are unchanged.
+
+    The docstring of ``guest/entrypoint.py`` explains why.
+    """
     program = Path(argv[0]).name
     module = next((place for place, part in enumerate(argv[1:], 1) if part == "-m" or not part.startswith("-")), 0)
     if not PYTHON.fullmatch(program) or argv[module] != "-m" or len(argv) < module + 2:
         return list(argv)
-    return [*argv[:module], f"{GUEST_INSIDE}/roomy.py", *argv[module + 1 :]]
+    return [*argv[:module], f"{GUEST_INSIDE}/entrypoint.py", *argv[module + 1 :]]
 
 
 def frozen(argv: Sequence[str]) -> list[str]:
-    """What ``roomy`` made, to be stopped when it would serve; empty for any other command."""
-    script = f"{GUEST_INSIDE}/roomy.py"
+    """Return an ``argv`` from ``roomy`` with the flag to stop before the kernel serves; empty for any other command."""
+    script = f"{GUEST_INSIDE}/entrypoint.py"
     place = list(argv).index(script) + 1 if script in argv else 0
     return [*argv[:place], "--frozen", *argv[place:]] if place else []
 
 
 def installing(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Where pip is to put packages for a virtual environment's Python, and the variables that make it do so.
+    """Return a folder in the home for packages of a virtual environment, and the variables that make pip use it.
 
-    The environment itself is read-only, and pip would go nowhere else; without one it goes to the user's own folder by
-    itself. Nothing for any other program.
+    The environment itself is read-only in the sandbox, and pip would install nowhere else. Outside an environment pip
+    falls back to the user's own folder, so the result is empty, as for any other program.
     """
     prefix, own = Path(program).parent.parent, f"{env['HOME']}/{OWN_PACKAGES}"
     try:
@@ -69,7 +72,7 @@ def installing(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str
 
 
 class Find(NamedTuple):
-    """A path that a command needs, by its name and with links followed; what says so lies in ``origins``."""
+    """A path that a command needs, as named and with links followed. ``origins``: the folders whose files name it."""
 
     path: str
     real: str
@@ -77,14 +80,14 @@ class Find(NamedTuple):
 
 
 def visible(argv: Sequence[str], env: Mapping[str, str]) -> list[Mount]:
-    """The mounts that let ``argv``, whose first item is an absolute path, run as it would on the host."""
+    """Return the mounts that ``argv``, whose first item is an absolute path, needs to run as on the host."""
     return believed(look(argv, env))
 
 
 def believed(finds: Iterable[Find], writable: Iterable[str] = ()) -> list[Mount]:
-    """The mounts of what was found, for a guest that may have written to ``writable`` folders.
+    """Return read-only mounts of the trusted ``finds``, for a guest that may have written to ``writable`` folders.
 
-    Nothing is believed that was said there, nor a link from there to somewhere else.
+    A find is not trusted if a file in a writable folder names it, or if it is a link that leads out of one.
     """
     folders = [os.path.realpath(folder) for folder in writable]
     return list(dict.fromkeys(Mount(find.path, find.path) for find in finds if not _doubted(find, folders)))
@@ -99,7 +102,7 @@ def _doubted(find: Find, folders: Sequence[str]) -> bool:
 
 
 def look(argv: Sequence[str], env: Mapping[str, str]) -> list[Find]:
-    """All that ``argv``, whose first item is an absolute path, needs to see in order to run as it would on the host."""
+    """Return every path that ``argv``, whose first item is an absolute path, needs to run as on the host."""
     paths = [(path, ()) for path in (*user_site_folders(), *env.get("PYTHONPATH", "").split(os.pathsep), *argv[1:])]
     paths += [(entry, ()) for folder in user_site_folders() for entry in path_file_entries(folder)]
     return [
@@ -110,7 +113,7 @@ def look(argv: Sequence[str], env: Mapping[str, str]) -> list[Find]:
 
 
 def _installations(program: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The folders of a program and of all that it leads to, and what path files there name, each with its origins."""
+    """Yield the folders of a program and of those it leads to, and the entries of path files there, with origins."""
     first, *others = programs(program)
     prefixes: dict[str, tuple[str, ...]] = dict.fromkeys(program_folders(first), ())
     for folder in (folder for other in others for folder in program_folders(other)):
@@ -126,7 +129,10 @@ def _installations(program: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _trusted_entries(folder: str) -> Iterator[str]:
-    """The path entries in ``folder``; those of an environment not the server's own only if they lie beside it."""
+    """Yield the search path entries that files in ``folder`` add.
+
+    Those of an environment other than the server's own must lie in the folder that contains the environment.
+    """
     own = any(within(folder, prefix) for prefix in (sys.prefix, sys.base_prefix))
     beside = str(Path(folder).parents[3])
     for entry in path_file_entries(folder):
@@ -135,17 +141,17 @@ def _trusted_entries(folder: str) -> Iterator[str]:
 
 
 def _installed(prefix: str) -> bool:
-    """Whether it is certain that software is installed there: a Python's, or the system's."""
+    """Return True if ``prefix`` certainly contains installed software: a Python, or a part of /usr."""
     return bool(glob(os.path.join(escape(prefix), "lib*/python3*/os.py"))) or within(prefix, "/usr")
 
 
 def parts(prefix: str) -> list[str]:
-    """What of an environment must not be written to, also by a kernel whose folder is the environment's own."""
+    """Return the parts of an environment that stay read-only, even for a kernel whose folder is the environment."""
     return [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg")]
 
 
 def programs(program: str) -> Iterator[str]:
-    """A program, those its links lead to, its environment's base, and the interpreter that its first line names."""
+    """Yield a program, its link targets, the base Python of its environment, and the interpreter in its first line."""
     seen: set[str] = set()
     queue = [program]
     while queue:
@@ -172,7 +178,7 @@ def _shebang(program: str) -> list[str]:
 
 
 def _base_python(program: str) -> list[str]:
-    """The Python that a virtual environment was made from, as its pyvenv.cfg says."""
+    """Return the possible paths of the Python that a virtual environment was made from, by its pyvenv.cfg."""
     try:
         lines = Path(program).parents[1].joinpath("pyvenv.cfg").read_text().splitlines()
     except (OSError, UnicodeDecodeError, IndexError):
@@ -183,7 +189,7 @@ def _base_python(program: str) -> list[str]:
 
 
 def program_folders(program: str) -> list[str]:
-    """The folder tree that a program was installed into, or only its bin and lib where that is a home's ``.local``."""
+    """Return the tree that a program was installed into; only its bin and lib if the tree is private (``~/.local``)."""
     prefix = os.path.dirname(os.path.dirname(program))
     if not private(prefix):
         return list(dict.fromkeys([prefix, os.path.realpath(prefix)]))
@@ -192,19 +198,19 @@ def program_folders(program: str) -> list[str]:
 
 
 def site_folders(prefix: str) -> list[str]:
-    """Where the Pythons installed into ``prefix`` keep their packages."""
+    """Return the package folders of the Pythons that are installed in ``prefix``."""
     return glob(os.path.join(escape(prefix), "lib*/python3*/*-packages"))
 
 
 def user_site_folders() -> list[str]:
-    """Where pip puts packages for the user, without the rest of the home."""
+    """Return the folders in the user's homes where pip puts packages for the user."""
     return [
         folder for home in homes() for folder in glob(os.path.join(escape(home), ".local/lib/python3*/site-packages"))
     ]
 
 
 def path_file_entries(folder: str) -> Iterator[str]:
-    """The folders that path files and setuptools' editable finders add to the search path."""
+    """Yield the folders that path files and setuptools' editable finders in ``folder`` add to the search path."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:

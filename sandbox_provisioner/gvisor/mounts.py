@@ -1,6 +1,6 @@
-"""Which folders of the host a kernel may get, and what stays hidden or unwritable where one of them holds it.
+"""Decide which host folders a kernel may use, and which files in them stay hidden or read-only.
 
-Links are followed first: a guest can put one in the place of a folder and wait for the next kernel that starts there.
+Links are followed first: a guest can replace a folder by a link and wait for the next kernel that starts there.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import pwd
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..errors import ConfigurationError
 from .bundle import Mount
-from .errors import ConfigurationError
 
 OPEN_PARTS = {".asdf", ".conda", ".local", ".pyenv", ".rye", ".venv", ".virtualenvs"}
-"""Hidden parts of a home in which interpreters and libraries are kept."""
+"""Hidden parts of a home that contain interpreters and libraries."""
 MOST_LINKS = 40
+"""Links that are followed on the way to one path; the same limit as Linux has."""
 
 
 def within(path: str, folder: str) -> bool:
-    """Whether ``path`` is ``folder`` or lies in it."""
+    """Return True if ``path`` is ``folder`` or lies in it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def homes() -> set[str]:
-    """The user's home, by the environment and by the user database, as named and with links followed."""
+    """Return the user's home by the environment and by the user database, each as named and with links followed."""
     found = {os.path.expanduser("~")}
     try:
         found.add(pwd.getpwuid(os.geteuid()).pw_dir)
@@ -35,7 +36,7 @@ def homes() -> set[str]:
 
 
 def hidden(path: str) -> bool:
-    """Whether ``path`` lies in a hidden part of a home where no library has its place."""
+    """Return True if ``path`` lies in a hidden part of a home that is not for interpreters or libraries."""
     for home in homes():
         if within(path, home) and path != home:
             parts = Path(path).relative_to(home).parts
@@ -46,7 +47,7 @@ def hidden(path: str) -> bool:
 
 
 def private(path: str) -> bool:
-    """Whether ``path`` is a home, holds one, or is hidden in one, by its name or with links followed."""
+    """Return True if ``path`` is a home, contains one, or is hidden in one, as named or with links followed."""
     places = {path, os.path.realpath(path)}
     return any(place == "/" or hidden(place) or any(within(home, place) for home in homes()) for place in places)
 
@@ -54,7 +55,7 @@ def private(path: str) -> bool:
 def planted_link(path: str, writable: Iterable[str]) -> tuple[str, str] | None:
     """Return the first link on the way to ``path`` that lies in a ``writable`` folder, and its target; else None.
 
-    A kernel that can write to the folder can have made the link.
+    A kernel that can write to the folder may have made the link. After ``MOST_LINKS`` links, any link is returned.
     """
     roots = [os.path.realpath(folder) for folder in writable]
     place, parts, followed = "/", os.path.join(os.getcwd(), path).split("/")[::-1], 0
@@ -66,7 +67,7 @@ def planted_link(path: str, writable: Iterable[str]) -> tuple[str, str] | None:
             here = os.path.join(place, part)
             try:
                 target = os.readlink(here)
-            except OSError:  # it is no link
+            except OSError:  # not a link
                 place = here
                 continue
             followed += 1
@@ -78,9 +79,9 @@ def planted_link(path: str, writable: Iterable[str]) -> tuple[str, str] | None:
 
 
 def require_below_root(folder: Mount, root: str, mounts: Iterable[Mount]) -> None:
-    """Refuse a kernel's folder that lies neither in the server's root folder nor in a writable one of ``mounts``.
+    """Require that a kernel's folder lies in the server's root folder or in a writable one of ``mounts``.
 
-    Paths are compared with links followed. ConfigurationError names the link that leads away, if there is one.
+    Paths are compared with links followed. Raises ConfigurationError, which names the link that leads out, if any.
     """
     named = [mount.source for mount in mounts if mount.source and mount.writable]
     if any(within(folder.source, os.path.realpath(place)) for place in (root, *named)):
@@ -96,7 +97,10 @@ def require_below_root(folder: Mount, root: str, mounts: Iterable[Mount]) -> Non
 
 
 def unlinked(mount: Mount, writable: Iterable[str], setting: str) -> Mount:
-    """Return ``mount`` with the links in its source followed; ConfigurationError if a kernel can have made one."""
+    """Return ``mount`` with the links in its source followed.
+
+    Raises ConfigurationError if one of the links lies in a ``writable`` folder: a kernel may have made it.
+    """
     if link := planted_link(mount.source, writable):
         real = os.path.realpath(mount.source)
         raise ConfigurationError(
@@ -109,9 +113,10 @@ def unlinked(mount: Mount, writable: Iterable[str], setting: str) -> Mount:
 
 
 def working_folder(path: str, allow_home: bool, reserved: Mapping[str, str]) -> Mount:
-    """The mount of a kernel's own folder; ConfigurationError if it cannot, or should not, have that one.
+    """Return the writable mount of a kernel's folder.
 
-    ``reserved`` has the folders that are the server's own, each with the setting that names it.
+    Raises ConfigurationError if the folder does not exist, is /, is a home or hidden in one (unless ``allow_home``), or
+    lies in a ``reserved`` folder. ``reserved`` maps the server's own folders to the setting that names each.
     """
     folder = os.path.abspath(os.path.expanduser(path))
     real = os.path.realpath(folder)
@@ -137,10 +142,11 @@ def working_folder(path: str, allow_home: bool, reserved: Mapping[str, str]) -> 
 
 
 def identity(*mounts: Mount | None) -> dict[str, int]:
-    """Return where the sandbox must show each of ``mounts``, with the time of that folder's or file's last change.
+    """Return the change time (st_ctime_ns) of each mount's source by destination, to be compared inside the sandbox.
 
-    A guest that can write to a folder above may put a link in its place between our look at it and runsc's. It can
-    set neither that time nor, for long, the same one as another folder's.
+    A guest that can write to a folder above may replace the source by a link after our check and before runsc mounts
+    it. It cannot choose a change time, nor keep two folders at the same one. Raises ConfigurationError if a source was
+    replaced already.
     """
     return {mount.destination: _last_change(mount) for mount in mounts if mount}
 
@@ -159,9 +165,9 @@ def _last_change(mount: Mount) -> int:
 
 
 def require_itself(folder: Mount) -> None:
-    """Refuse a mount whose source had no links in it, and that a link leads away from now.
+    """Require that the path of a mount's source still contains no link; raises ConfigurationError if it does.
 
-    ConfigurationError. A guest that can write to a folder above may have put the link there while the kernel slept.
+    A guest that can write to a folder above may have made the link while the kernel was hibernated.
     """
     real = os.path.realpath(folder.source)
     if real != folder.source:
@@ -173,14 +179,14 @@ def require_itself(folder: Mount) -> None:
 
 
 def replaced(*mounts: Mount) -> ConfigurationError:
-    """Return the error for a mount, one of these, that is not what it was a moment ago."""
+    """Return the error for the case that one of ``mounts`` was replaced while the kernel started."""
     places = " or ".join(mount.destination for mount in mounts)
     problem = f"{places} was replaced by something else while the kernel started."
     return ConfigurationError("working_folder", problem, "Look into it, and start the kernel again.")
 
 
 def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mount]:
-    """Fresh folders over every ``secret`` one that a mount would show; the kernel's own ``home`` is fresh already."""
+    """Return empty folders that cover each ``secret`` folder in a mount. The kernel's ``home`` is in memory already."""
     mounts = list(mounts)
     given = {mount.destination for mount in mounts} | {home}
     places = [place for mount in mounts for _, place in _inside(mount, secret)]
@@ -188,13 +194,13 @@ def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mou
 
 
 def shields(mounts: Iterable[Mount], trusted: Iterable[str]) -> list[Mount]:
-    """Read-only mounts over what the host will believe or run, where the kernel could write to it otherwise."""
+    """Return read-only mounts over ``trusted`` paths, which the host reads or runs, in writable mounts."""
     writable = [mount for mount in mounts if mount.source and mount.writable]
     return [Mount(real, place) for mount in writable for real, place in _inside(mount, trusted)]
 
 
 def _inside(mount: Mount, paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Those of ``paths`` that lie in the mount's source, with links followed, and where they appear in the sandbox."""
+    """Return those of ``paths`` that lie in the mount's source, links followed, each with its path in the sandbox."""
     if not mount.source:
         return []
     source = os.path.realpath(mount.source)

@@ -1,4 +1,4 @@
-"""Find the programs that run on the host, and refuse those that a sandbox or another user can have written."""
+"""Find programs to run on the host, and refuse those that a sandbox or another user may have written."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from .errors import ProgramNotFoundError
-from .folders import within
+from ..errors import ProgramNotFoundError
+from .mounts import within
 
 _writable: set[str] = set()
 
 
 def note_writable(*folders: str) -> None:
-    """Remember folders that kernels of this process can write to: nothing in them is executed on the host."""
+    """Remember folders that kernels of this process can write to: no program in them is run on the host."""
     _writable.update(os.path.realpath(folder) for folder in folders if folder)
 
 
 def writable_folders() -> set[str]:
-    """Return the folders that kernels can write to, as far as this process knows; also the one that it works in."""
+    """Return the folders that kernels are known to write to, and this process's working directory."""
     try:
         own = {os.path.realpath(os.getcwd())}
     except OSError:  # it was removed
         own = set()
-    return (_writable | own) - {"/"}  # no kernel's folder is /; those below it are noted as kernels start there
+    return (_writable | own) - {"/"}  # no kernel's folder is /; folders below it are noted when kernels start there
 
 
 def trusted_program(name: str, environ: Mapping[str, str] = os.environ, folders: Iterable[str] = ()) -> str:
-    """Return the path of a program on PATH, or in one of the further ``folders``, that may run on the host.
+    """Return the path of a trusted program on PATH or in one of ``folders``.
 
-    ProgramNotFoundError, which names each one that was refused and why.
+    Raises ProgramNotFoundError, which names each program that was refused and the reason.
     """
     refused = []
     for path in on_path(name, environ, folders):
@@ -42,7 +42,7 @@ def trusted_program(name: str, environ: Mapping[str, str] = os.environ, folders:
 
 
 def on_path(name: str, environ: Mapping[str, str] = os.environ, folders: Iterable[str] = ()) -> Iterator[str]:
-    """Yield each executable of that name on PATH, trusted or not, but for those in a relative folder."""
+    """Yield each executable of that name on PATH and in ``folders``, trusted or not. Relative folders are skipped."""
     for folder in dict.fromkeys([*environ.get("PATH", os.defpath).split(os.pathsep), *folders]):
         path = os.path.join(folder, name)
         if os.path.isabs(folder) and os.path.isfile(path) and os.access(path, os.X_OK):
@@ -50,15 +50,16 @@ def on_path(name: str, environ: Mapping[str, str] = os.environ, folders: Iterabl
 
 
 def trusted_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Return PATH without the folders in which a sandbox or another user can put programs."""
+    """Return PATH without the folders to which a sandbox or another user can add programs."""
     folders = environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join(folder for folder in folders if os.path.isabs(folder) and not distrust(folder))
 
 
 def distrust(path: str, writable: Iterable[str] | None = None) -> str:
-    """Return why a program or folder may have been written by a sandbox or another user, as a clause; empty if not.
+    """Return a clause that explains why a program or folder is not trusted; empty if it is.
 
-    Both the path as it is named and the one with links followed are looked at, with all folders above.
+    A path is not trusted if a sandbox or another user may have written it. The path as named and the path with links
+    followed are both checked, with all their parent folders.
     """
     places = dict.fromkeys(
         str(place)
@@ -76,7 +77,7 @@ def distrust(path: str, writable: Iterable[str] | None = None) -> str:
 
 
 def _strange(place: str) -> str:
-    """Return why somebody else could change what is at ``place``."""
+    """Return a clause that explains why another user can change the file or folder ``place``; empty if none can."""
     try:
         found = os.lstat(place)
     except OSError as error:
@@ -95,7 +96,7 @@ def _strange(place: str) -> str:
 
 
 def _unmapped(place: str, uid: int) -> bool:
-    """Whether the owner has no number in this user namespace, such as root outside a container, and we cannot write."""
+    """Return True if the owner has no uid in this user namespace (root outside a container) and we cannot write."""
     try:
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
         partial = Path("/proc/self/uid_map").read_text().split() != ["0", "0", str((1 << 32) - 1)]

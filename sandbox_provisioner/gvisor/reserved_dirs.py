@@ -1,4 +1,4 @@
-"""The folders in which Jupyter and this package keep their own files. No kernel may write to one of them."""
+"""Keep kernels from writing to the folders in which Jupyter and this package store their own files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 
 from jupyter_core.paths import jupyter_config_dir, jupyter_data_dir, jupyter_runtime_dir
 
+from ..config import STORAGE_FOLDERS
+from ..errors import ConfigurationError
 from .bundle import Mount, innermost
-from .config import STORAGE_FOLDERS
-from .errors import ConfigurationError
-from .folders import masks, planted_link, within
-from .runtime import runtime_roots
+from .mounts import masks, planted_link, within
+from .runtime_dir import runtime_roots
 
 
 def reserved_folders(storage_dir: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return each reserved folder as it is named, with the setting that names it."""
+    """Return the reserved folders, as configured, each with the setting that names it."""
     found = {
         jupyter_runtime_dir(): "JUPYTER_RUNTIME_DIR",
         **{str(root): "SANDBOX_RUNTIME_DIR" for root in runtime_roots()},
@@ -28,7 +28,7 @@ def reserved_folders(storage_dir: str = "", environ: Mapping[str, str] = os.envi
 
 
 def require_unreserved(mount: Mount, reserved: Mapping[str, str], setting: str) -> None:
-    """Refuse a writable mount whose source is, or lies in, a reserved folder. ConfigurationError."""
+    """Raise ConfigurationError if the source of a writable mount is, or lies in, a reserved folder."""
     for own, named_by in reserved.items():
         if within(os.path.realpath(mount.source), os.path.realpath(own)):
             raise ConfigurationError(
@@ -40,10 +40,10 @@ def require_unreserved(mount: Mount, reserved: Mapping[str, str], setting: str) 
 
 
 def hide(mounts: Iterable[Mount], reserved: Mapping[str, str], home: str) -> list[Mount]:
-    """Return masks over the reserved folders that a kernel could write to otherwise.
+    """Return masks over the reserved folders that a kernel could otherwise write to.
 
-    A reserved folder that does not exist yet is made, so that a kernel cannot make it first. ConfigurationError for one
-    that a link in a writable folder leads to.
+    Creates a reserved folder that does not exist yet, so that a kernel cannot create it first. Raises
+    ConfigurationError if the path of a reserved folder contains a link in a writable folder.
     """
     mounts = list(mounts)
     writable = [mount for mount in mounts if mount.source and mount.writable]
@@ -56,6 +56,7 @@ def hide(mounts: Iterable[Mount], reserved: Mapping[str, str], home: str) -> lis
 
 
 def _require_plain(own: str, setting: str, mount: Mount) -> None:
+    """Require that no link in ``mount`` leads to the reserved folder ``own``; create it if it lies in ``mount``."""
     source = os.path.realpath(mount.source)
     if link := planted_link(own, [source]):
         raise ConfigurationError(
@@ -78,6 +79,6 @@ def _require_plain(own: str, setting: str, mount: Mount) -> None:
 
 
 def _reaches(place: str, mounts: Iterable[Mount]) -> bool:
-    """Whether the kernel could write at ``place``."""
+    """Return True if the kernel could write to ``place``."""
     above = innermost(place, mounts)
     return above is not None and above.writable

@@ -1,8 +1,8 @@
 """Derive the mounts, network and user of a restored sandbox from the present configuration.
 
-runsc restores an image only into a sandbox that has the same mount destinations. Those are read from the checkpoint's
-record. The sources behind them, and whether they are writable, are never read from there: whoever can write to the
-storage could otherwise choose which folders of the host a woken kernel gets.
+runsc restores an image only into a sandbox that has the same mount destinations. The checkpoint's record has these
+destinations. Their sources, and whether they are writable, are never read from there: anyone who can write to the
+storage could otherwise choose the host folders that a woken kernel sees.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from .._text import printable
 from .bundle import BundleSpec, Mount, innermost, requested_mounts
-from .folders import within
-from .words import printable
+from .mounts import within
 
 
 @dataclass(frozen=True)
 class Grant:
     """The mounts, network and platform that the present configuration and request give a sandbox.
 
-    ``spec`` is for a sandbox that was started from nothing, with the kernel's ``folder`` among its mounts; ``carrying``
-    for a copy of a template. That is None if the folder cannot be mounted that way: something in it must be protected.
+    ``spec`` is for a sandbox that was started without a template, and mounts the kernel's ``folder``. ``carrying`` is
+    for a copy of a template; None if the folder cannot be carried, because files in it must be protected.
     """
 
     spec: BundleSpec
@@ -29,11 +29,11 @@ class Grant:
     folder: Mount | None = None
     carrying: BundleSpec | None = None
     watched: tuple[Mount, ...] = ()
-    """Mounts whose sources had no links when they were planned, and that other kernels could replace by links."""
+    """Mounts whose sources contained no links when they were planned, but that other kernels could replace by links."""
 
     @classmethod
     def of(cls, spec: BundleSpec, platform: str) -> Grant:
-        """Return the grant of exactly the mounts in ``spec``, which must come from a trusted place."""
+        """Return a grant of exactly the mounts in ``spec``, which must come from a trusted source."""
         if spec.carried is None:
             return cls(spec, platform)
         shown = replace(spec, carried=None, mounts=(*spec.mounts, spec.carried))
@@ -41,10 +41,10 @@ class Grant:
 
 
 def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, list[str]]:
-    """Return the spec to restore a checkpoint with, and why that is not allowed: clauses, empty if it is.
+    """Return the spec to restore a checkpoint with, and the reasons why a restore is not allowed; none if it is.
 
-    ``saved`` and ``cwd``, the kernel's folder inside, are from the checkpoint's record and are not trusted. The
-    interpreter, home and environment of PID 1 are kept from there: they exist only inside the sandbox.
+    ``saved`` and ``cwd``, the kernel's folder in the sandbox, are from the checkpoint's record and are not trusted. The
+    interpreter, home and environment of PID 1 are taken from there: they exist only inside the sandbox.
     """
     given = grant.carrying if saved.carried else grant.spec
     if given is None:
@@ -70,7 +70,7 @@ def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, li
 
 
 def _at_saved_folder(given: BundleSpec, saved: BundleSpec, cwd: object, folder: Mount | None) -> BundleSpec:
-    """Mount the present folder, and what is protected in it, where the saved kernel has its folder."""
+    """Return ``given`` with the present folder, and the mounts in it, moved to the saved kernel's folder."""
     if given.carried and saved.carried:
         return replace(given, carried=given.carried._replace(destination=saved.carried.destination))
     places = [mount.destination for mount in saved.mounts if mount.source and mount.writable]
@@ -86,7 +86,7 @@ def _at_saved_folder(given: BundleSpec, saved: BundleSpec, cwd: object, folder: 
 
 
 def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple[dict[str, Mount], list[str]]:
-    """Return a mount for each saved destination, from those that are given now, and what cannot be had."""
+    """Return a mount from ``given`` for each saved destination, and the reasons why a restore is not allowed."""
     wanted = {mount.destination: mount for mount in given}
     found: dict[str, Mount] = {}
     reasons = []
@@ -114,7 +114,7 @@ def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple
 
 
 def _part(saved: Mount, wanted: Mapping[str, Mount]) -> Mount | None:
-    """Return a mount for a destination that has none of its own now but lies in one; None if that is not allowed."""
+    """Return a mount for a destination that now lies inside another mount; None if that is not allowed."""
     place = saved.destination
     if not os.path.isabs(place) or os.path.normpath(place) != place:
         return None
@@ -131,7 +131,7 @@ def _part(saved: Mount, wanted: Mapping[str, Mount]) -> Mount | None:
 
 
 def _protects(mount: Mount, above: Mount | None) -> bool:
-    """Whether ``mount`` keeps the kernel from reading or changing a part of the host's folder ``above``."""
+    """Return True if ``mount`` keeps the kernel from reading or changing a part of the host folder ``above``."""
     return bool(above and above.source and (not mount.source or (above.writable and not mount.writable)))
 
 

@@ -1,7 +1,7 @@
-"""The runsc binary: where it is, whether it will do, and how it is called.
+"""Find the runsc binary, check its version, and build its command lines.
 
-The one difference between root and an ordinary user is here: an ordinary user's every call goes through
-``unshare -Ur``, because runsc's own ``--rootless`` refuses to restore.
+Root and ordinary users differ only here: each call of an ordinary user goes through ``unshare -Ur``, because runsc's
+own ``--rootless`` refuses to restore.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
-from .errors import (
+from .._text import one_line
+from ..errors import (
     DiskFullError,
     ProgramNotFoundError,
     RunscError,
@@ -30,28 +31,28 @@ from .errors import (
     UserNamespacesForbiddenError,
 )
 from .programs import distrust, on_path, trusted_program
-from .words import one_line
 
 OLDEST = date(2024, 7, 29)
-"""Builds before this cannot checkpoint a process that polls a socket, which every kernel does."""
+"""Oldest usable build: earlier ones cannot checkpoint a process that polls a socket, and every kernel does."""
 
 REFUSES_REMOUNT = date(2026, 9, 5)
-"""The oldest build that was seen to refuse it; 2024-07-29 was seen to allow it."""
+"""Oldest build seen to refuse a guest that remounts a read-only folder writable; 2024-07-29 was seen to allow it."""
 
 PLATFORMS = ("systrap", "ptrace", "kvm")
-"""How gVisor can intercept system calls, the default first."""
+"""gVisor's ways to intercept system calls, the default first."""
 
 SETUP_HINT = "Run `jupyter sandbox setup` to get a good one."
 VERSION_TIMEOUT = 20.0
+"""Seconds for ``runsc --version`` and for the test of user namespaces."""
 
 
 def bin_folder() -> Path:
-    """Our own bin folder: where ``jupyter sandbox setup`` puts a runsc for this user."""
+    """Return the folder into which ``jupyter sandbox setup`` installs runsc for this user."""
     return Path(jupyter_data_dir()) / "sandbox" / "bin"
 
 
 def bin_folders() -> list[Path]:
-    """Every folder where a setup may have put one for this user, also where HOME or Jupyter's paths are changed."""
+    """Return every folder into which a setup may have installed runsc, also if HOME or Jupyter's paths were changed."""
     try:
         home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:
@@ -61,9 +62,9 @@ def bin_folders() -> list[Path]:
 
 
 def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
-    """Every place a runsc may be, best first, each with the name of what points there.
+    """Yield the possible paths of runsc, best first, each with its origin: a setting, a variable, PATH or our setup.
 
-    A place that somebody named explicitly is yielded even if nothing is there: that is their error to hear of.
+    A path from a setting or variable is yielded even if it does not exist, so that the caller reports the error.
     """
     for name, value in (
         ("the runsc setting", setting),
@@ -83,7 +84,7 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
 
 
 def refused(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return which runsc is passed over because it cannot be trusted, and why, as clauses."""
+    """Return a clause for each runsc that is not used because it is not trusted, with the reason."""
     places = [(path, distrust(path)) for path in on_path("runsc", environ)]
     own = [str(folder / "runsc") for folder in dict.fromkeys(bin_folders())]
     places += [(path, distrust(path, ())) for path in own if os.access(path, os.F_OK)]
@@ -91,10 +92,10 @@ def refused(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
-    """The first runsc that will do.
+    """Return the first usable runsc. Raises RunscNotFoundError or RunscTooOldError.
 
-    An explicitly named one (setting, ``SANDBOX_RUNSC``, ``RUNSC_PATH``) must do or the call fails; one that
-    merely lies on PATH or in a data folder is passed over when it is too old.
+    A configured runsc (setting, ``SANDBOX_RUNSC``, ``RUNSC_PATH``) must be usable. A runsc on PATH or in a data folder
+    is skipped if it is too old or does not run.
     """
     passed_over: RunscTooOldError | None = None
     for origin, path in candidates(setting, environ):
@@ -119,7 +120,7 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
 
 
 def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
-    """Ask the binary at ``path`` what it is, without judging its age."""
+    """Return the runsc at ``path`` with its version, of any age. Raises RunscNotFoundError if it does not run."""
     named = f"{path} ({origin})" if origin else str(path)
     if not os.access(path, os.F_OK) or not path.is_file():
         raise RunscNotFoundError(f"There is no runsc at {named}.", remedy)
@@ -155,14 +156,14 @@ def _checksum(path: Path, mtime: int, size: int) -> str:
 
 @dataclass(frozen=True)
 class Runsc:
-    """One runsc binary that was found and asked for its version."""
+    """A runsc binary and the version that it reports."""
 
     path: Path
     version: str
 
     @property
     def built(self) -> date | None:
-        """The day in the version, if it has one: release-20260126.0, 0.0~20240729.0, 20260905-160fafc."""
+        """Date in the version, or None: release-20260126.0, 0.0~20240729.0, 20260905-160fafc."""
         found = re.search(r"(20\d\d)(\d\d)(\d\d)", self.version)
         try:
             return date(int(found[1]), int(found[2]), int(found[3])) if found else None
@@ -171,26 +172,27 @@ class Runsc:
 
     @property
     def sha256(self) -> str:
-        """The binary's checksum: what tells two builds apart that call themselves the same."""
+        """Checksum of the binary: distinguishes builds that report the same version."""
         stat = self.path.stat()
         return _checksum(self.path, stat.st_mtime_ns, stat.st_size)
 
     def settings(self, network: str, platform: str) -> list[str]:
-        """The global flags of every call for a sandbox with this network and platform."""
+        """Return the global flags of every call for a sandbox with this network and platform."""
         chosen = [f"--network={network}", f"--platform={platform}"]
         return [*chosen, "--ignore-cgroups", "--overlay2=root:memory", *self.caution(os.geteuid())]
 
     def caution(self, uid: int) -> list[str]:
-        """The flags for a build that is not known to refuse a guest that remounts a read-only folder writable.
+        """Return extra flags for a build that may let a guest remount a read-only folder writable.
 
-        Without file descriptors of the host in the sandbox, the host itself refuses the write, at the price of some
-        speed. Only root can have that; for others the guest's own filter (guest/confine.py) stands alone.
+        Without directfs the sandbox has no file descriptors of the host, and the host refuses the write, at the cost of
+        some speed. Only root can use that flag; for other users the guest's filter (guest/seccomp.py) is the only
+        protection.
         """
         known = self.built is not None and self.built >= REFUSES_REMOUNT
         return [] if known or uid else ["--directfs=false"]
 
     def require_new_enough(self, remedy: str = SETUP_HINT) -> None:
-        """Raise RunscTooOldError for a build that is known to fail; a build without a date is trusted."""
+        """Raise RunscTooOldError if the build is older than ``OLDEST``; a build without a date is accepted."""
         if self.built and self.built < OLDEST:
             raise RunscTooOldError(
                 str(self.path),
@@ -201,17 +203,17 @@ class Runsc:
             )
 
     def command(self, root: Path, *arguments: str, settings: Sequence[str] = ()) -> list[str]:
-        """The argv of a runsc call: ``root`` is runsc's state folder, ``settings`` its global flags."""
+        """Return the argv of a runsc call: ``root`` is runsc's state folder, ``settings`` its global flags."""
         return [*as_user(os.geteuid()), str(self.path), f"--root={root}", *settings, *arguments]
 
 
 def as_user(uid: int) -> list[str]:
-    """What stands before runsc for this user: nothing for root, a user namespace for everybody else."""
+    """Return the prefix of a runsc command: empty for root, ``unshare`` with a user namespace for other users."""
     return [] if uid == 0 else [trusted_program("unshare"), "--user", "--map-root-user"]
 
 
 def require_user_namespaces() -> None:
-    """Raise UserNamespacesForbiddenError if ordinary users may not make user namespaces here."""
+    """Raise UserNamespacesForbiddenError if this user needs a user namespace and cannot create one."""
     try:
         prefix = as_user(os.geteuid())
         if not prefix:
@@ -231,7 +233,7 @@ def require_user_namespaces() -> None:
 
 
 def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
-    """The command that would allow user namespaces on this system, by the setting that forbids them."""
+    """Return advice for allowing user namespaces: the sysctl command, if a sysctl forbids them."""
     for setting, good in (
         ("kernel/apparmor_restrict_unprivileged_userns", "0"),
         ("kernel/unprivileged_userns_clone", "1"),
@@ -247,13 +249,13 @@ def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
 
 
 def checked(argv: Sequence[str], returncode: int | None, words: bytes) -> None:
-    """Raise RunscError, with runsc's own words, unless the call succeeded."""
+    """Raise RunscError with runsc's own message unless the call succeeded."""
     if returncode != 0:
         raise RunscError(argv, returncode, plain_words(words))
 
 
 def explain(argv: Sequence[str], returncode: int | None, words: str) -> SandboxError:
-    """The error for a sandbox that did not come up: runsc's words, or a better explanation where we have one."""
+    """Return the error for a sandbox that did not start: a known cause, or else runsc's own message."""
     if "unshare failed" in words or "unshare: write failed" in words:
         return UserNamespacesForbiddenError(
             f"This system forbids user namespaces to ordinary users ({words.strip()}).", namespace_remedy()
@@ -264,7 +266,7 @@ def explain(argv: Sequence[str], returncode: int | None, words: str) -> SandboxE
 
 
 def plain_words(raw: bytes, limit: int = 2000) -> str:
-    """The end of what runsc said, as text, without its log prefixes."""
+    """Return the last ``limit`` characters of runsc's output, without log prefixes and repeated lines."""
     text = raw.decode("utf-8", "replace")
     lines = [re.sub(r"^[IWEDF]\d{4} \S+\s+\d+ \S+\] ", "", one_line(line)).strip() for line in text.splitlines()]
     return "\n".join(line for line in dict.fromkeys(lines) if line)[-limit:]

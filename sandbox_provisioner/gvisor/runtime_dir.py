@@ -1,8 +1,8 @@
-"""The folders of live sandboxes: one for each, locked by the process that owns it, swept when that process died.
+"""Manage the folders of live sandboxes: each is locked by its owner process, and swept after that has exited.
 
-A lock is a flock on the folder itself, so it ends with its owner however that ends, and a cleaner of /tmp that
-respects locks leaves the folder alone. A folder with a note is of a persistent sandbox, which may still run: it is not
-swept, but left for whoever understands the note.
+The lock is a flock on the folder itself: Linux releases it however the owner exits, and a cleaner of /tmp that
+respects locks leaves the folder alone. A folder with a note belongs to a persistent sandbox, which may still run: it
+is not swept, but left for ``sandbox.recovery``, which reads the note.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from weakref import WeakSet
 
 from jupyter_core.paths import jupyter_data_dir
 
-from .errors import ConfigurationError, ProgramNotFoundError
+from ..errors import ConfigurationError, ProgramNotFoundError
 from .programs import trusted_program
 
 NAME = re.compile(r"\.?[0-9a-f]{12}")
 STALE_NEWBORN = 3600.0
+"""Seconds for which a scan ignores a folder that does not have its final name yet."""
 GONE_WITHIN = 5.0
+"""Seconds to wait until killed runsc processes have exited, before their folder is removed."""
 NOTE, RESCUED = "note.json", "rescued"
 
 
 def runtime_root() -> Path:
-    """Return the folder in which this user's sandboxes have theirs; make it if needed.
+    """Return the folder that contains the folders of this user's sandboxes; create it if needed.
 
-    Without SANDBOX_RUNTIME_DIR it is a folder in /tmp with a random name, which is recorded in Jupyter's data folder:
-    no other user can make it first. XDG_RUNTIME_DIR is not used, because it vanishes when the user logs out, and with
-    it the state of kernels that run on. ConfigurationError if the folder is not one that only this user can change.
+    Without SANDBOX_RUNTIME_DIR it is a folder in /tmp with a random name, which is recorded in Jupyter's data folder,
+    so that no other user can create it first. XDG_RUNTIME_DIR is not used: it is removed when the user logs out, and
+    with it the state of kernels that still run. Raises ConfigurationError if others can change the folder.
     """
     if chosen := os.environ.get("SANDBOX_RUNTIME_DIR"):
         return _made(Path(chosen, "jupyter-sandbox").absolute())
@@ -52,19 +54,19 @@ def runtime_root() -> Path:
 
 
 def _fixed_root() -> Path:
-    """Return the folder that earlier versions used, and that is used where there is no data folder."""
+    """Return the folder that earlier versions used, now the fallback if the data folder cannot be written."""
     return Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
 
 
 def _recorded_root(records: Path) -> Path:
-    """Return the folder that is recorded for this machine, or make and record a new one. OSError."""
+    """Return the folder that is recorded for this machine, or create and record one. Raises OSError."""
     record = records / _machine()
     if found := _read_record(record):
         return found
     records.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(records, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two processes that come first together, one makes it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # if two processes get here at once, one creates it
         if found := _read_record(record):
             return found
         root = Path(tempfile.mkdtemp(prefix="jupyter-sandbox-", dir="/tmp"))
@@ -77,7 +79,7 @@ def _recorded_root(records: Path) -> Path:
 
 
 def _machine() -> str:
-    """Return a name for this boot of this machine and its /tmp: several machines can share a data folder."""
+    """Return an id of this boot of this machine and its /tmp, because several machines can share a data folder."""
     tmp, boot = os.stat("/tmp"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return hashlib.sha256(f"{boot} {tmp.st_dev} {tmp.st_ino}".encode()).hexdigest()[:16]
 
@@ -91,7 +93,7 @@ def _read_record(record: Path) -> Path | None:
 
 
 def _own(root: Path) -> bool:
-    """Whether ``root`` is a folder that only this user can change or replace."""
+    """Return True if ``root`` is a folder that only this user can change or replace."""
     try:
         found, above = root.lstat(), root.parent.stat().st_mode
     except OSError:
@@ -101,7 +103,7 @@ def _own(root: Path) -> bool:
 
 
 def _made(root: Path) -> Path:
-    """Make ``root`` if it does not exist, and return it; ConfigurationError if that cannot be or it is not ours."""
+    """Create ``root`` if needed, and return it. Raises ConfigurationError if that fails or others can change it."""
     try:
         root.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -122,7 +124,7 @@ def _made(root: Path) -> Path:
 
 
 def runtime_roots() -> list[Path]:
-    """Return each folder in which sandboxes of this user can have theirs: the present one, and that of old versions."""
+    """Return each folder that may contain folders of sandboxes: the present one, and that of earlier versions."""
     root, fixed = runtime_root(), _fixed_root()
     old = [] if os.environ.get("SANDBOX_RUNTIME_DIR") or fixed == root or not _own(fixed) else [fixed]
     return [root, *old]
@@ -132,7 +134,7 @@ _held: WeakSet[RuntimeFolder] = WeakSet()
 
 
 class RuntimeFolder:
-    """The folder of one sandbox on this machine, for as long as it runs there."""
+    """The locked folder of one live sandbox: its OCI bundle, runsc's state and, if persistent, its note."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self._move(path)
@@ -146,7 +148,7 @@ class RuntimeFolder:
 
     @classmethod
     def create(cls) -> RuntimeFolder:
-        """A new folder, locked from its birth: it gets its name only once the lock is held."""
+        """Create and lock a new folder. It gets its final name only when it is locked, so no scan finds it unlocked."""
         root = runtime_root()
         name = uuid4().hex[:12]
         newborn = root / f".{name}"
@@ -164,7 +166,10 @@ class RuntimeFolder:
 
     @classmethod
     def of_the_dead(cls, path: Path) -> RuntimeFolder | None:
-        """Take over a folder whose owner has died; None if it lives, or the folder is gone."""
+        """Lock and return the folder of an owner that has exited.
+
+        Return None if the owner lives, the folder is gone, or it is new and has no final name yet.
+        """
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
@@ -181,31 +186,31 @@ class RuntimeFolder:
         return cls(path, lock)
 
     def mark_rescued(self) -> None:
-        """Tell other scans that this process, which has the lock, is not the sandbox's owner, but saves it."""
+        """Mark the folder for other scans: this process holds the lock to save the sandbox, and is not its server."""
         with suppress(OSError):  # a full disk
             (self.path / RESCUED).touch(mode=0o600)
 
     def write_note(self, note: Mapping[str, Any]) -> None:
-        """Say what this sandbox is, to whoever finds it without its server."""
+        """Write the note that describes this sandbox to a process that finds it after its server was killed."""
         partial = self.path / f".{NOTE}"
         partial.write_text(json.dumps(note))
         partial.rename(self.path / NOTE)
 
     def read_note(self) -> dict[str, Any] | None:
-        """What was said of this sandbox; None if nothing was, or it cannot be understood."""
+        """Return the note of this sandbox; None if it is missing or invalid."""
         return read_note(self.path)
 
     @property
     def inhabited(self) -> bool:
-        """Whether a runsc process still runs for this folder."""
+        """True while a runsc process runs for this folder."""
         return any(_processes(self.state))
 
     def runs(self, *commands: bytes) -> bool:
-        """Whether one of these runsc commands is under way for this folder, whoever gave it."""
+        """Return True if one of these runsc commands runs for this folder, started by any process."""
         return any(set(commands) & set(arguments) for _, arguments in _processes(self.state))
 
     def remove(self) -> None:
-        """End whatever still runs for this folder, and remove it with its mounts. Blocks for some milliseconds."""
+        """Kill the runsc processes of this folder, and remove it with its mounts. Blocks, usually for milliseconds."""
         deadline = time.monotonic() + GONE_WITHIN
         while kill_processes(self.state) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -216,13 +221,14 @@ class RuntimeFolder:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close our hold on the lock."""
+        """Release the lock, and keep the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def _let_go_of_all() -> None:
+    """Close inherited locks. Called in a forked child, which would otherwise keep them after the owner exits."""
     for folder in list(_held):
         folder.let_go()
 
@@ -231,7 +237,7 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """Read the note of the sandbox in the folder ``path``; None if there is none, or it cannot be understood."""
+    """Return the note of the sandbox in the folder ``path``; None if it is missing or invalid."""
     try:
         note = json.loads((path / NOTE).read_bytes())
     except (OSError, ValueError):
@@ -240,7 +246,10 @@ def read_note(path: Path) -> dict[str, Any] | None:
 
 
 def sweep() -> list[str]:
-    """Remove what dead owners left: processes, mounts, folders. Returns the names of the folders that went."""
+    """Remove the processes, mounts and folders of dead owners. Folders with a note are kept.
+
+    Return the names of the removed folders.
+    """
     found, _ = scan(lambda note: note is None)
     for folder in found:
         folder.remove()
@@ -251,10 +260,10 @@ Wanted = Callable[[dict[str, Any] | None], bool]
 
 
 def scan(wanted: Wanted) -> tuple[list[RuntimeFolder], list[Path]]:
-    """Lock the folders of dead owners whose note is ``wanted``. Returns them, and those that another rescues. Blocks.
+    """Lock and return the folders of dead owners whose note is ``wanted``; also return those that are being rescued.
 
-    Scans exclude each other, because one that looks at a folder locks it for a moment, and so would hide it from the
-    other. A folder that stays locked afterwards has an owner, or is marked as rescued.
+    Only one scan runs at a time: a scan locks each folder for a moment, and would hide it from another scan. A folder
+    that stays locked afterwards has an owner, or is marked as rescued. Blocks.
     """
     found: list[RuntimeFolder] = []
     rescued: list[Path] = []
@@ -285,12 +294,12 @@ def _scan(root: Path, wanted: Wanted, found: list[RuntimeFolder], rescued: list[
 
 
 def left_behind() -> Iterator[RuntimeFolder]:
-    """The folders of dead owners, each locked for us: remove it, or let it go."""
+    """Yield the folders of dead owners, each locked by this process: the caller removes it or lets it go."""
     yield from scan(lambda note: True)[0]
 
 
 def kill_processes(state: Path) -> int:
-    """Kill every runsc process whose state folder is ``state``; returns how many there were."""
+    """Kill every runsc process whose state folder is ``state``. Return their number."""
     found = 0
     for handle, _ in _processes(state):
         found += 1
@@ -300,7 +309,7 @@ def kill_processes(state: Path) -> int:
 
 
 def _processes(state: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Each runsc process whose state folder is ``state``: a descriptor, good until the next, and its arguments."""
+    """Yield a pidfd, valid until the next one, and the arguments of each runsc process with this state folder."""
     wanted = f"--root={state}".encode()
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
@@ -320,7 +329,7 @@ def _processes(state: Path) -> Iterator[tuple[int, list[bytes]]]:
 
 
 def mounts_below(folder: Path) -> list[str]:
-    """The mount points in ``folder``, innermost first."""
+    """Return the mount points in ``folder``, innermost first."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in lines]
     return sorted((point for point in points if point.startswith(f"{folder}/")), reverse=True)

@@ -1,7 +1,7 @@
 """GVisorSandbox: the driver of one sandbox, with a strict state machine.
 
-It knows runsc and simple paths, and neither Jupyter nor where checkpoints are kept. ``sandbox_id`` is the name
-that stays; ``container_id`` is what runsc knows, new for every start and restore. All methods belong to one loop.
+The driver uses runsc and plain paths; Jupyter and checkpoint storage are unknown to it. ``sandbox_id`` is the stable
+name; ``container_id`` is runsc's name, new for every start and restore. All methods run on one event loop.
 """
 
 from __future__ import annotations
@@ -20,48 +20,49 @@ from signal import SIGKILL
 from typing import Any
 from uuid import uuid4
 
+from ..errors import DiskFullError, LinkClosedError, ProtocolError, RunscNotFoundError, SandboxError, UnresponsiveError
+from ..mux.connection import GuestLink
+from ..mux.process import GuestProcess
+from ..process import LocalProcess
+from ..workers import CONTROL, bulk, control, finished
 from . import bundle
 from .bundle import BundleSpec
-from .errors import (
-    DiskFullError,
-    LinkClosedError,
-    ProtocolError,
-    RunscNotFoundError,
-    SandboxError,
-    UnresponsiveError,
-)
-from .guestprocess import GuestProcess
-from .link import GuestLink
-from .process import LocalProcess
 from .runsc import SETUP_HINT, Runsc, checked, explain, plain_words
-from .runtime import RuntimeFolder, kill_processes
-from .states import Action, State, after
-from .workers import CONTROL, bulk, control, finished
+from .runtime_dir import RuntimeFolder, kill_processes
+from .state import Action, State, after
 
 log = logging.getLogger(__name__)
 
+# Timeouts in seconds.
 START_TIMEOUT = 120.0
 COMMAND_TIMEOUT = 30.0
 CHECKPOINT_TIMEOUT = 600.0
 QUIESCE_TIMEOUT = 10.0
+CARRY_ON_TIMEOUT = 600.0
+"""Seconds for an unsaved sandbox to answer after a checkpoint. Long, because a busy machine is slow and giving up early
+could lose the only copy of its state."""
+RESUME_AGAIN = 1.0
+"""Seconds between two calls of ``runsc resume``."""
 ORPHAN_NOTICES = 1.0
-"""Seconds in which a sandbox that ran all the while has noticed that its server is gone, and let go of the pipe."""
+"""Seconds in which a running sandbox notices that its server is gone, and closes the pipe."""
 PIPE_SIZE = 1 << 20
 LAST_WORDS = 5.0
+"""Seconds to wait for the rest of runsc's output after a failed start."""
 WORDS_KEPT = 1 << 14
+"""Bytes of runsc's output that are kept for the error message."""
 
 
 Commit = Callable[[], Awaitable[None]]
 
 
 async def _at_once() -> None:
-    """Nothing more is needed for the image to count."""
+    """Do nothing: the default ``commit``, for an image that needs no further step to be valid."""
 
 
 class GVisorSandbox:
-    """One sandbox: ``start`` or ``restore`` it, ``execute`` in it, ``checkpoint`` it, ``delete`` it.
+    """A sandbox: ``start`` or ``restore`` it, ``execute`` in it, ``checkpoint`` it, ``delete`` it.
 
-    ``on_exit`` is called when a running sandbox ends without having been asked to."""
+    ``on_exit`` is called when a running sandbox exits unexpectedly."""
 
     def __init__(self, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str = "systrap") -> None:
         self.sandbox_id = sandbox_id
@@ -83,13 +84,14 @@ class GVisorSandbox:
         self._words = bytearray()
         self._doomed = False
         self._orphaned = False
+        self._hurried = asyncio.Event()
         self._note: Mapping[str, Any] | None = None
 
     @classmethod
     def orphan(
         cls, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str, folder: RuntimeFolder, container_id: str
     ) -> GVisorSandbox:
-        """One that runs in ``folder``, but whose server died: it can be checkpointed or deleted, and nothing else."""
+        """Return a running sandbox whose server was killed: it can only be checkpointed or deleted."""
         sandbox = cls(sandbox_id, spec, runsc, platform)
         sandbox.link.lose(LinkClosedError("its server died."))
         sandbox.container_id = container_id
@@ -100,16 +102,16 @@ class GVisorSandbox:
 
     @property
     def state(self) -> State:
-        """Where the sandbox is in its life; see states.py."""
+        """Present state of the sandbox; ``gvisor.state`` has the transitions."""
         return self._state
 
     @property
     def reachable(self) -> bool:
-        """Whether it can be talked to: one whose server died cannot."""
+        """True unless the sandbox is an orphan or was cut off: PID 1 cannot be reached then."""
         return not self._orphaned
 
     def leave_note(self, note: Mapping[str, Any]) -> None:
-        """Keep ``note``, with the container's id, where those look who find it running after we were killed."""
+        """Store ``note``, with the container's id, for a process that finds the sandbox after we were killed."""
         self._note = note
         self._write_note()
 
@@ -118,13 +120,13 @@ class GVisorSandbox:
             self._folder.write_note({**self._note, "container_id": self.container_id})
 
     def _enter(self, action: Action) -> None:
-        """The one place where the state changes."""
+        """Change the state. No other method does. Raises StateError if ``action`` is not legal."""
         self._state = after(self.sandbox_id, action, self._state)
 
     async def start(self, template: Path | None = None) -> None:
-        """Start it afresh, or as a copy of the image of a ``template``, which has to be activated then.
+        """Start a new sandbox, or a copy of the image of a ``template``, which must be activated afterwards.
 
-        Returns when PID 1 answers. RunscError with runsc's words if it cannot.
+        Return when PID 1 answers. Raises SandboxError, usually RunscError with runsc's message.
         """
         async with self._acting:
             after(self.sandbox_id, Action.START, self._state)
@@ -139,10 +141,10 @@ class GVisorSandbox:
             self._enter(Action.START)
 
     async def restore(self, image: Path) -> None:
-        """Bring it back from ``image``, in this or another process's name. On failure nothing has changed."""
+        """Restore it from ``image``, which this or another process saved. A failure leaves the state unchanged."""
         async with self._acting:
             after(self.sandbox_id, Action.RESTORE, self._state)
-            if self._orphaned:  # its streams are gone, and its clients would wait for answers
+            if self._orphaned:  # its streams are gone, and its clients would wait for replies forever
                 raise SandboxError(
                     f"Sandbox {self.sandbox_id} was saved without its help, and cannot go on with its old connections.",
                     "Open the notebook again: what was saved is restored then.",
@@ -152,14 +154,15 @@ class GVisorSandbox:
             self._enter(Action.RESTORE)
 
     async def checkpoint(self, image: Path, commit: Commit = _at_once, insist: bool = False) -> None:
-        """Write its memory to the new folder ``image``, ``commit`` to that, and end it.
+        """Write its memory to the new folder ``image``, await ``commit``, and end it.
 
-        If any of it fails, it runs on and there is no image. It does not run between the writing and the commit. If
-        PID 1 does not come to rest, UnresponsiveError is raised, or if we ``insist`` it is cut off and saved as it is.
+        The sandbox stays paused from the write until the commit. If a step fails, the sandbox runs on and the image is
+        removed. If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``insist`` cuts the sandbox off
+        and saves it as it is.
         """
         async with self._acting:
             after(self.sandbox_id, Action.CHECKPOINT, self._state)
-            partial = _draft(image)
+            partial = await finished(control(_draft, image))
             try:
                 await self._write_image(partial, image, insist)
                 await commit()
@@ -173,10 +176,10 @@ class GVisorSandbox:
             await self._end()
 
     async def copy(self, image: Path) -> None:
-        """Write its memory to the new folder ``image`` and let it run on; if that fails, there is no image."""
+        """Write its memory to the new folder ``image`` and let it run on. A failure leaves no image."""
         async with self._acting:
             after(self.sandbox_id, Action.COPY, self._state)
-            partial = _draft(image)
+            partial = await finished(control(_draft, image))
             try:
                 await self._write_image(partial, image)
             except BaseException:
@@ -186,9 +189,9 @@ class GVisorSandbox:
                 await finished(self._carry_on())
 
     async def cut_off(self) -> None:
-        """Stop talking to a running sandbox that does not answer, so that it can be checkpointed without its help.
+        """Close the connection to a running sandbox that does not answer, so that it can be checkpointed without PID 1.
 
-        From now on it can be checkpointed or deleted, and nothing else, as one whose server died.
+        Afterwards it can only be checkpointed or deleted, like an orphan.
         """
         async with self._acting:
             after(self.sandbox_id, Action.CHECKPOINT, self._state)
@@ -209,9 +212,10 @@ class GVisorSandbox:
         files: Mapping[str, str] | None = None,
         expect: Mapping[str, int] | None = None,
     ) -> GuestProcess:
-        """Run a further command in it, after writing ``files`` there; GuestError if it cannot be executed.
+        """Run a command in it, after writing ``files`` there. Raises GuestError if that fails.
 
-        ``expect`` has paths with the time of their last change (st_ctime_ns): if one is another, the errno is ESTALE.
+        ``expect`` maps paths in the sandbox to their change time (st_ctime_ns): if one differs, the error's errno is
+        ESTALE.
         """
         after(self.sandbox_id, Action.EXECUTE, self._state)
         environment = dict(self.spec.environment) | dict(env or {})
@@ -219,10 +223,10 @@ class GVisorSandbox:
         return await self.link.spawn(argv, environment, cwd, stdin=stdin, files=files, expect=expect)
 
     async def delete(self) -> None:
-        """End it, whatever its state, and leave nothing behind on this machine. May be called again."""
+        """End it in any state, and remove its folder and processes. May be called more than once."""
         self._doomed = True
         if self._acting.locked() and self._main and self._folder:
-            self._main.send_signal(SIGKILL)  # what is under way fails at once
+            self._main.send_signal(SIGKILL)  # the operation that holds the lock fails at once
             await control(kill_processes, self._folder.state)
         async with self._acting:
             self._enter(Action.DELETE)
@@ -266,7 +270,7 @@ class GVisorSandbox:
             os.close(to_guest)
             raise
         for pipe in (to_guest, from_guest):
-            with suppress(OSError):  # a courtesy that the user's pipe quota may refuse
+            with suppress(OSError):  # optional: the user's pipe quota may refuse it
                 fcntl(pipe, F_SETPIPE_SZ, PIPE_SIZE)
         try:
             await self.link.attach(to_guest, from_guest)
@@ -278,7 +282,7 @@ class GVisorSandbox:
             os.close(guest_out)
 
     async def _first(self, awaken: Callable[[], Awaitable[None]]) -> None:
-        """Wait until the guest answers, unless runsc ends before or nothing happens at all."""
+        """Wait until the guest answers. Raises the error of ``explain`` if runsc exits before, or at the timeout."""
         assert self._main is not None
         listening = asyncio.create_task(self._listen(self._main))
         answer = asyncio.ensure_future(awaken())
@@ -292,7 +296,7 @@ class GVisorSandbox:
             if answer.done():
                 if isinstance(error := answer.exception(), ProtocolError):
                     raise error
-                await asyncio.wait({end}, timeout=LAST_WORDS)  # the pipe closed first: its words are on their way
+                await asyncio.wait({end}, timeout=LAST_WORDS)  # the pipe closed first: runsc's exit and message follow
             if end.done():
                 await asyncio.wait({listening}, timeout=LAST_WORDS)
             raise explain(self._argv("..."), self._main.returncode, plain_words(bytes(self._words)))
@@ -302,12 +306,13 @@ class GVisorSandbox:
             await asyncio.gather(answer, end, return_exceptions=True)
 
     async def _listen(self, main: LocalProcess) -> None:
-        """Keep the end of what runsc says, for the error that may need it."""
+        """Keep the end of runsc's output for an error message."""
         async for piece in main.stream():
             self._words += piece.data
             del self._words[:-WORDS_KEPT]
 
     async def _watch_main(self) -> None:
+        """Report the unexpected exit of a running sandbox. An exit during an operation is left to that operation."""
         assert self._main is not None
         await self._main.wait()
         if self._state == State.RUNNING and not self._acting.locked():
@@ -316,7 +321,7 @@ class GVisorSandbox:
             self.on_exit()
 
     def _link_lost(self, error: Exception) -> None:
-        """A guest that we do not talk to any more does not run any more."""
+        """Kill a running guest whose connection is lost. Called by the link."""
         if self._state == State.RUNNING and self._folder:
             state = self._folder.state
             CONTROL.submit(lambda: kill_processes(state))
@@ -338,6 +343,7 @@ class GVisorSandbox:
             raise UnresponsiveError(self.sandbox_id, "did not come to rest for a checkpoint") from None
 
     async def _let_dead_servers_commands_end(self) -> None:
+        """Wait until no runsc command of a killed server acts on the sandbox. Raises SandboxError at the timeout."""
         assert self._folder is not None
         try:
             async with asyncio.timeout(CHECKPOINT_TIMEOUT):
@@ -348,14 +354,14 @@ class GVisorSandbox:
             raise SandboxError(f"A command of sandbox {self.sandbox_id}'s dead server does not end.") from None
 
     async def _paused(self) -> bool:
-        """Whether an orphan was paused when its server died, which it is only when it had come to rest."""
+        """Return True for an orphan that its server had paused before it was killed, always after it had quiesced."""
         return self._orphaned and json.loads(await self._command("state", self.container_id))["status"] == "paused"
 
     async def _write_image(self, partial: Path, image: Path, insist: bool = False) -> None:
-        """The sandbox rests afterwards, until it is ended or carries on."""
+        """Quiesce, pause and save. The sandbox stays paused until ``_end`` or ``_carry_on``."""
         await self._quiesce(insist)
         await self._save(partial)
-        partial.rename(image)
+        await finished(control(partial.rename, image))
 
     async def _save(self, partial: Path) -> None:
         if not await self._paused():
@@ -371,17 +377,88 @@ class GVisorSandbox:
         )
 
     async def _carry_on(self) -> None:
-        """Let a sandbox that rests run as before, or admit that it is lost."""
+        """Resume a paused sandbox after a failed checkpoint or a copy.
+
+        Its state is not saved, so a sandbox that does not answer is waited for. After ``CARRY_ON_TIMEOUT`` seconds, or
+        when ``hurry`` is called, it is cut off, and can still be saved as it is; it is ended only if its spec does not
+        let it outlive us.
+        """
         try:
-            with suppress(SandboxError):  # it may never have been paused
-                await self._command("resume", self.container_id)
-            if self._orphaned:
-                return
-            await asyncio.wait_for(self.link.resume(), QUIESCE_TIMEOUT + self.link.hooks.seconds)
+            await self._unpause()
+            if not self._orphaned:
+                await self._await_answer()
         except (SandboxError, TimeoutError) as error:
+            log.error("Sandbox %s is lost: it did not go on after a checkpoint: %s", self.sandbox_id, error)
             self._enter(Action.FAIL)
             self.link.lose(LinkClosedError(f"it did not go on after a checkpoint: {error}"))
             await self._end()
+        finally:
+            self._hurried.clear()
+
+    async def _unpause(self) -> None:
+        """Call ``runsc resume``; repeat it while it fails and the sandbox is paused, which it may never have been."""
+        while True:
+            try:
+                await self._command("resume", self.container_id)
+            except SandboxError as error:
+                if self._orphaned or self._hurried.is_set() or self._ended or await self._known_to_run():
+                    return
+                log.warning("Sandbox %s is paused and not saved; runsc is asked again: %s", self.sandbox_id, error)
+                await asyncio.sleep(RESUME_AGAIN)
+            else:
+                return
+
+    @property
+    def _ended(self) -> bool:
+        return self._main is None or self._main.returncode is not None
+
+    async def _known_to_run(self) -> bool:
+        """Return True if runsc reports that the sandbox is not paused; False if it is, or runsc gives no answer."""
+        with suppress(SandboxError, ValueError, LookupError, TypeError):
+            return bool(json.loads(await self._command("state", self.container_id))["status"] != "paused")
+        return False
+
+    async def _await_answer(self) -> None:
+        """Wait until the guest answers after a resume.
+
+        Raises LinkClosedError if it exits. At the timeout, or when ``hurry`` is called, a guest that can outlive us is
+        cut off; for others, raises TimeoutError.
+        """
+        assert self._main is not None
+        patience = QUIESCE_TIMEOUT + self.link.hooks.seconds
+        answer, end = asyncio.ensure_future(self.link.resume()), asyncio.ensure_future(self._main.wait())
+        waits: list[asyncio.Future[Any]] = [answer, end, asyncio.ensure_future(self._hurried.wait())]
+        waited = 0.0
+        try:
+            while waited < max(patience, CARRY_ON_TIMEOUT):
+                pause = max(patience, waited)  # each warning comes after twice the time of the last
+                done, _ = await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    break
+                waited += pause
+                if waited < CARRY_ON_TIMEOUT:
+                    log.warning(
+                        "Sandbox %s has not answered for %d seconds. It is not saved, so it is waited for. If this "
+                        "lasts, stop the server, which saves it as it is, or restart its kernel, which loses its state",
+                        self.sandbox_id,
+                        waited,
+                    )
+            if answer.done():
+                return answer.result()
+            if end.done():
+                raise LinkClosedError("it ended.")
+            if not self.spec.outlives:
+                raise TimeoutError(f"it did not answer for {waited:g} seconds")
+            log.error("Sandbox %s does not answer. It is cut off, and can only be saved as it is", self.sandbox_id)
+            self._cut_off()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    def hurry(self) -> None:
+        """Stop waiting for a sandbox that does not answer after a checkpoint. Called when the server stops."""
+        self._hurried.set()
 
     # -- runsc ---------------------------------------------------------------------------------------------------
 
@@ -403,7 +480,7 @@ class GVisorSandbox:
         return RunscNotFoundError(f"{self.runsc.path} cannot be run: {error.strerror}.", SETUP_HINT)
 
     async def _end(self) -> None:
-        """Kill what runs, and remove the folder with everything in it."""
+        """Kill the sandbox's processes and remove its folder."""
         folder, main, watch = self._folder, self._main, self._watch
         self._folder = self._main = self._watch = None
         if watch:
@@ -421,7 +498,7 @@ class GVisorSandbox:
 
 
 def _draft(image: Path) -> Path:
-    """A new, empty folder beside ``image``, which is not there yet."""
+    """Create and return an empty folder beside ``image``. Raises SandboxError if ``image`` exists. Blocks."""
     if image.exists():
         raise SandboxError(f"A checkpoint cannot be written to {image}: it exists already.")
     partial = image.with_name(f".{image.name}.{uuid4().hex[:8]}")

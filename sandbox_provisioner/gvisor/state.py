@@ -1,4 +1,4 @@
-"""The life of a sandbox as data: which action is legal in which state, and where it leads."""
+"""The state machine of a sandbox: the actions that are legal in each state, and the state that follows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
-from .errors import StateError
+from ..errors import StateError
 
 
 class State(StrEnum):
-    """Where a sandbox is in its life."""
+    """The state of a sandbox."""
 
     INITIALIZED = "initialized"
     RUNNING = "running"
@@ -20,7 +20,7 @@ class State(StrEnum):
 
 
 class Action(StrEnum):
-    """What can be done to a sandbox, or (EXIT, FAIL) happen to it."""
+    """An action on a sandbox, or an event (EXIT, FAIL)."""
 
     START = "start"
     EXECUTE = "execute in"
@@ -46,11 +46,11 @@ TRANSITIONS: Mapping[tuple[Action, State], State] = MappingProxyType(
         **{(Action.DELETE, state): State.STOPPED for state in State},
     }
 )
-"""A restore that fails is no transition: the image is as good as before, and the sandbox stays where it was."""
+"""A failed restore is not a transition: the image is unchanged, and the sandbox keeps its state."""
 
 
 def after(sandbox_id: str, action: Action, state: State) -> State:
-    """The state that ``action`` leads to; StateError, naming both, if it is not legal in ``state``."""
+    """Return the state that follows ``action``. Raises StateError if the action is not legal in ``state``."""
     try:
         return TRANSITIONS[action, state]
     except KeyError:

@@ -1,9 +1,8 @@
-"""Know whether a kernel is busy: which requests it has not finished, and for how long it is to be kept awake.
+"""Track whether a kernel is busy: its unfinished requests, and how long it must be kept awake.
 
-``KernelActivity`` is the one answer that the idle timer, the culler, the REST API and the metrics use. It counts
-requests by their own ids: the relay reports requests and replies on the shell channel, ``ActivityWatch`` reports what
-the kernel publishes on iopub. A status that belongs to another request, such as one on the control channel, changes
-nothing.
+The idle timer, the culler, the REST API and the metrics all use ``KernelActivity``. It tracks requests by message id:
+the relay reports requests and replies on the shell channel, ``ActivityWatch`` reports the statuses that the kernel
+publishes on iopub. The status of a request on the control channel changes nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +20,29 @@ import zmq.asyncio
 from jupyter_client.session import Session
 
 STATUS = b'"status"'
-LARGEST = 256 << 20
-"""Bytes of the largest message that the watch receives; a publisher of a larger one is cut off until it reconnects."""
+LARGEST_STATUS = 1 << 16
+"""Bytes of the largest message that is parsed as a status. A guest could hold up the server with a larger one."""
 EXECUTE = "execute_request"
 CONTROL_TYPES = frozenset(
     f"{name}_request"
     for name in ("shutdown", "interrupt", "debug", "usage", "create_subshell", "delete_subshell", "list_subshell")
 )
 OBSERVING = frozenset({"usage_request"})
-"""Requests that only look at a kernel: they neither wake it nor count as its use."""
+"""Requests that only observe a kernel: they do not wake it and do not count as activity."""
 MAX_REQUESTS = 4096
 MAX_SAVED = 64
-"""Requests that are recorded with a checkpoint."""
+"""Maximum number of requests that are recorded with a checkpoint."""
 MAX_ID = 200
 MAX_HOLDS = 100
+PLAIN = "notebook"
+"""Name of the one hold that the magic, the command line and the REST API all set and end."""
+EARLIER_PLAIN = "api"
+"""Name of the hold that the command line and the REST API had to themselves; records of that time still have it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request that the kernel has not finished. ``inherited`` means that it was sent before a restore elsewhere."""
+    """An unfinished request. ``inherited`` is True if it was recorded with the checkpoint that the kernel came from."""
 
     number: int
     msg_type: str
@@ -49,7 +52,7 @@ class Request:
 
 
 class KernelActivity:
-    """The unfinished requests of one kernel, and the reasons to keep it awake. Changed only in the I/O thread."""
+    """The unfinished requests of one kernel, and the reasons to keep it awake. Changed in the I/O thread only."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -59,32 +62,32 @@ class KernelActivity:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def requested(self, header: Mapping[str, Any]) -> None:
-        """Note a request that a client sent on the shell channel, from when on the kernel is busy.
+        """Record a request that a client sent on the shell channel; the kernel is busy from now on.
 
-        Messages that are not answered, such as those of widgets, count from when the kernel says that it handles them.
+        Messages without a reply, such as those of widgets, count once the kernel publishes a busy status for them.
         """
         if str(header.get("msg_type", "")).endswith("_request"):
             self._add(header)
 
     def replied(self, parent: Mapping[str, Any]) -> None:
-        """Note the reply to a request on the shell channel."""
+        """Record the reply to a request on the shell channel."""
         self._end(parent)
 
     def published(self, state: str, parent: Mapping[str, Any]) -> None:
-        """Note a status that the kernel published for the request ``parent``."""
+        """Record a status that the kernel published for the request ``parent``."""
         if state == "idle":
             self._end(parent)
         elif state == "busy" and parent.get("msg_type") not in CONTROL_TYPES:
             self._add(parent)
 
     def reset(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Forget everything: there is another kernel. ``saved`` is what ``record`` returned for its checkpoint."""
+        """Start over for another kernel. ``saved`` contains what ``record`` returned for its checkpoint."""
         self._requests.clear()
         self._holds.clear()
         if not saved:
             return
         pending = saved.get("pending")
-        if pending is None and saved.get("busy"):  # a checkpoint from before requests were recorded
+        if pending is None and saved.get("busy"):  # an old checkpoint, without single requests
             pending = [["unknown", EXECUTE, ""]]
         for msg_id, msg_type, subshell in _triples(pending):
             self._last += 1
@@ -92,21 +95,22 @@ class KernelActivity:
         holds = saved.get("keep_awake")
         for name, until in list(holds.items())[:MAX_HOLDS] if isinstance(holds, Mapping) else ():
             if isinstance(name, str) and (until is None or isinstance(until, int | float)):
-                self._hold(name, math.inf if until is None else float(until))
+                name, end = _hold_name(name), math.inf if until is None else float(until)
+                self._hold(name, max(end, self._holds.get(name, 0.0)))
 
     def record(self) -> dict[str, Any]:
-        """Return what is kept with a checkpoint, for the server that restores it."""
+        """Return the state to store with a checkpoint, for the server that restores it."""
         holds = {name: None if until == math.inf else until for name, until in self._active_holds().items()}
         pending = [[name, one.msg_type, one.subshell] for name, one in list(self._requests.items())[:MAX_SAVED]]
         return {"busy": bool(self._requests), "pending": pending, "keep_awake": holds}
 
     @property
     def inherited(self) -> bool:
-        """True while a request is unfinished whose reply cannot be seen here."""
+        """True while an inherited request is unfinished; its reply does not pass through this relay."""
         return any(one.inherited for one in self._requests.values())
 
     def end_inherited(self) -> None:
-        """Note that the kernel has answered a request that was sent after the inherited ones."""
+        """Drop the inherited requests, except those of subshells, because the kernel has answered a later one."""
         for name, one in list(self._requests.items()):
             if one.inherited and not one.subshell:
                 del self._requests[name]
@@ -122,9 +126,9 @@ class KernelActivity:
         self._requests[msg_id[:MAX_ID]] = Request(self._last, msg_type[:MAX_ID], subshell, time.time())
 
     def _end(self, parent: Mapping[str, Any]) -> None:
-        """End a request, and those before it that the kernel does not answer at all, for it works in order.
+        """Remove a request, and earlier ones of its subshell that got no reply: the kernel works in order.
 
-        Cells are never ended in that way: a lost reply costs less than a frozen cell.
+        Earlier cells stay: to count as busy after a lost reply is cheaper than to hibernate a running cell.
         """
         ended = self._requests.pop(str(parent.get("msg_id", ""))[:MAX_ID], None)
         if ended is None:
@@ -136,38 +140,43 @@ class KernelActivity:
     # -- keeping awake -----------------------------------------------------------------------------------------------
 
     def keep_awake(self, name: str, seconds: float | None) -> None:
-        """Keep the kernel awake for ``seconds`` on behalf of ``name``: None without end, 0 no more.
+        """Keep the kernel awake for ``seconds`` on behalf of ``name``: None for no limit, 0 to stop.
 
-        Raises ValueError if too many do that at once.
+        PLAIN is the hold that users turn on and off; every other name is that of a ``keep_awake()`` in the notebook.
+        Raises ValueError if MAX_HOLDS names already keep it awake.
         """
+        name = _hold_name(name)
         self._holds = self._active_holds()
-        self._holds.pop(name[:MAX_ID], None)
+        self._holds.pop(name, None)
         if seconds != 0:
             self._hold(name, math.inf if seconds is None else time.time() + seconds)
 
     def _hold(self, name: str, until: float) -> None:
         if len(self._holds) >= MAX_HOLDS:
             raise ValueError(f"A kernel can be kept awake for at most {MAX_HOLDS} reasons at once.")
-        self._holds[name[:MAX_ID]] = until
+        self._holds[name] = until
 
     @property
     def kept_awake(self) -> bool:
-        """True while the kernel is to be kept awake."""
+        """True while the kernel must be kept awake."""
         return bool(self._active_holds())
 
     def awake_for(self) -> str:
-        """Return a sentence, without a full stop, that says for how long the kernel is kept awake; empty if not."""
+        """Return how long the kernel is kept awake, as a sentence without a full stop; empty if it is not."""
         holds = self._active_holds()
         if not holds:
             return ""
         until = max(holds.values())
-        return "It is kept awake" + ("" if until == math.inf else f" for another {_about(until - time.time())}")
+        span = "" if until == math.inf else f" for another {_about(until - time.time())}"
+        if PLAIN in holds:
+            return f"It is kept awake{span}"
+        return "It is still kept awake by keep_awake() in the notebook" + (f",{span}" if span else "")
 
     def _active_holds(self) -> dict[str, float]:
         now = time.time()
         return {name: until for name, until in list(self._holds.items()) if until > now}
 
-    # -- the answer --------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def executing(self) -> bool:
@@ -176,11 +185,11 @@ class KernelActivity:
 
     @property
     def busy(self) -> bool:
-        """True while a request is unfinished or the kernel is to be kept awake."""
+        """True while a request is unfinished or the kernel must be kept awake."""
         return self.executing or self.kept_awake
 
     def reasons(self) -> list[str]:
-        """Return why the kernel is not idle, as sentences without a full stop."""
+        """Return the reasons why the kernel is not idle, as sentences without a full stop."""
         now, requests = time.time(), list(self._requests.values())
         cells = [one for one in requests if one.msg_type == EXECUTE]
         others = [one for one in requests if one.msg_type != EXECUTE]
@@ -191,6 +200,11 @@ class KernelActivity:
         if others:
             found.append(f"The kernel has worked on {others[0].msg_type!r} for {_about(now - others[0].since)}")
         return found + ([awake] if (awake := self.awake_for()) else [])
+
+
+def _hold_name(name: str) -> str:
+    """Return the name under which a hold is stored."""
+    return PLAIN if name == EARLIER_PLAIN else name[:MAX_ID]
 
 
 def _triples(pending: Any) -> Sequence[tuple[str, str, str]]:
@@ -204,7 +218,7 @@ def _triples(pending: Any) -> Sequence[tuple[str, str, str]]:
 
 
 def _about(seconds: float) -> str:
-    """Return a duration in the largest unit of which there are two or more."""
+    """Return a duration as text, in the largest unit that gives at least 2."""
     whole = max(0, round(seconds))
     for length, unit in ((3600, "hours"), (60, "minutes")):
         if whole >= 2 * length:
@@ -213,34 +227,37 @@ def _about(seconds: float) -> str:
 
 
 class ActivityWatch:
-    """Listens on a kernel's iopub channel, in the I/O thread, until it is closed.
+    """A listener on a kernel's iopub channel. Owned by the provisioner; I/O thread only.
 
-    ``activity`` learns each signed status; ``on_news`` is called for everything that counts as use of the kernel.
+    ``activity`` gets each signed status. ``on_news`` is called for each message that counts as activity: all but the
+    signed statuses of requests that only observe. A frame of more than ``largest`` bytes ends the connection for good,
+    so it must be at least what the relay passes on.
     """
 
-    def __init__(self, activity: KernelActivity, on_news: Callable[[], None]) -> None:
+    def __init__(self, activity: KernelActivity, on_news: Callable[[], None], largest: int) -> None:
         self._activity = activity
         self._on_news = on_news
+        self._largest = largest
         self._context = _enter(self)
         self._sockets: list[zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
-        """Begin; ``curve`` is the public and the secret key of an encrypted connection."""
+        """Start to receive from ``url``; ``curve`` is the public and the secret key of an encrypted connection."""
         iopub = self._open(zmq.SUB, curve)
-        iopub.maxmsgsize = LARGEST
+        iopub.maxmsgsize = self._largest
         iopub.subscribe(b"")
         iopub.connect(url)
         self._tasks.append(asyncio.create_task(self._hear(iopub, session)))
 
     def probe(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
-        """Ask the kernel something on its shell channel: the answer shows that all inherited requests have ended."""
+        """Send a request on the shell channel; its reply proves that the inherited requests have ended."""
         shell = self._open(zmq.DEALER, curve)
         shell.connect(url)
         self._tasks.append(asyncio.create_task(self._probe(shell, session)))
 
     def close(self) -> None:
-        """End; nothing is left of it."""
+        """Cancel the tasks and close the sockets."""
         for task in self._tasks:
             task.cancel()
         for socket in self._sockets:
@@ -261,12 +278,13 @@ class ActivityWatch:
     async def _hear(self, iopub: zmq.asyncio.Socket, session: Session) -> None:
         while True:
             frames = await iopub.recv_multipart()
-            if any(STATUS in frame for frame in frames[:4]) and self._status(session, frames):
+            short = sum(map(len, frames)) <= LARGEST_STATUS
+            if short and any(STATUS in frame for frame in frames[:4]) and self._status(session, frames):
                 continue
             self._on_news()
 
     def _status(self, session: Session, frames: list[bytes]) -> bool:
-        """Report a status if it is signed; return whether it only belongs to a request that looks at the kernel."""
+        """Report a status if it is signed; return True if its request only observes the kernel."""
         try:
             message: dict[str, Any] = session.deserialize(session.feed_identities(frames)[1])
             state, parent = message["content"]["execution_state"], message["parent_header"]
@@ -293,11 +311,11 @@ class ActivityWatch:
 
 
 _watching: dict[int, tuple[zmq.asyncio.Context, set[ActivityWatch]]] = {}
-"""By process, because a forked one has nothing of it: the context and the watches that use it."""
+"""The context and the watches that use it, by process id: a forked process cannot use its parent's context."""
 
 
 def _enter(watch: ActivityWatch) -> zmq.asyncio.Context:
-    """Return the one context of all watches: each context has two threads of its own."""
+    """Return the context that all watches of this process share: each context has two threads of its own."""
     if os.getpid() not in _watching:
         _watching[os.getpid()] = zmq.asyncio.Context(), set()
     context, users = _watching[os.getpid()]

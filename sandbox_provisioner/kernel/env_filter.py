@@ -1,4 +1,4 @@
-"""The environment of a sandboxed kernel: of the server's variables only what is harmless or was permitted."""
+"""Filter a sandboxed kernel's environment: pass only variables that are harmless, permitted or set for this start."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from .config import SIGNING_KEY
+from ..config import SIGNING_KEY
 
 PASSED = (
     "PATH", "LANG", "LANGUAGE", "TZ", "TERM", "COLUMNS", "LINES", "VIRTUAL_ENV", "CONDA_PREFIX",
     "CONDA_DEFAULT_ENV", "PYTHONPATH", "IPYKERNEL_CELL_NAME", "JPY_SESSION_NAME", "OMP_NUM_THREADS",
 )  # fmt: skip
-"""What a kernel sees of the server's environment, besides LC_*, unless told otherwise."""
+"""Variables of the server's environment that every kernel gets, besides LC_*."""
 
 FALLBACK_HOME = "/home/sandbox"
 
 
 def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
-    """Of all variables: those that are ``permitted``, those that this start was given, and the harmless ones."""
+    """Return the variables of ``env`` that are ``permitted``, harmless or set for this start, and the sandbox's own.
+
+    A variable was set for this start if the server never had it with that value.
+    """
     _server_environment.update(_initial_environment().items(), os.environ.items())
-    named = {*permitted, *PASSED} - {SIGNING_KEY}  # a guest that has the key could sign for its user
+    named = {*permitted, *PASSED} - {SIGNING_KEY}  # a guest with the key could sign documents as its user
     passed = {
         name: value
         for name, value in env.items()
@@ -31,16 +34,16 @@ def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
     passed["HOME"] = home if os.path.isabs(home) and home != "/" else FALLBACK_HOME
     passed["USER"] = passed["LOGNAME"] = getpass.getuser()
     passed["TMPDIR"] = "/tmp"
-    passed["JPY_PARENT_PID"] = "1"  # the sandbox's init, which ipykernel knows not to watch
+    passed["JPY_PARENT_PID"] = "1"  # the guest's init; ipykernel does not watch a parent with PID 1
     return passed
 
 
 _server_environment: set[tuple[str, str]] = set()
-"""Every variable the server was ever seen to have: what a restart brings back of them was not given to the kernel."""
+"""Every (name, value) seen in the server's environment. A restart passes old ones again: not set for the kernel."""
 
 
 def _initial_environment() -> dict[str, str]:
-    """The environment that this process was started with, whatever it has become since."""
+    """Return the environment that this process was started with; empty if /proc cannot be read."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:

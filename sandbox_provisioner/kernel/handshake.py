@@ -1,7 +1,8 @@
 """Answer the ZMTP handshake of a client that connects while its kernel is hibernated.
 
-So a client can say what it wants before the kernel is woken for it. The client's own handshake is held with the rest,
-and reaches the kernel when it wakes; the kernel's is then dropped, because the client has had one.
+A client sends its first request only after the handshake, and only some requests wake the kernel. The client's own
+handshake is held with its messages and reaches the kernel when it wakes. The kernel's handshake is then dropped,
+because the client has already received one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from .zmtp import COMMAND, GREETING_SIZE, Position
 MECHANISM = b"NULL".ljust(20, b"\0")
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + MECHANISM + bytes(32)
 OPENING = 11
-"""Bytes of a greeting that a peer sends before it has seen the other's: signature and major version."""
+"""Bytes of a greeting that a peer sends before it receives the other's: signature and major version."""
 MECHANISM_END = 32
-"""Where in a greeting the name of the security mechanism ends."""
+"""Offset in a greeting at which the name of the security mechanism ends."""
 SOCKET_TYPES = {"shell": b"ROUTER", "stdin": b"ROUTER", "control": b"ROUTER", "iopub": b"PUB", "hb": b"REP"}
 
 
@@ -23,15 +24,15 @@ def command(body: bytes) -> bytes:
 
 
 def ready(channel: str) -> bytes:
-    """Return the body of the READY command with which a kernel's socket for ``channel`` ends its handshake."""
+    """Return the body of the READY command that ends the handshake of a kernel's socket for ``channel``."""
     kind = SOCKET_TYPES[channel]
     return b"\x05READY" + b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
 
 
 class Handshake:
-    """Answer one client's handshake on a kernel's behalf.
+    """The kernel's side of one client's handshake, answered on the kernel's behalf.
 
-    ``opaque`` becomes True if the client wants encryption, which only the kernel can answer.
+    ``opaque`` becomes True if the client requests encryption, which only the kernel can answer.
     """
 
     def __init__(self, channel: str) -> None:
@@ -41,7 +42,7 @@ class Handshake:
         self._sent = 0
 
     def answer(self, data: bytes) -> bytes:
-        """Take what the client sent and return what to send back; raises ValueError if that is not ZMTP 3."""
+        """Process bytes from the client and return the reply. Raises ValueError if they are not ZMTP 3."""
         if self.done:
             return b""
         self._heard += data[: GREETING_SIZE - len(self._heard)]
@@ -61,12 +62,12 @@ class Handshake:
 
     @property
     def done(self) -> bool:
-        """True when there is no more to answer here."""
+        """True when no further reply is sent from here."""
         return self.opaque or self._sent == GREETING_SIZE
 
 
 class KernelHandshake:
-    """Drop that part of a woken kernel's handshake which its client has had already.
+    """A filter that drops the part of a woken kernel's handshake that its client has already received.
 
     On a plain connection that is all of it. On an encrypted one it is the opening, and the client needs the rest.
     """
@@ -74,13 +75,13 @@ class KernelHandshake:
     def __init__(self) -> None:
         self.done = False
         self.greeted = False
-        """True when the kernel has sent its greeting: libzmq drops a peer that sends a message before that."""
+        """True when the kernel has sent its greeting: libzmq disconnects a peer that sends a message before that."""
         self._seen = 0
         self._heard = b""
         self._position: Position | None = None
 
     def strip(self, data: bytes) -> bytes:
-        """Return what of ``data`` is to be passed on."""
+        """Return the part of ``data`` that the client still needs."""
         self._seen += len(data)
         self.greeted = self._seen >= GREETING_SIZE
         if self._position is None:
@@ -92,7 +93,7 @@ class KernelHandshake:
                 self.done = True
                 return data[OPENING:]
             self._position = Position()
-        for place in range(len(data)):  # a handshake has some hundred bytes
+        for place in range(len(data)):  # byte by byte: a handshake has only some hundred
             self._position.follow(data[place : place + 1])
             if self._position.between_messages:
                 self.done = True

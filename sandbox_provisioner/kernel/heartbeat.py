@@ -1,7 +1,7 @@
-"""Heart: beats for a kernel that sleeps, on connections that its heartbeat channel gets meanwhile.
+"""Answer heartbeats on behalf of a hibernated kernel, on connections that clients open meanwhile.
 
-The one place where ZeroMQ's wire protocol (ZMTP 3) is spoken: a REP socket that echoes, without encryption, which is
-all that a heartbeat is. An encrypted one cannot be answered without the kernel.
+Implements a ZMTP 3 REP socket that echoes, without encryption. An encrypted heartbeat cannot be answered without the
+kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LARGEST = 1 << 16
 
 
 class Heart:
-    """One connection's heartbeats."""
+    """The heartbeats of one connection. Owned by its ``ClientConnection``."""
 
     def __init__(self) -> None:
         self._heard = bytearray()
@@ -23,10 +23,10 @@ class Heart:
         self._greeted = False
 
     def answer(self, data: bytes) -> bytes:
-        """What to send back for ``data``; ValueError if that is not a heartbeat's protocol."""
+        """Return the reply to ``data``. Raises ValueError if it is not a heartbeat on a plain connection."""
         self._heard += data
         said = b""
-        if data and not self._spoke:  # a client says the rest of its own greeting only after it has heard ours
+        if data and not self._spoke:  # a client sends the rest of its greeting only after it has ours
             self._spoke = True
             said = GREETING
         if not self._greeted:
@@ -42,7 +42,7 @@ class Heart:
         return said
 
     def _frame(self) -> bytes:
-        """The next whole frame, as it came; nothing if it is not all there yet."""
+        """Remove and return the next whole frame; empty if it is incomplete. Raises ValueError if it is too large."""
         head = _head(self._heard)
         if len(self._heard) < head:
             return b""

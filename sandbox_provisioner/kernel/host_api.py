@@ -1,7 +1,7 @@
-"""Asks: what a notebook may ask of its own sandbox with ``%sandbox``, and how it is answered.
+"""Validate, run and answer the requests that a notebook sends with ``%sandbox``.
 
-What asks is the guest, which is taken for hostile: a request is checked here, and means nothing but the kernel's own
-sandbox. An answer is a small JSON object; one that has a "problem" says in words why nothing was done.
+Requests come from the guest, which is hostile by assumption: each is validated here and can only concern the kernel's
+own sandbox. An answer is a small JSON object; its "problem", if it has one, explains why nothing was done.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
 
-from .apology import Cell
-from .discretion import public
-from .errors import ConfigurationError, SandboxError
+from .._redaction import public
+from ..errors import ConfigurationError, SandboxError
+from ..mux.connection import GuestLink
+from ..persistence.metadata import Checkpoint
+from ..persistence.names import SANDBOX_ID
 from .kernel import INTERNAL
-from .link import GuestLink
-from .metadata import Checkpoint
-from .names import SANDBOX_ID
+from .synthetic_replies import Cell
 
 log = logging.getLogger(__name__)
 
@@ -28,31 +28,31 @@ MAX_ANSWER = 1 << 14
 MAX_PROBLEM = 2000
 MAX_FIELD = 200
 MAX_AWAKE = 10_000_000
-"""Seconds for which a kernel can be kept awake, unless that is without end."""
+"""Longest time limit, in seconds, for keeping a kernel awake."""
 FIELDS = ("msg_id", "msg_type", "session", "username", "date", "version")
-"""What a message's header has."""
+"""Fields that are copied from a message's header."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is this sandbox?"""
+    """A request to describe the sandbox."""
 
 
 @dataclass(frozen=True)
 class Savepoints:
-    """Which savepoints are there?"""
+    """A request to list the savepoints."""
 
 
 @dataclass(frozen=True)
 class Savepoint:
-    """Keep the memory as it is now, as ``name``."""
+    """A request to save the memory as savepoint ``name``."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """Go back to the savepoint ``name``; ``cell`` asks, and ends with the kernel that it runs in."""
+    """A request of ``cell`` to restore savepoint ``name``. The cell ends with the kernel that it runs in."""
 
     name: str
     cell: Cell | None
@@ -60,7 +60,7 @@ class Rewind:
 
 @dataclass(frozen=True)
 class KeepAwake:
-    """Do not hibernate the kernel for idleness for ``seconds``, on behalf of ``name``; None without end, 0 no more."""
+    """A request to keep the kernel awake for ``seconds``, on behalf of ``name``: None for no limit, 0 to stop."""
 
     name: str
     seconds: float | None
@@ -70,35 +70,38 @@ Ask = Status | Savepoints | Savepoint | Rewind | KeepAwake
 
 
 class Askable(Protocol):
-    """A kernel, as its own notebook sees it. SandboxError is told to the notebook."""
+    """The actions that a notebook can request for its kernel. A SandboxError is reported to the notebook."""
 
     async def status(self) -> Mapping[str, Any]:
-        """``sandbox_id``, ``state``, ``notebook``, ``idle_timeout`` (seconds; 0 for never), ``awake``, ``ephemeral``.
+        """Return ``sandbox_id``, ``state``, ``notebook``, ``idle_timeout`` (seconds; 0: off), ``awake``, ``ephemeral``.
 
-        ``awake`` says for how long it is kept awake, ``ephemeral`` why nothing of the sandbox is kept; empty if not so.
+        ``awake`` states how long the kernel is kept awake, ``ephemeral`` why the sandbox is not saved; empty if not so.
         """
 
     async def savepoints(self) -> Mapping[str, Checkpoint]:
-        """By name."""
+        """Return the savepoints by name."""
 
     async def savepoint(self, name: str) -> Checkpoint:
-        """Make one."""
+        """Make a savepoint and return it."""
 
     async def rewind(self, name: str, cell: Cell | None) -> str:
-        """Go back to one, and end ``cell`` with ``apology.conclude``; the name of the one that keeps the present."""
+        """Restore a savepoint and end ``cell`` with ``synthetic_replies.conclude``.
+
+        Return the name of the savepoint that has the state from before.
+        """
 
     async def keep_awake(self, name: str, seconds: float | None) -> str:
-        """Keep the kernel awake for so long, and return a sentence that says until when."""
+        """Keep the kernel awake and return a sentence that states for how long."""
 
 
 def attend(link: GuestLink, kernel: Askable) -> None:
-    """Have ``kernel`` answer what is asked through ``link``, one ask after another. In the link's own loop."""
+    """Answer the requests that arrive on ``link``, one at a time, by calling ``kernel``. Call in the link's loop."""
     turn = asyncio.Lock()
     serving: set[asyncio.Task[None]] = set()
 
     async def reply(number: int, request: Mapping[str, Any]) -> None:
         async with turn:
-            if not link.error:  # the kernel that asked is still there
+            if not link.error:  # otherwise the guest that sent the request is gone
                 link.asks.answer(number, await serve(request, kernel))
 
     def on_ask(number: int, request: Mapping[str, Any]) -> None:
@@ -110,7 +113,7 @@ def attend(link: GuestLink, kernel: Askable) -> None:
 
 
 async def serve(request: Mapping[str, Any], kernel: Askable) -> dict[str, Any]:
-    """Do what is asked, and answer; never raises."""
+    """Run a request and return its answer. Never raises: an error becomes the answer's "problem"."""
     try:
         return bounded(await _serve(parse(request), kernel))
     except SandboxError as error:
@@ -142,7 +145,7 @@ def _listed(savepoints: Mapping[str, Checkpoint]) -> dict[str, Any]:
 
 
 def bounded(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer with as many of the savepoints, and the latest, as there is room for."""
+    """Return the answer with the latest savepoints that fit into MAX_ANSWER; "more" counts those left out."""
     savepoints = kept = answer.get("savepoints", [])
     while len(json.dumps(answer)) > MAX_ANSWER and kept:
         kept = kept[len(kept) // 8 + 1 :]
@@ -151,7 +154,7 @@ def bounded(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse(request: Mapping[str, Any]) -> Ask:
-    """What is asked; ConfigurationError says what is wrong with it."""
+    """Return the validated request. Raises ConfigurationError if it is invalid."""
     match request:
         case {"op": "status"}:
             return Status()
@@ -171,7 +174,7 @@ def parse(request: Mapping[str, Any]) -> Ask:
 
 
 def valid_name(name: Any) -> str:
-    """``name`` itself, if a savepoint can be called that."""
+    """Return ``name`` if a savepoint can have that name. Raises ConfigurationError otherwise."""
     if not isinstance(name, str) or not SANDBOX_ID.fullmatch(name):
         raise ConfigurationError(
             "name",
@@ -182,7 +185,7 @@ def valid_name(name: Any) -> str:
 
 
 def _seconds(value: Any) -> float | None:
-    """Return how long a kernel is to be kept awake; raises ConfigurationError."""
+    """Return how long to keep a kernel awake. Raises ConfigurationError if ``value`` is invalid."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_AWAKE):
         return value
     raise ConfigurationError(
@@ -191,7 +194,7 @@ def _seconds(value: Any) -> float | None:
 
 
 def _cell(request: Mapping[str, Any]) -> Cell | None:
-    """The cell that asks, if it says enough of itself to be answered in the kernel's name."""
+    """Return the cell that sent the request; None if its header is missing or invalid, so that no reply is possible."""
     header, count = request.get("parent"), request.get("count")
     if not isinstance(header, dict) or not isinstance(header.get("msg_id"), str):
         return None

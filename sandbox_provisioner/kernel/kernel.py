@@ -1,4 +1,4 @@
-"""SandboxedKernel: a kernel process in a sandbox, joined to its clients. Lives in the I/O thread; knows no Jupyter."""
+"""Run a kernel process in a sandbox and connect it to its clients. I/O thread only; knows nothing of Jupyter."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from .activation import activate
+from ..errors import GuestError, LinkClosedError, SandboxError, StateError
+from ..events import JOURNAL, What
+from ..guest.capabilities import CARRIED
+from ..gvisor.bundle import Mount
+from ..gvisor.mounts import identity, replaced
+from ..gvisor.runtime_dir import sweep
+from ..gvisor.sandbox import GVisorSandbox
+from ..gvisor.state import State
+from ..mux.activation import activate
+from ..mux.connection import GuestLink
+from ..mux.process import GuestProcess
+from ..persistence.metadata import Checkpoint
+from ..process import Process
+from ..sandbox.handle import SandboxHandle
+from ..sandbox.manager import SandboxManager
+from ..workers import bulk, control
 from .activity import KernelActivity
-from .bundle import Mount
-from .errors import GuestError, LinkClosedError, SandboxError, StateError
-from .folders import identity, replaced
-from .guest.powers import CARRIED
-from .guestprocess import GuestProcess
-from .gvisor import GVisorSandbox
-from .handle import SandboxHandle
-from .journal import JOURNAL, What
-from .kernel_output import PARTIAL, Budget, LogLines
-from .link import GuestLink
-from .manager import SandboxManager
-from .metadata import Checkpoint
-from .process import Process
+from .output_log import PARTIAL, Budget, LogLines
 from .relay import ChannelRelay
-from .runtime import sweep
-from .states import State
-from .workers import bulk
 
 log = logging.getLogger(__name__)
 
 LAST_OUTPUT = 1.0
-"""Seconds that an ended kernel's last messages and output have to get through."""
+"""Seconds to wait for the last messages and output of a kernel that has ended."""
 LAST_WORDS = 2000
 DROPPED_PER_SECOND = 1 << 20
-"""Bytes per second that are read of output which is not logged."""
+"""Read rate, in bytes per second, of output that is dropped instead of logged."""
 IDENTIFY_TRIES = 10
 INTERNAL = "An internal error; the server's log has more."
 FIRST_PROCESS = 1
-"""The number of a sandbox's first process, which is the kernel's."""
+"""Number of a sandbox's first process: the kernel."""
 LOST = 1
-"""The status of a kernel that could not be brought back."""
+"""Exit status of a kernel that could not be restored."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a kernel is started with. ``remember`` is kept for those who restore it."""
+    """The command, environment and files that a kernel is started with. ``remember`` is saved for a restore."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -61,15 +61,15 @@ class Start:
     """Further mounts that other kernels could replace by links while this one starts."""
     files: Mapping[str, str] = field(default_factory=dict)
     connection_file: str = ""
-    """Inside; one of the ``files``."""
+    """Path inside the sandbox; one of the ``files``."""
     remember: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Ending:
-    """Where a kernel's stdout and stderr go (None drops them) until they are closed, and who hears its status then.
+    """The descriptors for a kernel's stdout and stderr (None drops them), and the callback for its exit status.
 
-    Those in ``logged`` are the server's own log or terminal, and get lines that kernel_output.py makes; all others get
+    Streams in ``logged`` go to the server's own log or terminal, as lines that ``output_log`` formats; all others get
     the bytes unchanged.
     """
 
@@ -78,7 +78,7 @@ class Ending:
     logged: frozenset[str] = frozenset()
 
     def close(self) -> None:
-        """Close the descriptors, once: their numbers are soon others'."""
+        """Close the descriptors, only once: their numbers are soon reused."""
         sinks, self.sinks = self.sinks, {}
         for sink in sinks.values():
             if sink is not None:
@@ -87,22 +87,22 @@ class Ending:
 
 Begin = Callable[[GVisorSandbox, Start], Awaitable[GuestProcess]]
 Farewell = Callable[[str, SandboxError | None], tuple[bytes, bytes]]
-"""What the clients on shell and on iopub hear at last of a kernel that was rewound: to the savepoint that keeps it, or,
-because of a problem, to itself."""
+"""Called after a rewind with the name of the savepoint that has the state from before, and the problem if it failed.
+Returns the last messages of the replaced kernel, for clients on shell and on iopub."""
 
 
 class SandboxedKernel:
-    """One kernel after another behind the same listeners: ``launch`` ends the one that still runs.
+    """A sequence of kernels behind the same listeners: ``launch`` ends the one that still runs.
 
-    A persistent one can ``hibernate`` and is woken by the first client that asks something of it; ``on_trouble`` is
-    told, in the I/O thread, why it could not be. Calls are not heeded while it is being shut down. ``on_joined`` is
-    told of each sandbox's link.
+    Owned by the provisioner. A persistent kernel can be hibernated. The first request of a client wakes it while
+    ``heeds_calls`` returns True; if that fails, ``on_trouble`` is called with the error. ``on_joined`` is called with
+    the link of each new sandbox. All callbacks run in the I/O thread.
     """
 
     def __init__(self) -> None:
         self.activity = KernelActivity()
         self.restored = False
-        """True if the present kernel came from a checkpoint, and may be working on requests that were not seen here."""
+        """True if the kernel came from a checkpoint, and may be working on requests that this server did not see."""
         self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._called
         self.on_trouble: Callable[[SandboxError], None] = lambda error: None
@@ -127,14 +127,15 @@ class SandboxedKernel:
         ending: Ending,
         template: Path | None = None,
     ) -> None:
-        """Start the sandbox and the kernel in it, and join the clients to its ``targets``. All or nothing.
+        """Start the sandbox and its kernel, and connect the clients to its ``targets``.
 
-        The kernel is not started unless the sandbox shows the very folder that was asked for. One whose spec carries
-        that is a copy of the image of a ``template``, or stood by as one already.
+        On failure the instance is deleted. The kernel starts only if the sandbox shows the requested folder itself,
+        not one that was put in its place. If the sandbox's spec has a ``carried`` folder, the kernel is a copy of
+        ``template``, perhaps from the warm pool.
         """
         async with self._taking_over(handle, ending):
             contents = {"targets": dict(targets), **start.remember}
-            handle.describe({"process": FIRST_PROCESS, **contents})  # it may outlive this server at any moment
+            handle.describe({"process": FIRST_PROCESS, **contents})  # early: it may outlive this server at any moment
             await (self.manager.start(handle.sandbox_id, template) if self.manager else handle.start(template))
             begin = self._activate if handle.instance.spec.carried else self._start
             self._process = await self._identified(handle.instance, start, begin)
@@ -142,7 +143,11 @@ class SandboxedKernel:
         self._join(handle, targets, ending, restored=False)
 
     async def resume(self, handle: SandboxHandle, ending: Ending) -> None:
-        """Bring a kernel back that was saved by this or another server. All or nothing; what was saved stays."""
+        """Restore a kernel that this or another server saved, and connect its clients.
+
+        On failure the instance is deleted and the saved state stays. Raises SandboxError if the kernel had ended before
+        it was saved.
+        """
         assert self.manager is not None
         async with self._taking_over(handle, ending):
             await self.manager.restore(handle.sandbox_id)
@@ -155,34 +160,34 @@ class SandboxedKernel:
         self._join(handle, handle.contents["targets"], ending, restored=True)
 
     async def hibernate(self, insist: float | None = None) -> None:
-        """Save a persistent kernel and give its memory back; its clients stay, and what they ask for wakes it.
+        """Save a persistent kernel and free its memory. Its clients stay connected, and their next request wakes it.
 
-        One that is about to wake up does so first; nothing happens to one that sleeps. ``insist``, for a kernel that is
-        not to be woken by this server any more, is SandboxHandle.checkpoint's.
+        A wake in progress is completed first. Does nothing if the kernel is already hibernated. ``insist`` is passed to
+        SandboxHandle.checkpoint; give it if this server will not wake the kernel again.
         """
         assert self.manager is not None and self.handle is not None
         self._note_activity()
         try:
             await self.manager.checkpoint(self.handle.sandbox_id, insist)
-        except StateError:  # it sleeps already
+        except StateError:  # already hibernated
             if not self.asleep:
                 raise
 
     async def wake(self) -> None:
-        """Bring a hibernated kernel back; nothing happens to one that is awake."""
+        """Restore a hibernated kernel. Does nothing if it is awake."""
         if self.asleep:
             assert self.manager is not None and self.handle is not None
             try:
                 await self.manager.restore(self.handle.sandbox_id)
-            except StateError:  # somebody else was quicker
+            except StateError:  # another task already restored it
                 if self.handle.instance.state != State.RUNNING:
                     raise
             self.relay.awake()
 
     def keep_awake(self, name: str, seconds: float | None) -> str:
-        """Keep the kernel from being hibernated for idleness for ``seconds``: None without end, 0 no more.
+        """Prevent hibernation for idleness for ``seconds``, on behalf of ``name``: None for no limit, 0 to stop.
 
-        ``name`` tells different callers apart. Return a sentence that says for how long it is kept awake now.
+        Return a sentence that states how long the kernel is now kept awake. Raises SandboxError for too many names.
         """
         try:
             self.activity.keep_awake(name, seconds)
@@ -193,16 +198,17 @@ class SandboxedKernel:
         return self.activity.awake_for() or "The kernel is not kept awake"
 
     async def savepoint(self, name: str) -> Checkpoint:
-        """Keep a persistent kernel's memory under a name; it runs on, or sleeps on."""
+        """Save a persistent kernel's memory as a savepoint and return it. The kernel stays running or hibernated."""
         assert self.manager is not None and self.handle is not None
         self._note_activity()
         return await self.manager.savepoint(self.handle.sandbox_id, name)
 
     async def rewind(self, name: str, farewell: Farewell | None = None) -> str:
-        """Bring a persistent kernel back as it was at a savepoint; returns the name of one that has the present.
+        """Restore a persistent kernel to a savepoint. Return the name of the savepoint that has the state from before.
 
-        Its clients have to connect again, as after a restart. If a cell of its own asks for it, ``farewell`` is how
-        that ends. If it fails, the present goes on; if even that cannot be brought back, the kernel has ended.
+        Clients have to reconnect, as after a restart. If one of the kernel's own cells requested it, ``farewell`` makes
+        the messages that end the cell. On failure the kernel continues in its previous state; if that cannot be
+        restored either, it has ended.
         """
         async with self._rewinding:
             handle = self._require_rewindable(name)
@@ -233,7 +239,7 @@ class SandboxedKernel:
         return self.handle
 
     async def _rejoin(self, handle: SandboxHandle, before: GVisorSandbox, farewell: tuple[bytes, bytes]) -> None:
-        """Another sandbox is in the place of the one ``before``, which the clients were joined to."""
+        """Connect the clients, which were connected to the instance ``before``, to the handle's new one."""
         assert self._life is not None
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
@@ -249,23 +255,23 @@ class SandboxedKernel:
             self._life = asyncio.create_task(self._live(handle, self._process, self._ending))
             signing = _signing(handle.contents)
             await self.relay.reconnect(handle.instance.link, handle.contents["targets"], signing, *farewell)
-            self.on_joined(handle.instance.link)  # whose own connections are not among those that were waited for
+            self.on_joined(handle.instance.link)  # last: reconnect() must not wait for its connections
         before.link.lose(LinkClosedError("it was rewound."))
 
     def _note_activity(self) -> None:
-        """Record for the server that restores it what the kernel is working on."""
+        """Record the kernel's unfinished requests for the server that restores it."""
         assert self.handle is not None
         if not self.asleep:
             self.handle.describe({**self.handle.contents, **self.activity.record()})
 
     @property
     def asleep(self) -> bool:
-        """Whether it is hibernated."""
+        """True while the kernel is hibernated."""
         return self.handle is not None and self.handle.instance.state == State.CHECKPOINTED
 
     @asynccontextmanager
     async def _taking_over(self, handle: SandboxHandle, ending: Ending) -> AsyncIterator[None]:
-        """From whatever was there to a kernel in ``handle``, or to nothing."""
+        """End the previous kernel, open the listeners, and delete the instance of ``handle`` if the block raises."""
         _sweep_once()
         if self.handle is not handle:
             await self.kill()
@@ -290,11 +296,14 @@ class SandboxedKernel:
         self._life = asyncio.create_task(self._live(handle, self._process, ending))
 
     def saving(self) -> None:
-        """Told by whoever is about to save it."""
+        """Remember how many requests the kernel has reacted to. Called by the manager before it saves the kernel."""
         self._heeded = self.relay.heeded
 
     def saved(self) -> None:
-        """Told by whoever saved it: a client may have asked for something meanwhile, which may be saved with it."""
+        """Wake the kernel if a request arrived while it was saved; the image may contain that request.
+
+        Called by the manager after it has saved the kernel.
+        """
         asked = self.relay.called or self.relay.asked > self._heeded
         if asked or (self.handle and self.handle.instance.link.urged):
             self._called()
@@ -304,7 +313,7 @@ class SandboxedKernel:
             self._waking = asyncio.create_task(self._wake_up())
 
     async def _wake_up(self) -> None:
-        """Wake the kernel for a client. Any failure is reported, so that the client gets an answer."""
+        """Wake the kernel for a client. Report any failure to ``on_trouble``, so that the client gets an answer."""
         try:
             await self.wake()
         except SandboxError as error:
@@ -317,7 +326,7 @@ class SandboxedKernel:
 
     @staticmethod
     async def _identified(sandbox: GVisorSandbox, start: Start, begin: Begin) -> GuestProcess:
-        for _ in range(IDENTIFY_TRIES):  # a neighbour that writes into the folder changes what it is known by
+        for _ in range(IDENTIFY_TRIES):  # writes of others change the time that identifies a folder
             try:
                 return await begin(sandbox, start)
             except GuestError as error:
@@ -333,12 +342,12 @@ class SandboxedKernel:
             cwd=start.cwd,
             stdin=False,
             files=start.files,
-            expect=identity(start.folder, *start.watched),
+            expect=await control(identity, start.folder, *start.watched),
         )
 
     @staticmethod
     async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
-        """The kernel of a copy of a template, as the one that was asked for."""
+        """Turn the kernel of a template's copy into the requested one. Raises GuestError if the copy has no kernel."""
         process, folder = sandbox.link.process(FIRST_PROCESS), start.folder
         if process is None or folder is None:
             raise GuestError("The copy of a template has no kernel in it any more.")
@@ -353,30 +362,30 @@ class SandboxedKernel:
             orders,
             folder=folder.destination,
             files=start.files,
-            expect=identity(folder._replace(destination=CARRIED), *start.watched),
+            expect=await control(identity, folder._replace(destination=CARRIED), *start.watched),
             outlive=sandbox.spec.outlives,
         )
         return process
 
     async def signal(self, signum: int) -> None:
-        """Signal the kernel's process group; SIGKILL ends the whole sandbox, which no guest can resist."""
+        """Wake the kernel and signal its process group. SIGKILL ends the whole sandbox, which no guest can resist."""
         if signum == SIGKILL:
             await self.kill()
         elif self._process and self.status is None:
             await self.wake()
-            with suppress(LinkClosedError):  # it is dead, which is no mistake of the caller's
+            with suppress(LinkClosedError):  # the kernel has already ended
                 self._process.send_signal(signum)
 
     async def kill(self) -> None:
-        """End the kernel and its sandbox now; one that is being rewound first comes to be one or the other."""
+        """End the kernel and its sandbox now. If a rewind is in progress, also end the instance that it leaves."""
         if self.handle:
-            await self.handle.instance.delete()  # and whatever is under way with it fails
+            await self.handle.instance.delete()  # operations in progress fail
         async with self._rewinding:
             if self.handle:
                 await self.handle.instance.delete()
 
     async def ended(self) -> int:
-        """Wait until the kernel has ended and nothing of its sandbox is left; its exit status."""
+        """Wait until the kernel has ended and its sandbox is removed. Return the exit status."""
         while (self._life and not self._life.done()) or self._rewinding.locked():
             async with self._rewinding:
                 life = self._life
@@ -385,7 +394,7 @@ class SandboxedKernel:
         return self.status or 0
 
     async def close(self) -> None:
-        """End the kernel, if one runs, and its listeners."""
+        """End the kernel, if one runs, and close the listeners."""
         await self.kill()
         await self.ended()
         await self.relay.close()
@@ -394,7 +403,7 @@ class SandboxedKernel:
         sandbox, copying = handle.instance, asyncio.create_task(self._copy(process, ending, handle.sandbox_id))
         try:
             status = await process.wait()
-        except asyncio.CancelledError:  # it was rewound: another process goes on in its place
+        except asyncio.CancelledError:  # a rewind: another process takes its place
             copying.cancel()
             raise
         with suppress(TimeoutError):
@@ -432,7 +441,7 @@ class SandboxedKernel:
                 log = logs.get(piece.stream)
                 lines = log.feed(piece.data, loop.time()) if log else [piece.data]
                 await _write_all(ending.sinks.get(piece.stream), lines)
-                if log and log.dropping:  # reading it all at once would take time from other kernels
+                if log and log.dropping:  # read slowly: other kernels share this loop
                     await asyncio.sleep(len(piece.data) / DROPPED_PER_SECOND)
         finally:
             following.cancel()
@@ -448,20 +457,20 @@ async def _write_all(sink: int | None, pieces: Sequence[bytes]) -> None:
 
 
 def _signing(contents: Mapping[str, Any]) -> tuple[bytes, str] | None:
-    """Return the key and the scheme with which a kernel's messages are signed; None for one that is not Jupyter's."""
+    """Return the key and the signature scheme of a kernel's messages; None if the process is not a Jupyter kernel."""
     connection = contents.get("connection")
     return (connection["key"].encode(), connection["signature_scheme"]) if connection else None
 
 
 async def _write(sink: int, data: bytes) -> None:
-    """Write to a descriptor that others share, and so must not be made non-blocking, without ever blocking."""
+    """Write without blocking to a descriptor that others share, so it cannot be switched to non-blocking mode."""
     loop = asyncio.get_running_loop()
     view = memoryview(data)
     while view:
         writable = asyncio.Event()
         try:
             loop.add_writer(sink, writable.set)
-        except PermissionError:  # a regular file: always writable, and not for epoll
+        except PermissionError:  # a regular file: always writable, and rejected by epoll
             view = view[os.write(sink, view) :]
             continue
         try:
@@ -475,6 +484,6 @@ _sweeping: dict[int, asyncio.Task[list[str]]] = {}
 
 
 def _sweep_once() -> None:
-    """On this process's first launch, remove in the background what dead servers left."""
+    """On this process's first launch, start a background task that removes the leftovers of dead servers."""
     if os.getpid() not in _sweeping:
         _sweeping[os.getpid()] = asyncio.create_task(bulk(sweep))

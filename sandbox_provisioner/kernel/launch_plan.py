@@ -1,4 +1,4 @@
-"""Launch: what a sandboxed kernel is started with, from the command and the environment that Jupyter would start."""
+"""Plan the start of a sandboxed kernel from the command and the environment that Jupyter would run on the host."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 
 from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
 
-from .bundle import BundleSpec, Mount, parse_mount
-from .folders import homes, masks, shields, unlinked, within
-from .interpreter import Find, believed, installing, look, parts, resolve, roomy
+from ..gvisor.bundle import BundleSpec, Mount, parse_mount
+from ..gvisor.interpreter import Find, believed, installing, look, parts, resolve, roomy
+from ..gvisor.mounts import homes, masks, shields, unlinked, within
+from ..gvisor.reserved_dirs import hide, require_unreserved, reserved_folders
+from ..gvisor.runsc import Runsc
+from ..gvisor.runtime_dir import runtime_roots
 from .kernel import Start
 from .relay import CHANNELS
-from .reserved import hide, require_unreserved, reserved_folders
-from .runsc import Runsc
-from .runtime import runtime_roots
 from .settings import SandboxSettings
 
 GUEST_RUNTIME = "/run/jupyter"
 CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
-"""What a kernel and its clients must agree on, besides where they meet."""
+"""Fields of a connection file that a kernel and its clients must share, besides the endpoints."""
 PACKAGES = "What pip installs in this sandbox comes here, because the virtual environment is read-only.\n"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A sandbox, the kernel's process in it, and where its channels are inside."""
+    """A plan: the sandbox's spec, the kernel's process, and the addresses of its channels inside."""
 
     spec: BundleSpec
     start: Start
@@ -39,7 +39,7 @@ class Launch:
     bare: BundleSpec
     """The same sandbox without the kernel's folder."""
     env: Mapping[str, str]
-    """The kernel's variables but for those that we add."""
+    """The kernel's variables, without those that this module adds."""
 
 
 def plan(
@@ -51,9 +51,10 @@ def plan(
     runsc: Runsc,
     root: str = "",
 ) -> Launch:
-    """How to start ``cmd`` in a sandbox that shows ``folder``, if any, and what the ``settings`` add.
+    """Return the plan to start ``cmd`` in a sandbox that shows ``folder``, if given, and the mounts of ``settings``.
 
-    Kernels may have written to anything below ``root``, the server's root folder.
+    ``root`` is the server's root folder; kernels may have written to anything below it. Raises CommandNotFoundError,
+    and ConfigurationError for an invalid mount.
     """
     connection = os.path.realpath(connection_file)
     inside = f"{GUEST_RUNTIME}/{os.path.basename(connection)}"
@@ -79,7 +80,10 @@ def plan(
 
 
 def sink(given: Any, inherited: int) -> int | None:
-    """A copy of the descriptor that Popen would be told of: nothing said is our own, a pipe is read by nobody."""
+    """Return a duplicate of the descriptor ``given``, as Popen takes it; of ``inherited`` if that is None.
+
+    Return None for PIPE, which has no reader here, DEVNULL and STDOUT.
+    """
     number = inherited if given is None else given if isinstance(given, int) else given.fileno()
     return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
 
@@ -102,7 +106,10 @@ def _same_file(one: int, other: int) -> bool:
 def _configured(
     folder: Mount | None, settings: SandboxSettings, root: str
 ) -> tuple[tuple[Mount, ...], tuple[Mount, ...]]:
-    """Return the mounts of the settings, and those of them that kernels could replace while the sandbox starts."""
+    """Return the mounts of the settings, and those of them that kernels could replace while the sandbox starts.
+
+    Raises ConfigurationError for a link that a kernel may have made, or a writable mount of a reserved folder.
+    """
     mounts = [parse_mount(text) for text in settings.mounts]
     writable = [root] if root else []
     writable += [mount.source for mount in ([folder] if folder else []) + mounts if mount.writable]
@@ -126,7 +133,7 @@ def _bundle(
 ) -> BundleSpec:
     given = [*([folder] if folder else []), *configured]
     reserved = reserved_folders(settings.storage_dir)
-    hide(given, reserved, env["HOME"])  # makes those that do not exist yet, before they are looked for
+    hide(given, reserved, env["HOME"])  # creates missing reserved folders, before the lookups below
     seen = believed(finds, [mount.source for mount in given if mount.writable])
     trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
     trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
@@ -144,13 +151,13 @@ def _bundle(
 
 
 def _guest_endpoints(transport: str) -> dict[str, Any]:
-    """The kernel's own endpoints, as its connection file inside the sandbox has them."""
+    """Return the kernel's endpoints for the connection file inside the sandbox."""
     first, ip = (1, f"{GUEST_RUNTIME}/kernel") if transport == "ipc" else (5001, "127.0.0.1")
     ports = {f"{channel}_port": first + number for number, channel in enumerate(CHANNELS)}
     return {"transport": transport, "ip": ip, **ports}
 
 
 def targets(info: Mapping[str, Any]) -> dict[str, str]:
-    """Where a kernel's channels are, by its connection file inside the sandbox."""
+    """Return the stream target of each channel, from the connection file inside the sandbox."""
     mark = "unix:{ip}-{port}" if info["transport"] == "ipc" else "tcp:{ip}:{port}"
     return {channel: mark.format(ip=info["ip"], port=info[f"{channel}_port"]) for channel in CHANNELS}

@@ -1,6 +1,6 @@
 """Read the headers of Jupyter messages as they pass, and check the messages' signatures.
 
-The bodies are hashed piece by piece and not kept, so a message of any size costs little memory.
+The bodies are hashed piece by piece and not kept, so a message of any size needs little memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ MAX_SIGNATURE = 256
 MAX_HEADER = 1 << 16
 MAX_IDENTITIES = 8
 SIGNED_FRAMES = 4
-"""Header, parent header, metadata and content; buffers follow, which are not signed."""
+"""Header, parent header, metadata and content. Buffers follow and are not signed."""
 
 Header = Mapping[str, Any]
 
 
 class MessageReader:
-    """Call ``on_message(header, parent_header)`` for each message in one direction whose signature is right.
+    """A ``zmtp.Sink`` that calls ``on_message(header, parent_header)`` for each message with a valid signature.
 
-    ``key`` and ``scheme`` are those of the connection file. An empty key means that messages are not signed. It is a
-    ``zmtp.Sink``.
+    Reads one direction of a connection. ``key`` and ``scheme`` come from the connection file; with an empty key,
+    messages are not signed and all are reported.
     """
 
     def __init__(self, key: bytes, scheme: str, on_message: Callable[[Header, Header], None]) -> None:
@@ -36,14 +36,14 @@ class MessageReader:
         self._kept = b""
         self._identities = 0
         self._frame = -2
-        """-2 before the delimiter, -1 in the signature, then the number of a signed frame."""
+        """-2 before the delimiter, -1 in the signature, then the index of a signed frame."""
         self._signature = b""
         self._parts: list[bytes] = []
         self._sum = self._base.copy() if self._base else None
         self._valid = True
 
     def piece(self, data: bytes) -> None:
-        """Take the next bytes of the present frame."""
+        """Process the next bytes of the current frame."""
         if self._frame >= SIGNED_FRAMES or not self._valid:
             return
         if self._sum and self._frame >= 0:
@@ -55,7 +55,7 @@ class MessageReader:
                 self._valid = False
 
     def end_frame(self, more: bool) -> None:
-        """Note the end of a frame, and of the message if it was the last."""
+        """End the current frame, and the message if ``more`` is False."""
         kept, self._kept = self._kept, b""
         if self._frame == -2:
             self._identities += 1

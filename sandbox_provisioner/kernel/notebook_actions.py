@@ -1,4 +1,4 @@
-"""Inside: what a kernel's own notebook can have done with it by ``%sandbox``. Lives in the I/O thread."""
+"""Run the actions that a notebook requests for its own kernel with ``%sandbox``. I/O thread only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from jupyter_client.session import Session
 
-from .apology import Cell, conclude
-from .discretion import public
-from .errors import SandboxError
-from .handle import SandboxHandle
+from .._redaction import public
+from ..errors import SandboxError
+from ..persistence.metadata import Checkpoint
+from ..sandbox.handle import SandboxHandle
 from .kernel import SandboxedKernel
-from .metadata import Checkpoint
+from .synthetic_replies import Cell, conclude
 
 EPHEMERAL = (
     "Nothing of this kernel is kept: it was started for no notebook and without a sandbox_id, or persistent is not set."
@@ -20,14 +20,14 @@ EPHEMERAL = (
 
 
 class Inside:
-    """The kernel as its notebook sees it; ``session`` makes messages in the kernel's name."""
+    """The actions on one kernel, as ``host_api.Askable`` declares them. ``session`` signs messages as the kernel."""
 
     def __init__(self, kernel: SandboxedKernel, session: Callable[[], Session]) -> None:
         self._kernel = kernel
         self._session = session
 
     async def status(self) -> Mapping[str, Any]:
-        """What the sandbox is; see asks.Askable."""
+        """Return the fields that ``host_api.Askable.status`` lists."""
         assert self._kernel.handle is not None
         handle = self._kernel.handle
         kept = handle.persistent
@@ -41,16 +41,20 @@ class Inside:
         }
 
     async def savepoints(self) -> Mapping[str, Checkpoint]:
-        """By name."""
+        """Return the savepoints by name. Raises SandboxError if the kernel is ephemeral."""
         return self._kept().metadata.savepoints
 
     async def savepoint(self, name: str) -> Checkpoint:
-        """Make one."""
+        """Make a savepoint and return it. Raises SandboxError if the kernel is ephemeral."""
         self._kept()
         return await self._kernel.savepoint(name)
 
     async def rewind(self, name: str, cell: Cell | None) -> str:
-        """Go back to one; the cell that asks is ended in the kernel's name, because its kernel is gone."""
+        """Restore a savepoint and return the name of the one that has the state from before.
+
+        ``cell`` is ended on the kernel's behalf, because its kernel is replaced. Raises SandboxError if the kernel is
+        ephemeral or its connections are encrypted.
+        """
         if "curve_publickey" in self._kept().contents.get("connection", {}):
             raise SandboxError(
                 "This kernel's connections are encrypted, and the cell that rewinds it could not be ended.",
@@ -64,7 +68,7 @@ class Inside:
         return await self._kernel.rewind(name, farewell)
 
     async def keep_awake(self, name: str, seconds: float | None) -> str:
-        """Keep the kernel from being hibernated for idleness; return a sentence that says for how long."""
+        """Prevent hibernation for idleness; return a sentence that states for how long."""
         return self._kernel.keep_awake(name, seconds)
 
     def _kept(self) -> SandboxHandle:

@@ -1,37 +1,37 @@
-"""Turn the output of a sandbox's kernel into lines of the server's log that nobody takes for the log's own.
+"""Format a kernel's output as lines of the server's log that cannot be mistaken for the server's own.
 
-Each line has the sandbox's id before it, no control characters and a largest length; lines that come faster than a
-largest rate are dropped and counted. Pure: the caller tells the time and writes the lines.
+Each line starts with the sandbox's id, has no control characters and a limited length. Lines that exceed a maximum
+rate are dropped and counted. No I/O here: the caller passes the time and writes the lines.
 """
 
 from __future__ import annotations
 
 import re
 
-from .words import one_line
+from .._text import one_line
 
 LINE_END = re.compile(rb"[\r\n]+")
 MAX_LINE = 800
-"""Characters of a line. With its id it must fit into PIPE_BUF bytes, which are written to a pipe as a whole."""
+"""Maximum characters of a line. With the id it must fit into PIPE_BUF bytes, the limit of an atomic pipe write."""
 MAX_LINE_BYTES = 4 * MAX_LINE
 BURST = 200
 """Lines that may come at once, such as a traceback."""
 LINES_PER_SECOND = 10
 NOTICE_EVERY = 1.0
-"""Seconds in which at most one line says how many were dropped."""
+"""Minimum seconds between two lines that report how many were dropped."""
 PARTIAL = 0.5
-"""Seconds after which the beginning of a line is shown without its end."""
+"""Seconds after which an unfinished line is logged."""
 
 
 class Budget:
-    """How many lines may be logged now: up to BURST, refilled at LINES_PER_SECOND."""
+    """The number of lines that may be logged now: up to BURST, refilled at LINES_PER_SECOND."""
 
     def __init__(self, now: float) -> None:
         self._lines = float(BURST)
         self._since = now
 
     def spend(self, now: float) -> bool:
-        """Take one line from the budget; False if it is used up."""
+        """Take one line from the budget. Return False if it is used up."""
         self._lines = min(BURST, self._lines + (now - self._since) * LINES_PER_SECOND)
         self._since = now
         if self._lines < 1:
@@ -41,7 +41,7 @@ class Budget:
 
 
 class LogLines:
-    """One stream of a kernel's output, as lines of the log. The streams of a kernel share a ``budget``."""
+    """A formatter for one stream of a kernel's output. The streams of a kernel share a ``budget``."""
 
     def __init__(self, sandbox_id: str, budget: Budget) -> None:
         self._name = f"output of sandbox {one_line(sandbox_id)}"
@@ -55,16 +55,16 @@ class LogLines:
 
     @property
     def pending(self) -> bool:
-        """True while there is something that ``flush`` would show."""
+        """True while ``flush`` has lines to return."""
         return bool(self._partial or self._dropped_lines)
 
     @property
     def dropping(self) -> bool:
-        """True if lines were dropped since the last one that was shown."""
+        """True while dropped lines have not been reported in the log."""
         return bool(self._dropped_lines)
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Take output; return the lines to log, each with its line end."""
+        """Process output; return the lines to log, each with its line end."""
         first, *others = LINE_END.split(data)
         self._add(first, now)
         lines: list[bytes] = []
@@ -76,7 +76,7 @@ class LogLines:
         return lines
 
     def flush(self, now: float) -> list[bytes]:
-        """Return the beginning of a line that has no end yet, and how much was dropped, as lines to log."""
+        """Return the unfinished line and the report of dropped lines, if any, as lines to log."""
         return [*self._end_line(now), *self._notice()]
 
     def _add(self, piece: bytes, now: float) -> None:

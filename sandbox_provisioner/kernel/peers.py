@@ -1,4 +1,4 @@
-"""Find out which user of this machine is at the other end of a local connection."""
+"""Find the user who opened a local connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def trusted_peer(connection: socket.socket) -> bool:
 
 
 def peer_uid(connection: socket.socket) -> int | None:
-    """Return the user id of the process that opened the connection; None if it cannot be told any more."""
+    """Return the user id of the process that opened the connection; None if it cannot be determined."""
     if connection.family == socket.AF_UNIX:
         packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", packed)[1])
@@ -36,7 +36,7 @@ def peer_uid(connection: socket.socket) -> int | None:
 
 
 def _entry(address: str, port: int) -> str:
-    """Return an address as the kernel's table shows it: words of 32 bits in the machine's byte order."""
+    """Return an address in the format of /proc/net/tcp: 32-bit words in the machine's byte order."""
     packed = ipaddress.ip_address(address).packed
     words = [packed[start : start + 4] for start in range(0, len(packed), 4)]
     if sys.byteorder == "little":

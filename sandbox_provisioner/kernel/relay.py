@@ -1,9 +1,9 @@
-"""ChannelRelay: the host's side of the data path, where clients connect to a kernel's five channels.
+"""Accept clients' connections to a kernel's five channels, and join them to streams into the sandbox.
 
-Bytes pass unchanged, so signing, CurveZMQ and every kernel's dialect work as they do without it; ``relay_client`` reads
-along. The listeners outlive the kernel: clients that connect while no kernel is up are held, and served when one is.
-While a kernel is hibernated its clients' connections stay open, their messages are held, and the first signed one on
-shell, stdin or control wakes the kernel. Heartbeats are answered meanwhile and wake nothing.
+Bytes pass unchanged, so signing, CurveZMQ and any kernel's messages work as they do without a relay; ``relay_client``
+reads along. The listeners outlive the kernel: connections that are made while no kernel runs wait for the next one.
+While a kernel is hibernated, its clients' connections stay open and their messages are held; the first signed message
+on shell, stdin or control wakes the kernel. Heartbeats are answered on the host and do not wake it.
 """
 
 from __future__ import annotations
@@ -12,38 +12,39 @@ import asyncio
 import errno
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
 
+from ..errors import GuestError, SandboxError
+from ..mux.connection import GuestLink
+from ..mux.stream import Stream
+from ..workers import control, finished
 from .activity import KernelActivity
-from .errors import GuestError, SandboxError
-from .link import GuestLink
 from .message_reader import Header, MessageReader
 from .relay_client import ClientConnection
-from .stream import Stream
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 MAX_CLIENTS = 250
-"""Connections at once to one kernel; a kernel has five for each client."""
+"""Maximum number of connections to one kernel; each client opens five."""
 MAX_FOREIGN = 10
-"""Of these, connections of other users of the machine."""
+"""Maximum number of these that other users of the machine may open."""
 MAX_LINGERING = 64
-"""Connections whose client has left and whose replies are still expected."""
+"""Maximum number of streams that are kept for replies after their client has left."""
 MAX_MESSAGE = 256 << 20
 RECONNECT = 3.0
 """Seconds to wait for clients to connect to the kernel that replaces theirs."""
 
 
 class ChannelRelay:
-    """Listens for clients on the host and joins each connection to a stream into the sandbox.
+    """The listeners and client connections of one SandboxedKernel, which owns it. I/O loop only.
 
-    ``asked`` counts the messages that clients have sent the present kernel on shell, stdin and control; ``heeded`` is
-    that count when the kernel last sent anything. ``activity`` learns of requests and replies. ``on_call`` is called
-    when a hibernated kernel is wanted, ``on_oversized`` with the channel of a message that was not passed on because
-    it exceeds ``max_message_size`` bytes.
+    ``asked`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``heeded``
+    is that count when the kernel last began a message. ``activity`` gets all requests and replies. ``on_call`` is
+    called when a client needs a hibernated kernel, ``on_oversized`` with the channel of a message that was refused
+    because it exceeds ``max_message_size`` bytes.
     """
 
     def __init__(self, activity: KernelActivity | None = None) -> None:
@@ -62,7 +63,10 @@ class ChannelRelay:
         self._targets: Mapping[str, str] = {}
 
     async def reserve_tcp(self, ip: str, ports: Mapping[str, int]) -> dict[str, int]:
-        """Bind these ports of a loopback address, 0 for any; returns the ports. Those held already are kept."""
+        """Bind ``ports`` of a loopback address, 0 for any free one, unless they are bound already. Return the ports.
+
+        Raises SandboxError if a port cannot be bound.
+        """
         if dict(ports) != self._addresses:
             await self.close()
             for channel in CHANNELS:
@@ -73,29 +77,35 @@ class ChannelRelay:
         return cast(dict[str, int], dict(self._addresses))
 
     async def reserve_ipc(self, paths: Mapping[str, str]) -> None:
-        """Bind unix sockets at these paths, for this user only. Those held already are kept if they are still there."""
-        if dict(paths) != self._addresses or not all(Path(path).exists() for path in paths.values()):
+        """Bind unix sockets at ``paths``, for this user only, unless they are bound already and still exist.
+
+        Raises SandboxError if a socket cannot be bound.
+        """
+        if dict(paths) != self._addresses or not await control(_exist, paths.values()):
             await self.close()
+            await control(_remove, paths.values())
             for channel in CHANNELS:
-                Path(paths[channel]).unlink(missing_ok=True)
                 await self._bind(channel, socket.socket(socket.AF_UNIX), paths[channel])
                 self._addresses[channel] = paths[channel]
 
     async def listen(self) -> None:
-        """Let clients connect to what was reserved."""
+        """Start to accept connections on the reserved addresses."""
         loop = asyncio.get_running_loop()
         while self._reserved:
             channel, listener = self._reserved.popitem()
             create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
             server = await create(partial(ClientConnection, self, channel), sock=listener, start_serving=False)
-            self._servers[channel] = server  # before the next await: a cancelled launch closes it
+            self._servers[channel] = server  # before the next await, so that a cancelled launch closes it
             await server.start_serving()
 
     async def _bind(self, channel: str, listener: socket.socket, address: str | tuple[str, int]) -> None:
         try:
-            listener.bind(address)
+            await finished(control(_bind, listener, address))
+        except asyncio.CancelledError:
+            listener.close()
             if isinstance(address, str):
-                Path(address).chmod(0o600)
+                await control(_remove, [address])
+            raise
         except OSError as error:
             listener.close()
             await self.close()
@@ -104,9 +114,9 @@ class ChannelRelay:
         self._reserved[channel] = listener
 
     def connect(self, link: GuestLink, targets: Mapping[str, str], signing: tuple[bytes, str] | None = None) -> None:
-        """Join every client, waiting or new, to the kernel behind ``link``, at its channel's target.
+        """Join every client, waiting or future, to the kernel behind ``link``, at its channel's target.
 
-        ``signing`` is the kernel's key and signature scheme; without it messages cannot be checked, and all count.
+        ``signing`` is the kernel's key and signature scheme; without it, messages cannot be checked and all count.
         """
         self._link, self._targets, self._signing = link, targets, signing
         self.asked = self.heeded = 0
@@ -114,7 +124,7 @@ class ChannelRelay:
             client.join()
 
     def disconnect(self) -> None:
-        """The kernel is gone: close its clients' connections, as its own sockets would; the listeners stay."""
+        """Close the connections to a kernel that has ended, as its own sockets would; the listeners stay open."""
         self._link = None
         for client in list(self.lingering):
             client.end_lingering()
@@ -123,23 +133,24 @@ class ChannelRelay:
 
     @property
     def asleep(self) -> bool:
-        """Whether the kernel is checkpointed, and its clients wait for its return."""
+        """True while the kernel is hibernated."""
         return self._link is not None and self._link.asleep
 
     @property
     def resting(self) -> bool:
-        """Whether it is asleep, or about to be, or to wake up: its heart cannot be heard."""
+        """True while the kernel is hibernated, being hibernated or waking: it cannot answer heartbeats."""
         return self._link is not None and self._link.resting
 
     def awake(self) -> None:
-        """The kernel is back."""
+        """Make clients reconnect their heartbeats to the kernel. Called after it was woken."""
         for client in list(self._clients):
             client.awake()
 
     def answer(self, reply: Callable[[bytes], tuple[bytes, bytes]]) -> None:
-        """Answer what clients ask of a kernel that sleeps on, in its name: to the one that asked, and on iopub.
+        """Answer the requests to a kernel that stays hibernated, on its behalf: to each sender, and on iopub.
 
-        ``reply`` makes both of what was held for the kernel, or raises ValueError, in which case that is held on.
+        ``reply`` makes both answers from the bytes that were held for the kernel. If it raises ValueError, the bytes
+        stay held.
         """
         for client in [client for client in self._clients if client.calling and client.interruptible]:
             try:
@@ -158,8 +169,9 @@ class ChannelRelay:
         private: bytes,
         public: bytes,
     ) -> None:
-        """Join the clients to another kernel in place of this one: they connect anew, and then hear what is said in its
-        name, on shell and on iopub. One that does not connect in time is not waited for.
+        """Replace the kernel: disconnect its clients, wait until they have reconnected, and send them messages.
+
+        ``private`` is sent on shell, ``public`` on iopub. Waits at most RECONNECT seconds.
         """
         expected = Counter(client.channel for client in self._clients if client.joined)
         self.disconnect()
@@ -175,27 +187,27 @@ class ChannelRelay:
 
     @property
     def called(self) -> bool:
-        """Whether a client has something for a kernel that sleeps, or was about to fall asleep, or is not up yet."""
+        """True while a client has a request that the kernel, hibernated or not ready, has not received."""
         return any(client.calling for client in self._clients)
 
     @property
     def waited_for(self) -> bool:
-        """Whether a client has asked for something, and the kernel has said nothing since."""
+        """True if the kernel has sent nothing since a client's last request."""
         return self.asked > self.heeded or self.called
 
     async def drained(self) -> None:
-        """Wait until the kernel has closed all its connections, so that nothing of it is still on the way."""
-        self._link = None  # who comes from now on waits for the next kernel
+        """Wait until the kernel has closed all its connections, so that its last messages have been passed on."""
+        self._link = None  # new connections wait for the next kernel
         while any(client.joined for client in self._clients):
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """Close everything; nothing listens any more when this returns."""
+        """Close all connections and listeners; nothing listens when this returns."""
         loop = asyncio.get_running_loop()
         for server in self._servers.values():
             for listener in server.sockets:
                 loop.remove_reader(listener.fileno())
-        await asyncio.sleep(0)  # whoever was just accepted arrives in these two turns,
+        await asyncio.sleep(0)  # a connection that was just accepted arrives in these two turns of the loop,
         await asyncio.sleep(0)  # and is closed with the others
         self.disconnect()
         for client in list(self._clients):
@@ -204,18 +216,17 @@ class ChannelRelay:
             reserved.close()
         for server in self._servers.values():
             server.close()
-        for path in self._addresses.values():
-            if isinstance(path, str):
-                Path(path).unlink(missing_ok=True)
+        paths = [path for path in self._addresses.values() if isinstance(path, str)]
         self._reserved.clear()
         self._servers.clear()
         self._addresses.clear()
-        await asyncio.sleep(0)  # the closed transports' last callbacks
+        await finished(control(_remove, paths))
+        await asyncio.sleep(0)  # run the last callbacks of the closed transports
 
     # -- called by the connections
 
     def admit(self, client: ClientConnection) -> bool:
-        """Take a new connection; return False if there are too many."""
+        """Register a new connection. Return False if there are too many."""
         foreign = sum(not one.trusted for one in self._clients)
         if len(self._clients) >= MAX_CLIENTS or (not client.trusted and foreign >= MAX_FOREIGN):
             return False
@@ -223,18 +234,21 @@ class ChannelRelay:
         return True
 
     def leave(self, client: ClientConnection) -> None:
-        """Forget a connection that was closed."""
+        """Remove a closed connection."""
         self._clients.discard(client)
 
     def linger(self, client: ClientConnection) -> bool:
-        """Keep the stream of a client that left until its replies have come; return False if there are too many."""
+        """Keep the stream of a client that left until its replies have arrived.
+
+        Return False if its kernel is gone or too many streams are kept.
+        """
         if self._link is None or not client.leads_to(self._link) or len(self.lingering) >= MAX_LINGERING:
             return False
         self.lingering.add(client)
         return True
 
     def replace_lingering(self, client: ClientConnection) -> None:
-        """End the lingering streams of a client that connects again: a kernel knows one connection by an identity."""
+        """End the lingering streams of a client that reconnects: a kernel accepts one connection per identity."""
         for one in list(self.lingering):
             if client.identity and one.identity == client.identity and one.channel == client.channel:
                 one.end_lingering()
@@ -245,14 +259,32 @@ class ChannelRelay:
         return self._signing is not None
 
     def reader(self, on_message: Callable[[Header, Header], None]) -> MessageReader | None:
-        """Return a reader of one direction's messages; None if they cannot be checked."""
+        """Return a reader for the messages of one direction; None if they cannot be checked."""
         return MessageReader(*self._signing, on_message) if self._signing else None
 
     def open(self, channel: str) -> Stream | None:
-        """Open a stream to a channel of the kernel; None if there is no kernel. Raises ConnectionError."""
+        """Return a new stream to a channel; None without a kernel. Raises ConnectionError if too many are open."""
         if self._link is None or self._link.error:
             return None
         try:
             return self._link.open(self._targets[channel])
         except GuestError as error:
             raise ConnectionError(errno.EMFILE, str(error)) from error
+
+
+def _bind(listener: socket.socket, address: str | tuple[str, int]) -> None:
+    """Bind a socket; one with a path is accessible to this user only. Blocks."""
+    listener.bind(address)
+    if isinstance(address, str):
+        Path(address).chmod(0o600)
+
+
+def _exist(paths: Iterable[str]) -> bool:
+    """Return True if all files exist. Blocks."""
+    return all(Path(path).exists() for path in paths)
+
+
+def _remove(paths: Iterable[str]) -> None:
+    """Remove the files that exist. Blocks."""
+    for path in paths:
+        Path(path).unlink(missing_ok=True)

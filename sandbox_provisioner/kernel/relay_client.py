@@ -1,7 +1,7 @@
-"""One client's connection to one of a kernel's channels: bytes in both directions, and what the relay learns of them.
+"""Pass bytes between one client and one channel of its kernel, and track the messages in them.
 
-Bytes pass unchanged. On a plain connection the headers and signatures of messages on shell, stdin and control are
-read on the way, so that only messages of a client that knows the kernel's key wake the kernel or count as its use. An
+Bytes pass unchanged. On a plain connection, the headers and signatures of messages on shell, stdin and control are
+read on the way, so that only messages of a client with the kernel's key wake the kernel or count as activity. An
 encrypted connection cannot be read: everything on it counts, because only a client with the key gets that far.
 """
 
@@ -11,31 +11,34 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, cast
 
+from ..mux.stream import Stream
 from .activity import OBSERVING
 from .handshake import Handshake, KernelHandshake
-from .heart import Heart
+from .heartbeat import Heart
 from .message_reader import Header
 from .peers import trusted_peer
-from .stream import Stream
 from .zmtp import GREETING_SIZE, MessageTooLargeError, Position, identity
 
 if TYPE_CHECKING:
-    from .link import GuestLink
+    from ..mux.connection import GuestLink
     from .relay import ChannelRelay
 
 CALLS = ("shell", "stdin", "control")
-"""The channels on which a client asks for something."""
+"""The channels on which clients send requests."""
 PING = b"\x01\x00"
-"""The beginning of a heartbeat on a connection that is up; its answer is itself, byte for byte."""
+"""The beginning of a heartbeat on an established connection; the reply has the same bytes."""
 MAX_EARLY = 1 << 16
-"""Bytes that are kept of a client that sends before there is a kernel."""
+"""Bytes from a client that may wait for the kernel before reading from the client pauses."""
 ENCRYPTED = slice(12, 32)
-"""Where in a greeting the security mechanism is named."""
+"""The position of the security mechanism's name in a greeting."""
 PLAIN = b"NULL"
 
 
 class ClientConnection(asyncio.Protocol):
-    """A connection that a client opened. ``trusted`` is False for one of another user of the machine."""
+    """A connection from a client to one channel. Owned by the relay; I/O loop only.
+
+    ``trusted`` is False if another user of the machine opened it.
+    """
 
     def __init__(self, relay: ChannelRelay, channel: str) -> None:
         self._relay = relay
@@ -50,7 +53,7 @@ class ClientConnection(asyncio.Protocol):
         self._greeted = 0
         self._early = b""
         self._after_greeting = bytearray()
-        """Sent by a client whose handshake was answered here, and held until the kernel has greeted it, too."""
+        """Bytes from a client whose handshake was answered here, held until the kernel has sent its greeting."""
         self._waiting = bytearray()
         self._unsent = 0
         self._congested = False
@@ -59,12 +62,12 @@ class ClientConnection(asyncio.Protocol):
         self._position = Position()
         self._signed = 0
         self.unanswered: set[str] = set()
-        """The ids of the requests that came on this connection and have no reply yet."""
+        """Ids of the requests on this connection that have no reply yet."""
 
     # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Admit the connection and join it to the kernel."""
+        """Register the connection and join it to the kernel, or abort it if there are too many."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(0)
         self.trusted = trusted_peer(cast(socket.socket, transport.get_extra_info("socket")))
@@ -74,7 +77,7 @@ class ClientConnection(asyncio.Protocol):
         self.join()
 
     def data_received(self, data: bytes) -> None:
-        """Pass on what the client sent, or hold it while the kernel is not awake."""
+        """Pass the client's bytes on, or hold them while the kernel is hibernated; answer heartbeats meanwhile."""
         if self._heart or (self._relay.resting and self.channel == "hb" and data.startswith(PING)):
             self._beat(data)
             return
@@ -99,11 +102,11 @@ class ClientConnection(asyncio.Protocol):
             self._relay.on_call()
 
     def pause_writing(self) -> None:
-        """Note that the client does not read fast enough."""
+        """Stop sending: the client does not read fast enough."""
         self._congested = True
 
     def resume_writing(self) -> None:
-        """Send what waited for the client to read."""
+        """Send the bytes that waited for the client to read."""
         self._congested = False
         if self._waiting:
             waiting, self._waiting = bytes(self._waiting), bytearray()
@@ -114,7 +117,7 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Leave the kernel; requests that it has received are still followed to their replies."""
+        """Detach from the kernel, but keep the stream while requests have no reply."""
         self._relay.leave(self)
         stream = self._stream
         if stream is None:
@@ -130,12 +133,12 @@ class ClientConnection(asyncio.Protocol):
         if exc and not self.unanswered:
             stream.reset()
         else:
-            stream.end()  # what the client sent before it hung up still arrives
+            stream.end()  # bytes that the client sent before it disconnected still arrive
 
     # -- called by the relay
 
     def join(self) -> None:
-        """Join the connection to the kernel, if there is one."""
+        """Join the connection to the kernel, if one runs. Answer heartbeats here while it is hibernated."""
         if self._stream or self._transport.is_closing():
             return
         if self._relay.resting and self.channel == "hb":
@@ -165,39 +168,39 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def joined(self) -> bool:
-        """True while the connection leads to the kernel."""
+        """True while the connection is joined to the kernel."""
         return self._stream is not None and not self._transport.is_closing()
 
     def leads_to(self, link: GuestLink) -> bool:
-        """Return True if the connection's stream is one of ``link``."""
+        """Return True if the connection's stream belongs to ``link``."""
         return self._stream is not None and self._stream.link is link
 
     @property
     def ready(self) -> bool:
-        """True if it is joined to the kernel, and a message to it can begin now."""
+        """True if the connection is joined to the kernel and a message to the client can begin now."""
         return self.joined and self.interruptible
 
     @property
     def interruptible(self) -> bool:
-        """True if a message to this client can begin now."""
+        """True if a message to the client can begin now."""
         return self._position.between_messages and not self._waiting and not self._congested
 
     @property
     def calling(self) -> bool:
-        """True if it holds a request for the kernel, or waits for the kernel to go on with the handshake."""
+        """True if a trusted client has a request for the kernel, or needs the kernel to continue the handshake."""
         if self._stream is None or self.channel not in CALLS or not self.trusted:
             return False
         in_handshake = self._spoke and not self._served and (self._handshake is None or self._handshake.opaque)
         return in_handshake or (self._calling and (self._stream.backlog > 0 or bool(self._after_greeting)))
 
     def held(self) -> bytes:
-        """Return the messages that wait for the kernel, without the client's handshake."""
+        """Return the messages that are held for the kernel, without the client's handshake."""
         if self._kernel_handshake:
             return bytes(self._after_greeting[self._ready_size :])
         return self._stream.held() if self._stream else b""
 
     def settle(self, answer: bytes) -> None:
-        """Send an answer in the kernel's place, and drop the messages that waited."""
+        """Send an answer on the kernel's behalf, and drop the held messages."""
         if self._kernel_handshake:
             del self._after_greeting[self._ready_size :]
         elif self._stream:
@@ -207,22 +210,22 @@ class ClientConnection(asyncio.Protocol):
         self._send(answer)
 
     def inject(self, channel: str, news: bytes) -> None:
-        """Send a message in the kernel's name, unless this connection is not up yet, or for another channel."""
+        """Send a message on the kernel's behalf, if the connection is to ``channel`` and a message can begin now."""
         if self.channel == channel and self.interruptible:
             self._send(news)
 
     def awake(self) -> None:
-        """Have a client whose heartbeats were answered here connect to the woken kernel's own."""
+        """Close a connection whose heartbeats were answered here, so that the client connects to the woken kernel."""
         if self._heart:
             self._transport.close()
 
     def drop(self) -> None:
-        """Close the connection to a kernel that is gone."""
+        """Close the connection if it was joined to the kernel, which has ended."""
         if self._stream:
             self._transport.close()
 
     def abandon(self) -> None:
-        """Close, without waiting for a client that does not read."""
+        """Close the connection without waiting for a client that does not read."""
         if self._congested:
             self._transport.abort()
         else:
@@ -240,7 +243,7 @@ class ClientConnection(asyncio.Protocol):
     # -- from the client to the kernel
 
     def _answer_handshake(self, data: bytes) -> bool:
-        """Answer a client that connects to a hibernated kernel; return False if it does not speak ZMTP."""
+        """Answer a client that connects to a hibernated kernel. Abort and return False if it does not use ZMTP."""
         assert self._handshake is not None
         if self._handshake.done:
             return True
@@ -254,17 +257,17 @@ class ClientConnection(asyncio.Protocol):
         return True
 
     def _send(self, data: bytes) -> None:
-        """Send the client something in the kernel's name; a reply ends its request as the kernel's own would."""
+        """Send bytes on the kernel's behalf, and track them: a reply ends its request as the kernel's own would."""
         self._position.follow(data)
         self._transport.write(data)
 
     @property
     def _ready_size(self) -> int:
-        """Return how many bytes after its greeting are the rest of the client's handshake."""
+        """Bytes after its greeting that belong to the client's handshake."""
         return max(0, self._questions.handshake_size - GREETING_SIZE)
 
     def _pass_on(self, data: bytes) -> None:
-        """Send what the client sent; all but the greeting waits for the kernel's, if the client has had one already."""
+        """Write bytes to the kernel; hold all but the greeting for its own, if the handshake was answered here."""
         assert self._stream is not None
         if self._kernel_handshake and not self._kernel_handshake.greeted:
             rest = GREETING_SIZE - self._greeted
@@ -275,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
             self._stream.write(data)
 
     def _follow(self, data: bytes) -> int:
-        """Follow what the client sends; return how many messages of it count."""
+        """Track the client's bytes; return how many messages in them count: signed ones, or all if unreadable."""
         self._greeting += data[: GREETING_SIZE - len(self._greeting)]
         self._signed = 0
         begun = self._questions.follow(data)
@@ -286,12 +289,12 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _readable(self) -> bool:
-        """True if messages can be checked: the kernel's key is known, and the connection is not encrypted."""
+        """True if messages can be checked: the kernel's key is known and the connection is not encrypted."""
         return self._relay.knows_key and self._greeting[ENCRYPTED].startswith(PLAIN)
 
     @property
     def _room(self) -> int:
-        """Return how many bytes are held: a whole message of a client whose request is to wake the kernel."""
+        """Bytes to hold before reading pauses: a whole message if it may wake the kernel, else MAX_EARLY."""
         waits = self._relay.asleep and self.trusted and not self._calling
         return self._relay.max_message_size if waits and self._readable else MAX_EARLY
 
@@ -328,7 +331,7 @@ class ClientConnection(asyncio.Protocol):
             self._settle()
 
     def _without_handshake(self, data: bytes) -> bytes:
-        """Return what a woken kernel sends without its handshake; send what waited for that."""
+        """Return ``data`` without a woken kernel's handshake; after its greeting, send it the held bytes."""
         if self._kernel_handshake is None or self._stream is None:
             return data
         passed = self._kernel_handshake.strip(data)
@@ -351,7 +354,7 @@ class ClientConnection(asyncio.Protocol):
         self._relay.on_oversized(self.channel)
 
     def _settle(self) -> None:
-        """Give the guest credit for what was sent."""
+        """Give the guest credit for the bytes that were sent to the client."""
         if self._stream and self._unsent:
             self._stream.consumed(self._unsent)
         self._unsent = 0
@@ -361,7 +364,7 @@ class ClientConnection(asyncio.Protocol):
         self.unanswered.discard(str(parent.get("msg_id", "")))
 
     def _listen_on(self, data: bytes) -> None:
-        """Follow the replies to a client that left, until there are no more to come."""
+        """Follow the replies to a client that left; end the stream after the last. Called by the stream."""
         assert self._stream is not None
         data = self._without_handshake(data)
         self._stream.consumed(len(data))
@@ -373,7 +376,7 @@ class ClientConnection(asyncio.Protocol):
             self.end_lingering()
 
     def _relay_forgets(self) -> None:
-        """Forget a lingering stream that the kernel closed."""
+        """Remove a lingering stream that the kernel closed. Called by the stream."""
         self._stream = None
         self._relay.lingering.discard(self)
 

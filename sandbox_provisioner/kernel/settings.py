@@ -1,4 +1,4 @@
-"""The settings of a sandboxed kernel as traits, for kernelspecs, Jupyter's configuration and the environment."""
+"""Declare the settings of a sandboxed kernel as traits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import fields
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from . import config
-from .manager import Features
+from .. import config
+from ..gvisor.runsc import PLATFORMS
+from ..sandbox.manager import Features
 from .relay import MAX_MESSAGE
-from .runsc import PLATFORMS
 
 
 class SandboxSettings(LocalProvisioner):
-    """Every setting can be given in the kernelspec (metadata.kernel_provisioner.config), in Jupyter's configuration
-    (c.SandboxProvisioner.NAME) and by an environment variable; the first of these that says something wins.
+    """The settings of a sandboxed kernel; SandboxProvisioner inherits them.
+
+    Each can be set in the kernelspec (metadata.kernel_provisioner.config), in Jupyter's configuration
+    (c.SandboxProvisioner.NAME) or by an environment variable; the first of these that sets it takes precedence.
     """
 
     runsc = Unicode(
@@ -259,6 +261,6 @@ class SandboxSettings(LocalProvisioner):
 
     @property
     def features(self) -> Features:
-        """What its sandbox does by itself, if it is persistent."""
+        """The settings that control the automatic actions of a persistent sandbox."""
         names = (field.name for field in fields(Features))
         return Features(**{name: getattr(self, name) for name in names})

@@ -1,6 +1,6 @@
-"""Remember which folders sandboxes were able to write to, and which parts of them were read-only.
+"""Remember which folders sandboxes could write to, and which parts of them were read-only.
 
-A link in such a folder may have been made by the code of a notebook, also long after its kernel ended.
+A notebook's code may have made any link in such a folder, even if its kernel ended long ago.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from pathlib import Path
 from jupyter_core.paths import jupyter_data_dir
 
 _read: dict[Path, tuple[tuple[int, int], frozenset[str]]] = {}
-"""The content of each file that was read, with the file's time and size then."""
+"""The parsed content of each file, with the modification time and size that it had then."""
 
 
 def list_file() -> Path:
-    """Return the path of the user's list, which has one JSON string in each line."""
+    """Return the path of the user's list of writable folders: one JSON string per line."""
     return Path(jupyter_data_dir(), "sandbox", "shared-folders")
 
 
 def protected_file() -> Path:
-    """Return the path of the list of environments and other places that kernels saw as read-only."""
+    """Return the path of the list of environments and other folders that kernels saw as read-only."""
     return list_file().with_name("protected-folders")
 
 
 def remember(folders: Iterable[str], file: Path) -> None:
-    """Add real paths to the list, before a sandbox gets them. Raises OSError if the list cannot be written."""
+    """Add real paths to the list ``file``. Call before a sandbox gets them. Raises OSError if writing fails."""
     missing = sorted(set(folders) - recall(file))
     if missing:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # One write in append mode: lines of two processes do not mix, and a torn last line is completed by "\n".
+        # One write in append mode: lines of two processes do not mix. The first "\n" ends a line that was cut short.
         lines = "".join(f"\n{json.dumps(folder)}" for folder in missing) + "\n"
         number = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -41,7 +41,7 @@ def remember(folders: Iterable[str], file: Path) -> None:
 
 
 def recall(file: Path) -> frozenset[str]:
-    """Return the real paths in the list; lines that cannot be understood are skipped."""
+    """Return the real paths in the list ``file``; invalid lines are skipped."""
     try:
         found = file.stat()
     except FileNotFoundError:

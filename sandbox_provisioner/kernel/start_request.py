@@ -1,20 +1,20 @@
-"""What the environment of a start request says of the sandbox that it is for; it goes before the settings."""
+"""Read the sandbox settings in the environment of one start request, which override the configured ones."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-from . import config
-from .claims import Wanted
+from .. import config
+from ..sandbox.claims import Wanted
 from .settings import SandboxSettings
 
 ASKED = "SANDBOX_ASKED"
-"""The variable that names those which the request sets, though the server may have just the same."""
+"""The variable that names the variables set by the request, even if the server has the same values."""
 
 
 def heed(env: Mapping[str, str], settings: SandboxSettings) -> None:
-    """Set what the request sets."""
+    """Apply the request's settings to ``settings``."""
     asked = _asked(env)
     settings.enable_handoff = config.flag("SANDBOX_ENABLE_HANDOFF", asked, settings.enable_handoff)
     settings.enable_checkpoint_at_idle = config.flag(
@@ -24,7 +24,7 @@ def heed(env: Mapping[str, str], settings: SandboxSettings) -> None:
 
 
 def wanted(env: Mapping[str, str], settings: SandboxSettings, kernel_name: str) -> Wanted | None:
-    """Which persistent sandbox the start is for; None if for none."""
+    """Return the persistent sandbox that the start requests; None for an ephemeral kernel."""
     asked = _asked(env)
     gcs = asked.get("GCS_SANDBOX_ID") or ("" if asked.get("SANDBOX_ID") else settings.gcs_sandbox_id)
     explicit = gcs or asked.get("SANDBOX_ID") or settings.sandbox_id
@@ -36,6 +36,6 @@ def wanted(env: Mapping[str, str], settings: SandboxSettings, kernel_name: str) 
 
 
 def _asked(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are named as the request's own, or that the server itself has not, or not so."""
+    """Return the variables that the request itself set: named in ASKED, or different from the server's."""
     own = env.get(ASKED, "").split(",")
     return {name: value for name, value in env.items() if name in own or value != os.environ.get(name, "")}

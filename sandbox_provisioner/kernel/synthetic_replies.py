@@ -1,7 +1,7 @@
-"""Apology: what clients hear in a kernel's name when it cannot speak: it cannot be woken, or was rewound by a cell.
+"""Make replies on behalf of a kernel that cannot send them: it could not be woken, or its own cell rewound it.
 
-The requests are bytes that were held for the kernel, on connections that are up; the answers go out on the same ones.
-Encrypted connections cannot be answered for it.
+Requests are bytes that were held for the kernel on established connections; the answers go out on the same ones.
+Requests on encrypted connections cannot be answered.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NOT_REWOUND = "KernelNotRewound"
 
 
 class Answers(NamedTuple):
-    """Bytes for the client that asked, and for all that listen on iopub."""
+    """Encoded messages for the client that sent the request, and for all clients on iopub."""
 
     private: bytes
     public: bytes
 
 
 def apologise(held: bytes, session: Session, reason: str) -> Answers:
-    """The answers to all requests in ``held``; ValueError if that is not whole messages of our clients."""
+    """Return error replies to all requests in ``held``. Raises ValueError unless they are whole, signed messages."""
     private, public = b"", b""
     for message in _messages(held):
         request = _header(message, session)
@@ -43,16 +43,17 @@ def apologise(held: bytes, session: Session, reason: str) -> Answers:
 
 
 class Cell(NamedTuple):
-    """A cell that runs in a kernel: the header of its request, and its number."""
+    """A running cell: the header of its request, and its execution count."""
 
     header: Mapping[str, str]
     number: int
 
 
 def conclude(cell: Cell, session: Session, said: str, problem: str = "") -> Answers:
-    """The end of a cell that had its own kernel rewound: what it is taken to have ``said``, or its ``problem``.
+    """Return the messages that end a cell that rewound its own kernel: the output ``said``, or the error ``problem``.
 
-    Which connection it came on is not known: the private part is for every client on shell, and says whose it is.
+    The cell's connection is unknown, so the private part is for every client on shell; its parent header names the
+    request.
     """
     end: dict[str, Any] = {"status": "ok", "payload": [], "user_expressions": {}}
     output: tuple[str, Any] = ("stream", {"name": "stdout", "text": f"{said}\n"})
@@ -78,11 +79,13 @@ def _header(message: list[bytes], session: Session) -> dict[str, Any]:
 
 
 def _messages(held: bytes) -> Iterator[list[bytes]]:
-    """The multipart messages in a piece of a ZMTP connection."""
+    """Yield the multipart messages in a piece of a ZMTP connection. Raises ValueError if one is incomplete."""
     message: list[bytes] = []
-    while held:
-        flags, head = held[0], 9 if held[0] & LONG else 2
-        end = head + int.from_bytes(held[1:head], "big")
+    begin = 0
+    while begin < len(held):
+        flags = held[begin]
+        head = begin + (9 if flags & LONG else 2)
+        end = head + int.from_bytes(held[begin + 1 : head], "big")
         if flags & ~(MORE | LONG | COMMAND) or len(held) < max(head, end):
             raise ValueError("not whole frames")
         if not flags & COMMAND:
@@ -90,7 +93,7 @@ def _messages(held: bytes) -> Iterator[list[bytes]]:
             if not flags & MORE:
                 yield message
                 message = []
-        held = held[end:]
+        begin = end
     if message:
         raise ValueError("not a whole message")
 

@@ -1,4 +1,4 @@
-"""Follow ZeroMQ's wire protocol (ZMTP 3) on a connection that passes through, without keeping what passes."""
+"""Follow ZeroMQ's wire protocol (ZMTP 3) on a connection as its bytes pass, without keeping them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING_SIZE = 64
 HANDSHAKE = 2
-"""Commands with which each side begins, at most; on an encrypted connection all later ones are messages."""
+"""Maximum number of commands in a side's handshake; on an encrypted connection all later ones are messages."""
 FRAME_COST = 1 << 10
-"""Bytes that each frame counts besides its own, because a receiver keeps an object for each."""
+"""Bytes that count for each frame besides its own, because a receiver keeps an object for each."""
 UNLIMITED = 1 << 65
-"""More than any frame can claim to have."""
+"""A number of bytes that no frame can exceed."""
 MAX_READY = 512
 """Bytes of the first command that are kept."""
 IDENTITY = b"\x08Identity"
@@ -22,26 +22,26 @@ class MessageTooLargeError(ValueError):
 
 
 class Sink(Protocol):
-    """Receives the frames of messages, in pieces."""
+    """A receiver of the frames of messages, in pieces."""
 
     def piece(self, data: bytes) -> None:
-        """Take the next bytes of the present frame."""
+        """Process the next bytes of the current frame."""
 
     def end_frame(self, more: bool) -> None:
-        """Note that the frame is complete; ``more`` is False for a message's last one."""
+        """End the current frame; ``more`` is False for a message's last one."""
 
 
 class Position:
-    """Track where in its protocol one direction of a connection is, by the bytes that went over it.
+    """The protocol state of one direction of a connection, from the bytes that have passed.
 
-    ``limit`` bounds a message; each frame counts ``FRAME_COST`` bytes more than it has.
+    ``limit`` is the largest message in bytes; each frame counts ``FRAME_COST`` bytes more than it has.
     """
 
     def __init__(self, limit: int = UNLIMITED, sink: Sink | None = None) -> None:
         self.ready = b""
-        """The body of the first command, which tells who connects; at most ``MAX_READY`` bytes."""
+        """The body of the first command, which contains the peer's identity; at most ``MAX_READY`` bytes."""
         self.handshake_size = 0
-        """The bytes of greeting and first command together; 0 until that is known."""
+        """Size in bytes of greeting and first command together; 0 until it is known."""
         self._rest = GREETING_SIZE
         self._head = b""
         self._more = False
@@ -53,11 +53,11 @@ class Position:
 
     @property
     def between_messages(self) -> bool:
-        """True where a message could begin, after the handshake."""
+        """True if a message can begin now: after the handshake, and outside of any message."""
         return self._commands > 0 and not self._rest and not self._head and not self._more
 
     def follow(self, data: bytes) -> int:
-        """Note that these bytes went over the connection; return how many messages begin in them.
+        """Process bytes that passed; return how many messages begin in them.
 
         Raises MessageTooLargeError as soon as a frame's header shows that the limit is exceeded.
         """
@@ -96,7 +96,7 @@ class Position:
         return messages
 
     def _skip(self, data: bytes, place: int, end: int) -> int:
-        """Pass over the rest of a frame, as far as it is in ``data``; return how many bytes that are."""
+        """Process the rest of a frame, as far as it is in ``data``; return how many bytes that was."""
         step = min(self._rest, end - place)
         self._rest -= step
         if self._in_message:
@@ -110,7 +110,7 @@ class Position:
 
 
 def identity(ready: bytes) -> bytes:
-    """Return the socket identity that a READY command carries; empty if it has none."""
+    """Return the socket identity in a READY command; empty if it has none."""
     place = ready.find(IDENTITY)
     if place < 0:
         return b""

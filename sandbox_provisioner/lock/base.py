@@ -1,20 +1,20 @@
-"""Leases: who may run a sandbox, one server at a time, with a polite way to ask for it.
+"""Interface of leases: the right to run a sandbox, held by one server at a time, with a way to request a hand-off.
 
-A lease is a courtesy. What keeps a server that was paused past its lease from overwriting newer state is the
-compare-and-swap of the sandbox's metadata, which carries the lease's token; without that, nothing here stops a
-process that does not know yet that it has lost.
+A lease alone does not protect stored state. A server that was paused past its lease is kept from overwriting newer
+state by the compare-and-swap of the sandbox's document, which carries the lease's token. Without that, a process that
+has not yet noticed its loss could still write.
 
-Not guaranteed:
+Limits:
 
-- That an owner learns of a loss before the next one begins. A process that was stopped, or whose machine slept, finds
-  out when it runs again, and whatever it had under way then goes on until it looks at ``lost``.
-- That a dead owner's lease is free at once. On one machine it is; elsewhere it has to run out first, and in a shared
-  folder, whose clock nobody can trust, a newcomer must have watched it for the whole of its time.
-- That the waiter is next. A free lease goes to whoever asks first; the waiter asks about every second.
-- That nothing of a failed attempt is ever left. A request that reaches its storage after its sender gave up on it, or
-  a SIGKILL in the middle, leaves an object that nobody renews: it is taken over like a dead owner's.
-- Anything where storage does not keep its word: a mounted bucket with caching of metadata, a network file system
-  without atomic renames, two machines whose clocks run at speeds that differ by more than a twentieth.
+- An owner may learn of a loss only after the next owner has begun. A process that was stopped, or whose machine was
+  suspended, notices when it runs again, and its work in progress continues until it checks ``lost``.
+- The lease of a crashed owner is free at once only on one machine. Elsewhere it must expire first, and in a shared
+  folder, which has no trusted clock, a newcomer must watch it for its whole lease time.
+- The waiter is not always next. A free lease goes to the first server that tries; the waiter tries about every second.
+- A failed attempt may leave an object behind: if a request reaches storage after its sender gave up, or after a SIGKILL
+  in the middle. Such an object is not renewed, and is taken over like the lease of a crashed owner.
+- Nothing is guaranteed on storage that breaks its contract: a mounted bucket with cached metadata, a network file
+  system without atomic renames, two machines whose clocks run at speeds that differ by more than a twentieth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONGEST_WORD = 200
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lease, in words fit for an error message; ``nonce`` is new for each attempt to get one."""
+    """The server that holds a lease, described for error messages. ``nonce`` is new for each attempt to acquire one."""
 
     server: str
     host: str
@@ -48,16 +48,19 @@ class Owner:
 
     @classmethod
     def here(cls, server: str) -> Owner:
-        """This process, with a new nonce; ``server`` is what its users know it by."""
+        """Return this process as an owner with a new nonce; ``server`` is the name that its users know."""
         return cls(server, socket.gethostname(), os.getpid(), user_name(), uuid4().hex)
 
     def to_json(self) -> str:
-        """How it is stored."""
+        """Return the stored form."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Owner:
-        """What ``to_json`` wrote. Anybody may have written it: what cannot be used is unknown, and no error."""
+        """Parse the result of ``to_json``, or any other, untrusted text.
+
+        Unusable fields become "an unknown ..." (0 for ``pid``); nothing is raised.
+        """
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -73,35 +76,35 @@ def _printable(word: object) -> str:
 
 
 class Lease(ABC):
-    """One that was acquired. It renews itself until ``release``, or until it is lost."""
+    """An acquired lease. It renews itself until ``release``, or until it is lost. Belongs to one event loop."""
 
     name: str
     token: int
-    """The fencing token: different for each lease of a name, now and ever."""
+    """The fencing token: never the same for two leases of a name."""
     owner: Owner
     wanted: asyncio.Event
-    """Set while another server waits for it and would like it handed over."""
+    """Set while another server waits for a hand-off."""
     lost: asyncio.Future[str]
-    """Done, with the reason, when it was lost; cancelled by ``release``."""
+    """Done, with the reason, when the lease was lost; cancelled by ``release``."""
 
     @abstractmethod
     async def release(self) -> None:
-        """Give it up; when this returns nothing of it is left, no task and no object. May be called again.
+        """Release the lease, and return when no task and no object of it is left. May be called again.
 
-        If storage cannot be reached it tries until the lease has run out, and then leaves it at that.
+        If storage cannot be reached, it retries until other servers treat the lease as expired, and then gives up.
         """
 
 
 class Leases(ABC):
-    """Where leases are had from."""
+    """A place that leases are acquired from."""
 
     @abstractmethod
     async def acquire(self, name: str, owner: Owner, patience: float = 0.0) -> Lease:
-        """Get the lease of ``name``; if another has it, ask for it and wait up to ``patience`` seconds.
+        """Acquire the lease of ``name``. If another server holds it, request it and wait up to ``patience`` seconds.
 
-        There is one waiter at a time. LeaseHeldError names the owner; nothing of the attempt remains.
+        Only one server at a time can be the waiter. Raises LeaseHeldError, which names the owner, and leaves nothing.
         """
 
     @abstractmethod
     async def holder(self, name: str) -> Owner | None:
-        """Who has the lease of ``name`` now; None if nobody alive does."""
+        """Return the current owner of the lease of ``name``, or None if it is free or expired."""

@@ -1,7 +1,7 @@
-"""Leases that run out, over anything that keeps entries with an owner: what ``objects`` and ``gcs`` share.
+"""Leases that expire, over any storage for entries with an owner: the common part of ``objects`` and ``gcs``.
 
-The lease is one entry of a board, the place of the one waiter another; both are kept alive by renewal, and both are
-anybody's once they were silent for longer than they said they might be.
+The lease is one entry of a board, the place of its only waiter another. Both are kept alive by renewal, and any server
+may take over an entry that was not renewed within its lease time.
 """
 
 from __future__ import annotations
@@ -12,71 +12,71 @@ from dataclasses import dataclass
 
 from ..errors import LeaseLostError, StorageUnavailableError
 from .base import Owner
-from .keeping import LONGEST_LEASE, KeptLeases, Pace, now
+from .keepalive import LONGEST_LEASE, KeptLeases, Pace, now
 
 TRIES = 5
-"""How often in a row to look again at what others change in the same moment."""
+"""Number of tries in a row while other servers change the same entry."""
 
 
 GRACE = 1.05
-"""By how much the clocks of two machines may run at different speeds."""
+"""Factor on a lease time: the clocks of two machines may run at speeds that differ by 5 %."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry as it was seen."""
+    """An entry as it was last read."""
 
     name: str
     generation: int
-    """New for each entry ever."""
+    """Never the same for two entries."""
     version: int
-    """New for each renewal; 0 if it was made so badly that it cannot be renewed."""
+    """New for each renewal; 0 if the entry is incomplete and cannot be renewed."""
     updated: float
-    """When it was last renewed, by the board's own clock."""
+    """Time of the last renewal, by the board's own clock."""
     owner: Owner
     seconds: float
-    """For how long it may be silent."""
+    """Lease time: the entry expires if it is not renewed for longer."""
 
 
 class Board(ABC):
-    """Where the entries are. All methods block; StorageUnavailableError leaves open whether something happened."""
+    """Storage for entries. All methods block. After StorageUnavailableError a change may or may not have happened."""
 
     @abstractmethod
     def create(self, name: str, owner: Owner) -> Entry | None:
-        """A new entry; None if there is one."""
+        """Create an entry. Return None if one exists."""
 
     @abstractmethod
     def read(self, name: str) -> Entry | None:
-        """The entry there is."""
+        """Return the entry, or None."""
 
     @abstractmethod
     def renew(self, entry: Entry) -> Entry | None:
-        """The entry, renewed; None if it is not there as it was."""
+        """Renew the entry and return it. Return None if it was changed or removed."""
 
     @abstractmethod
     def remove(self, entry: Entry) -> None:
-        """Remove the entry, renewed or not, but no other."""
+        """Remove the entry, renewed or not, but no newer entry of that name."""
 
     @abstractmethod
     def evict(self, entry: Entry) -> None:
-        """Remove an entry that was silent for too long, unless it was renewed after all."""
+        """Remove an expired entry, unless it was renewed meanwhile."""
 
     @abstractmethod
     def silence(self, entry: Entry) -> float:
-        """For how many seconds, at least, it has not been renewed."""
+        """Return the seconds for which the entry has, at least, not been renewed."""
 
     def is_dead(self, entry: Entry) -> bool:
-        """Whether it was silent for too long."""
+        """Return True if the entry has expired."""
         return self.silence(entry) > entry.seconds * GRACE
 
 
 def waiter_of(name: str) -> str:
-    """The entry of the one that waits for a lease."""
+    """Return the name of the entry for the lease's waiter."""
     return f"{name}.waiter"
 
 
 def duration(found: object, usual: float) -> float:
-    """For how long an entry may be silent by its own words, if these make sense."""
+    """Return the lease time that an entry states, or ``usual`` if that is not a valid number."""
     try:
         seconds = float(found)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -100,7 +100,10 @@ class BoardLeases(KeptLeases):
 
 
 class BoardAttempt:
-    """See ``Attempt``. The waiter's place is renewed every ``pause`` seconds, more often than the owner looks at it."""
+    """Attempt to acquire a lease on a board.
+
+    The waiter's entry is renewed every ``pause`` seconds, more often than the owner checks it.
+    """
 
     def __init__(self, board: Board, name: str, owner: Owner, pause: float) -> None:
         self.holder = Owner.from_json("")
@@ -109,20 +112,20 @@ class BoardAttempt:
         self._owner = owner
         self._pause = pause
         self._asked = -math.inf
-        """``now()`` from when the waiter's place was last renewed."""
+        """``now()`` when the waiter's entry was last renewed."""
         self._taken: set[str] = set()
-        """Entries that were there at the last look: these are read first, because storage limits changes."""
+        """Entries that existed when last checked: read first, because storage limits the rate of changes."""
         self._entered: dict[str, Entry] = {}
         self._unsure: dict[str, float] = {}
-        """Entries that we may have made without being told: ``now()`` from before that can have been."""
+        """Entries that we may have created without a response, with ``now()`` before the earliest possible creation."""
 
     def take(self) -> BoardClaim | None:
-        """See ``Attempt``."""
+        """Create the lease's entry and return the claim; None if another server holds the lease."""
         sent = self._enter(self._name)
         return None if sent is None else BoardClaim(self._board, self._entered[self._name], sent)
 
     def ask(self) -> None:
-        """See ``Attempt``."""
+        """Create the waiter's entry, or renew it if it is ours."""
         name = waiter_of(self._name)
         entry = self._entered.get(name)
         if entry is not None:
@@ -137,18 +140,18 @@ class BoardAttempt:
             self._asked = now()
 
     def withdraw(self) -> None:
-        """See ``Attempt``."""
+        """Remove the waiter's entry if it is ours."""
         self._leave(waiter_of(self._name))
 
     def abandon(self) -> None:
-        """See ``Attempt``."""
+        """Remove the waiter's entry and the lease's entry if they are ours."""
         self.withdraw()
         self._leave(self._name)
 
     def _enter(self, name: str) -> float | None:
-        """Make an entry of ours, in the place of a dead one if need be; None if another's is there.
+        """Create our entry, in place of an expired one if needed. Return None if another server's entry is there.
 
-        Returns ``now()`` from before the request was sent that made it.
+        Otherwise return ``now()`` just before the request that created it was sent.
         """
         for _ in range(TRIES):
             sent = now()
@@ -192,7 +195,7 @@ class BoardAttempt:
 
 
 class BoardClaim:
-    """See ``Claim``."""
+    """A lease whose entry on the board is ours."""
 
     def __init__(self, board: Board, entry: Entry, sent: float) -> None:
         self.token = entry.generation
@@ -202,7 +205,10 @@ class BoardClaim:
         self._waiter: tuple[int, int] | None = None
 
     def renew(self) -> bool:
-        """See ``Claim``. A renewal whose answer was lost shows as an entry that is ours and not as it was."""
+        """Renew the entry. Return True if another server waits. Raises LeaseLostError if the entry is not ours.
+
+        If the response to a renewal was lost, the entry is ours but in another version: it is renewed from there.
+        """
         for _ in range(TRIES):
             sent = now()
             renewed = self._board.renew(self._entry)
@@ -219,11 +225,11 @@ class BoardClaim:
         raise LeaseLostError(self._entry.name, "something else changes its entry")
 
     def end(self) -> None:
-        """See ``Claim``."""
+        """Remove the entry."""
         self._board.remove(self._entry)
 
     def _somebody_waits(self) -> bool:
-        """Whether the waiter renewed its place since the last look: a dead one's stays as it is."""
+        """Return True if the waiter renewed its entry since the last check; a crashed waiter does not."""
         found = self._board.read(waiter_of(self._entry.name))
         before = self._waiter
         self._waiter = (found.generation, found.version) if found else (0, 0)

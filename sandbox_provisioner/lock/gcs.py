@@ -1,11 +1,11 @@
 """Leases in a Google Cloud Storage bucket, by its conditional requests and its clock.
 
-An entry is an empty object; who owns it is in its custom metadata. Its generation is the token, a renewal is a change
-of the metadata under both preconditions, and ``updated`` is the server's word on when that was. The present time is
-the server's too: the ``Date`` of every answer has it.
+An entry is an empty object with its owner in the custom metadata. Its generation is the token, a renewal is a change
+of the metadata with both preconditions, and ``updated`` is the time of that change by the server's clock. The current
+time is the server's too: every response has it in its ``Date`` header.
 
-Google allows about one change of an object per second. A request above that is refused, and sent again later by the
-caller; a lease that is held is watched by reading only.
+Google allows about one change of an object per second. A request above that rate is refused, and the caller sends it
+again later; a lease that is held is watched only by reads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..errors import RateLimitedError
 from ..storage.gcs_requests import NotMet, NotThere, Requests
 from ..storage.names import valid_name
 from .base import Owner
-from .board import Board, BoardLeases, Entry, duration
-from .keeping import Pace, now
+from .expiring import Board, BoardLeases, Entry, duration
+from .keepalive import Pace, now
 
 LONGEST_REQUEST = 10.0
 CLOCK_TRUSTED = 60.0
-"""For how many seconds to count on from the server's word: after that, two clocks may have drifted apart."""
+"""Seconds after which the offset to the server's clock is replaced even by a smaller one, because of drift."""
 
 
 class GCSLeases(BoardLeases):
@@ -36,7 +36,7 @@ class GCSLeases(BoardLeases):
 
 
 class GCSBoard(Board):
-    """See ``Board``. An entry's version is its metageneration. A request is sent once; who called tries again."""
+    """Board in a bucket. An entry's version is its metageneration. Each request is sent once; the caller retries."""
 
     def __init__(self, bucket: str, prefix: str, seconds: float) -> None:
         self._requests = Requests(bucket, patience=0.0, on_time=self._hear)
@@ -44,10 +44,10 @@ class GCSBoard(Board):
         self._seconds = seconds
         self._timeout = min(LONGEST_REQUEST, seconds / 3)
         self._clock: tuple[float, float] | None = None
-        """By how much the server's clock is ahead of ``now()``, at least, and when that was learnt."""
+        """Seconds by which the server's clock is at least ahead of ``now()``, and ``now()`` when that was recorded."""
 
     def create(self, name: str, owner: Owner) -> Entry | None:
-        """See ``Board``."""
+        """Create an entry. Return None if one exists."""
         blob = self._blob(name)
         blob.metadata = {"owner": owner.to_json(), "seconds": str(self._seconds)}
         try:
@@ -61,7 +61,7 @@ class GCSBoard(Board):
         return self._written(name, blob)
 
     def read(self, name: str) -> Entry | None:
-        """See ``Board``."""
+        """Return the entry, or None."""
         blob = self._blob(name)
         try:
             self._ask(blob.reload)
@@ -70,7 +70,7 @@ class GCSBoard(Board):
         return self._entry(name, blob)
 
     def renew(self, entry: Entry) -> Entry | None:
-        """See ``Board``."""
+        """Renew the entry. Return None if it was changed or removed."""
         blob = self._blob(entry.name)
         blob.metadata = {"owner": entry.owner.to_json(), "seconds": str(entry.seconds), "renewal": str(entry.version)}
         try:
@@ -80,25 +80,28 @@ class GCSBoard(Board):
         return self._written(entry.name, blob)
 
     def remove(self, entry: Entry) -> None:
-        """See ``Board``."""
+        """Remove the entry in any version, but no newer entry of that name."""
         self._delete(entry.name, if_generation_match=entry.generation)
 
     def evict(self, entry: Entry) -> None:
-        """See ``Board``."""
+        """Remove an expired entry, unless it was renewed meanwhile."""
         self._delete(entry.name, if_generation_match=entry.generation, if_metageneration_match=entry.version)
 
     def silence(self, entry: Entry) -> float:
-        """See ``Board``. Zero as long as the server has not said the time."""
+        """Return the seconds since the last renewal by the server's clock, or zero while that is unknown."""
         return 0.0 if self._clock is None else self._clock[0] + now() - entry.updated
 
     def _hear(self, time: float) -> None:
-        """Note the server's time. Each is a little too early when it arrives, so the latest by our clock is best."""
+        """Record the server's time. Called for every response.
+
+        A time is slightly old when it arrives, so the one furthest ahead of our clock is the most accurate.
+        """
         ahead, here, known = time - now(), now(), self._clock
         if known is None or ahead >= known[0] or here - known[1] > CLOCK_TRUSTED:
             self._clock = (ahead, here)
 
     def _written(self, name: str, blob: Any) -> Entry:
-        """The entry that a request of ours has just made or changed."""
+        """Return the entry that our request has just created or changed, and record its time."""
         entry = self._entry(name, blob)
         self._hear(entry.updated)
         return entry
@@ -125,5 +128,5 @@ class GCSBoard(Board):
             pass
 
     def _ask(self, request: Callable[..., object], **arguments: Any) -> None:
-        """Send one request, once."""
+        """Send one request, without retries."""
         self._requests.ask(partial(request, **arguments, timeout=self._timeout, retry=None))

@@ -1,7 +1,7 @@
-"""What leases of every kind have in common: trying, waiting, renewing, noticing a loss, and letting go.
+"""Acquire, wait for, renew and release leases, and detect their loss, the same way for every kind of lease.
 
-A kind of lease says, in methods that block, how each single step is done (Attempt, Claim); when it is done, how often
-again, and in which thread, is said here.
+A kind of lease implements the single steps as blocking methods (Attempt, Claim). This module decides when, how often
+and in which thread they run.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ T = TypeVar("T")
 
 LONGEST_LEASE = 3600.0
 OVERTIME = 1.2
-"""A release is tried for so many times as long as the lease lasts: by then all others take it for dead."""
+"""Lease times, from the last renewal, for which a release is retried: by then others treat the lease as expired."""
 THREADS = 32
 
 
 def now() -> float:
-    """Seconds by a clock that nobody sets, and that goes on while the machine sleeps."""
+    """Return seconds by a clock that is never set and that continues while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a lease lasts without renewal, and how often things are done; in seconds."""
+    """The lease time without renewal, and the intervals of renewal and polling, in seconds."""
 
     lease_time: float
     renewal: float
-    """How often an owner renews its lease, and looks whether somebody waits for it."""
+    """Interval at which an owner renews its lease and checks for a waiter."""
     poll: float
-    """How often a waiter looks whether it is free."""
+    """Interval at which a waiter tries to acquire the lease."""
 
     def __post_init__(self) -> None:
         usable = 0 < self.poll < self.renewal < self.lease_time
@@ -54,7 +54,7 @@ class Pace:
             )
 
     def retries(self) -> Iterator[float]:
-        """How long to wait before each further try of something that failed."""
+        """Yield the pause in seconds before each further try of a step that failed."""
         pause = self.renewal / 50
         while True:
             yield pause * random.uniform(0.5, 1.0)
@@ -62,42 +62,45 @@ class Pace:
 
 
 class Claim(Protocol):
-    """A lease that this process has. All methods block, and may be called again after a StorageError."""
+    """A lease that this process holds. All methods block, and may be called again after a StorageError."""
 
     token: int
     renewed: float
-    """``now()`` from before the request was sent that last proved it ours."""
+    """``now()`` just before the last request that proved the lease ours."""
 
     def renew(self) -> bool:
-        """Prove once more that the owner lives; tells whether somebody waits. LeaseLostError if it is not ours."""
+        """Prove again that the owner is alive. Return True if another server waits.
+
+        Raises LeaseLostError if the lease is not ours.
+        """
 
     def end(self) -> None:
-        """Remove it, if it is there and ours. May run while a ``renew`` does, which must then change nothing."""
+        """Remove the lease if it exists and is ours. May run during a ``renew``, which must then change nothing."""
 
 
 class Attempt(Protocol):
-    """One attempt to get one lease. All methods block, and may be called again after a StorageError."""
+    """One attempt to acquire one lease. All methods block, and may be called again after a StorageError."""
 
     holder: Owner
-    """Who has it, once ``take`` failed."""
+    """The current owner, known once ``take`` has returned None."""
 
     def take(self) -> Claim | None:
-        """Get the lease if it is free, or its owner dead."""
+        """Acquire the lease if it is free or expired. Return None if another server holds it."""
 
     def ask(self) -> None:
-        """Be the one waiter, if there is none, or go on being it."""
+        """Become the waiter if there is no other, or renew that place."""
 
     def withdraw(self) -> None:
-        """Be the waiter no more."""
+        """Give up the waiter's place."""
 
     def abandon(self) -> None:
-        """Leave nothing of this attempt, not even a lease that it got and nobody was told of."""
+        """Remove everything of this attempt, even a lease that it acquired without learning of it."""
 
 
 class KeptLeases(Leases):
-    """Leases that are kept by a task each, and whose blocking steps run in a few threads of their own.
+    """Leases that are each renewed by a task. Their blocking steps run in a separate group of threads.
 
-    Not in asyncio's: a renewal must not queue behind the uploads of a gigabyte.
+    asyncio's default threads are not used, because a renewal must not queue behind the upload of a gigabyte.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -106,14 +109,17 @@ class KeptLeases(Leases):
 
     @abstractmethod
     def _attempt(self, name: str, owner: Owner) -> Attempt:
-        """A new attempt for ``owner``."""
+        """Return a new attempt for ``owner``."""
 
     @abstractmethod
     def _holder(self, name: str) -> Owner | None:
-        """What ``holder`` tells. Blocks."""
+        """Return the result of ``holder``. Blocks."""
 
     async def acquire(self, name: str, owner: Owner, patience: float = 0.0) -> Lease:
-        """See ``Leases``; StorageUnavailableError if storage cannot be reached for as long as a lease lasts."""
+        """Acquire the lease of ``name``, waiting up to ``patience`` seconds.
+
+        Raises LeaseHeldError, or StorageUnavailableError if storage cannot be reached for a whole lease time.
+        """
         attempt = self._attempt(valid_name("the leases", name), owner)
         try:
             claim = await self._win(attempt, name, patience)
@@ -124,7 +130,7 @@ class KeptLeases(Leases):
         return KeptLease(name, owner, claim, self.pace, self._threads)
 
     async def holder(self, name: str) -> Owner | None:
-        """See ``Leases``."""
+        """Return the current owner, or None. Raises StorageUnavailableError."""
         valid_name("the leases", name)
         return await self._insist(lambda: self._holder(name), self.pace.lease_time)
 
@@ -141,7 +147,7 @@ class KeptLeases(Leases):
             await asyncio.sleep(min(self.pace.poll, left))
 
     async def _insist(self, step: Callable[[], T], within: float) -> T:
-        """Do one step, again and again while storage is out of reach, for ``within`` seconds."""
+        """Run one step, and retry it for ``within`` seconds while storage is unavailable."""
         give_up, retries = now() + within, self.pace.retries()
         while True:
             try:
@@ -153,14 +159,14 @@ class KeptLeases(Leases):
             await asyncio.sleep(pause)
 
     async def _finish(self, step: Callable[[], None]) -> None:
-        """Do the last step of an attempt as well as it can be done; what is left of it will run out."""
+        """Run the last step of an attempt and ignore its failure: the remains will expire."""
         try:
             await self._insist(step, self.pace.renewal)
         except SandboxError:
             pass
 
     async def _do(self, step: Callable[[], T]) -> T:
-        """Run one step in a thread; who cancels this waits for its end, so that it can be undone."""
+        """Run one step in a thread. If cancelled, wait for the step to end, so that it can be undone."""
         running = asyncio.wrap_future(self._threads.submit(step))
         try:
             return await asyncio.shield(running)
@@ -170,7 +176,7 @@ class KeptLeases(Leases):
 
 
 class KeptLease(Lease):
-    """A lease and the task that keeps it."""
+    """A lease and the task that renews it."""
 
     def __init__(self, name: str, owner: Owner, claim: Claim, pace: Pace, threads: Workers) -> None:
         self.name = name
@@ -186,7 +192,7 @@ class KeptLease(Lease):
         self._keeper = asyncio.create_task(self._keep(), name=f"lease of {name}")
 
     async def release(self) -> None:
-        """See ``Lease``."""
+        """Stop renewing, and remove the lease."""
         async with self._releasing:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
@@ -202,10 +208,10 @@ class KeptLease(Lease):
             self.lost.set_result(reason)
 
     async def _until_lost(self) -> str:
-        """Renew it for as long as that goes; why it does not go on.
+        """Renew the lease until it is lost. Return the reason.
 
-        A renewal that was not known to have succeeded by the time at which the lease would have ended came too late,
-        whatever its answer: others may have gone by what they saw before.
+        A renewal that is not confirmed before the lease would have expired is too late, even if it succeeded: others
+        may already have acted on the older state.
         """
         pause, retries, trouble = self._pace.renewal, self._pace.retries(), ""
         while True:
@@ -218,7 +224,7 @@ class KeptLease(Lease):
                     wanted = await self._do(self._claim.renew)
             except LeaseLostError as error:
                 return error.reason
-            except Exception as error:  # whatever it is: unless a later try succeeds, the lease runs out
+            except Exception as error:  # Any error: unless a later try succeeds, the lease expires.
                 trouble, pause = str(error) or trouble or "storage did not answer", next(retries)
                 continue
             if now() >= expiry:

@@ -1,7 +1,7 @@
-"""Leases among the servers of one machine: a locked file each, so that a dead process holds nothing.
+"""Leases among the servers of one machine: one locked file each, so that a process that has exited holds nothing.
 
-The locks are of the open file (F_OFD_SETLK): they end with the process however it ends, and, other than with flock,
-one can look whether somebody has one without having it oneself for a moment.
+The locks belong to the open file description (F_OFD_SETLK): each ends with its process however that ends, and, unlike
+with flock, another process can test for a lock without holding it for a moment.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weakref import WeakSet
 
 from ..errors import LeaseLostError, StorageError
 from .base import Owner
-from .keeping import KeptLeases, Pace, now
+from .keepalive import KeptLeases, Pace, now
 
 LONGEST_RECORD = 4096
 
 
 class LocalLeases(KeptLeases):
-    """Leases in ``folder``, which only this user's processes on this machine use. They do not run out.
+    """Leases in ``folder``, which only this user's processes on this machine use. These leases do not expire.
 
-    A process that was stopped (SIGSTOP) goes on holding what it has.
+    A process that is stopped (SIGSTOP) keeps its leases.
     """
 
     def __init__(self, folder: Path, renewal: float = 0.5, poll: float = 0.1) -> None:
@@ -40,7 +40,7 @@ class LocalLeases(KeptLeases):
 
 
 class LocalAttempt:
-    """See ``Attempt``."""
+    """Attempt to acquire a lease by locking its file."""
 
     def __init__(self, folder: Path, name: str, owner: Owner) -> None:
         self.holder = Owner.from_json("")
@@ -52,7 +52,7 @@ class LocalAttempt:
         self._slot: LockedFile | None = None
 
     def take(self) -> LocalClaim | None:
-        """See ``Attempt``."""
+        """Lock the file and return the claim; None if another process has locked it. Raises StorageError."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             while True:
@@ -68,7 +68,7 @@ class LocalAttempt:
             raise _unusable(self._path, error) from error
 
     def ask(self) -> None:
-        """See ``Attempt``."""
+        """Lock the waiter's file, unless this attempt or another has. Raises StorageError."""
         try:
             if self._slot is None or not self._slot.in_place():
                 self.withdraw()
@@ -77,19 +77,19 @@ class LocalAttempt:
             raise _unusable(self._waiter, error) from error
 
     def withdraw(self) -> None:
-        """See ``Attempt``."""
+        """Remove the waiter's file if this attempt has locked it."""
         if self._slot is not None:
             self._slot.remove()
 
     def abandon(self) -> None:
-        """See ``Attempt``."""
+        """Remove all files that this attempt has locked."""
         self.withdraw()
         if self._file is not None:
             self._file.remove()
 
 
 class LocalClaim:
-    """See ``Claim``."""
+    """A lease whose file this process has locked."""
 
     def __init__(self, name: str, token: int, file: LockedFile, waiter: Path) -> None:
         self.token = token
@@ -99,14 +99,14 @@ class LocalClaim:
         self._waiter = waiter
 
     def renew(self) -> bool:
-        """See ``Claim``."""
+        """Check the file. Return True if another process waits. Raises LeaseLostError if the file is not ours."""
         if not self._file.in_place():
             raise LeaseLostError(self._name, f"its file {self._file.path} was removed or replaced")
         self.renewed = now()
         return _who_locks(self._waiter) is not None
 
     def end(self) -> None:
-        """See ``Claim``."""
+        """Remove the file and unlock it."""
         self._file.remove()
 
 
@@ -114,7 +114,7 @@ _open: WeakSet[LockedFile] = WeakSet()
 
 
 class LockedFile:
-    """A file that this process has locked. The lock ends with it, or with ``remove``."""
+    """A file that this process has locked. The lock ends with ``remove``, or when the file is closed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -125,7 +125,7 @@ class LockedFile:
 
     @classmethod
     def lock(cls, path: Path, owner: Owner) -> LockedFile | None:
-        """Make the file, if it is not there, lock it and write ``owner`` into it; None if another has locked it."""
+        """Create the file if needed, lock it and write ``owner`` into it. Return None if another has locked it."""
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             file = cls(path, os.open(path, flags, 0o600))
@@ -143,7 +143,10 @@ class LockedFile:
             file.close()
 
     def in_place(self) -> bool:
-        """Whether it is still the file of that name: who locked one that had just been removed has nothing."""
+        """Return True if the path still leads to this file.
+
+        A process may lock a file that was removed just before; such a lock is worthless.
+        """
         try:
             found = os.lstat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -151,19 +154,19 @@ class LockedFile:
         return (found.st_dev, found.st_ino) == self._identity
 
     def remove(self) -> None:
-        """Remove the file and end the lock, in a forked child's copy too. May be called again."""
+        """Remove the file and unlock it, also for forked children that share the descriptor. May be called again."""
         if self._descriptor < 0:
             return
         try:
             if self.in_place():
                 self.path.unlink()
         except OSError:
-            pass  # it is not locked any more: the next one takes it as it is
+            pass  # The file stays, but without a lock: the next owner locks it as it is.
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole(fcntl.F_UNLCK))
         self.close()
 
     def close(self) -> None:
-        """Let go of it in this process."""
+        """Close the descriptor in this process."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -178,7 +181,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def _whole(kind: int) -> bytes:
-    """A struct flock for all of a file."""
+    """Return a struct flock for a whole file."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
 
 
@@ -191,7 +194,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _who_locks(path: Path) -> Owner | None:
-    """Who has locked the file, if there is one and somebody has."""
+    """Return the owner that has locked the file, or None if it is not locked or missing. Raises StorageError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -210,7 +213,7 @@ def _who_locks(path: Path) -> Owner | None:
 
 
 def _written(descriptor: int) -> bytes:
-    """What is in a locked file, which its owner writes right after it was locked."""
+    """Return the content of a locked file. Waits briefly, because the owner writes it just after locking."""
     for _ in range(50):
         content = os.pread(descriptor, LONGEST_RECORD, 0)
         if content:
@@ -220,7 +223,7 @@ def _written(descriptor: int) -> bytes:
 
 
 def _next_token(counter: Path) -> int:
-    """A number greater than any before. It does not fall behind the clock, so a lost counter repeats none."""
+    """Return a number greater than any before. At least the clock's microseconds: a lost counter repeats none."""
     descriptor = os.open(counter, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -234,7 +237,7 @@ def _next_token(counter: Path) -> int:
 
 
 def _path(folder: Path, name: str, what: str) -> Path:
-    """Where a lease's file is: in ``folder`` itself, whatever its name."""
+    """Return the path of a lease's file, which is directly in ``folder`` for every name."""
     return folder / f"{quote(name, safe='')}.{what}"
 
 

@@ -1,10 +1,10 @@
 """Leases in any ObjectStore: for a folder that several machines have mounted, and for memory.
 
-Such a store has no clock to rely on, so nobody compares times: a newcomer watches, by its own clock, that a lease is
-not renewed for the whole of its time. It remembers what it saw from one attempt to the next.
+Such a store has no reliable clock, so times are never compared. Instead a newcomer observes, by its own clock, that a
+lease is not renewed for its whole lease time. It keeps its observations from one attempt to the next.
 
-A lease is renewed in an object of its own, its beat, whose name has the lease's token: however late a renewal comes, it
-meets no newer lease.
+A lease is renewed in a separate object, its beat, whose name contains the lease's token: a late renewal cannot affect
+a newer lease.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import asdict
 from ..errors import ConflictError, ObjectNotFoundError
 from ..storage.base import NEW, ObjectStore
 from .base import Owner
-from .board import Board, BoardLeases, Entry, duration
-from .keeping import Pace, now
+from .expiring import Board, BoardLeases, Entry, duration
+from .keepalive import Pace, now
 
 
 class ObjectLeases(BoardLeases):
-    """Leases in ``store``. A dead owner's is had by an attempt that is as patient, or comes again that much later.
+    """Leases in ``store``. The lease of a crashed owner goes to an attempt that has watched it for its lease time.
 
-    A lease lasts longer than a MountedStore needs to get over a writer that died in its turn.
+    A shorter attempt starts the watch; one that follows at least a lease time later succeeds. The default lease time is
+    longer than a MountedStore waits before it breaks the lock of a crashed writer.
     """
 
     def __init__(self, store: ObjectStore, lease_time: float = 90.0, renewal: float = 10.0, poll: float = 1.0) -> None:
@@ -30,7 +31,7 @@ class ObjectLeases(BoardLeases):
 
 
 class ObjectBoard(Board):
-    """See ``Board``. An entry's version is the generation of its beat, or NEW if that was not written yet."""
+    """Board in an ObjectStore. An entry's version is the generation of its beat, or NEW if it has no beat yet."""
 
     def __init__(self, store: ObjectStore, seconds: float) -> None:
         self._store = store
@@ -38,7 +39,7 @@ class ObjectBoard(Board):
         self._watched: dict[str, tuple[int, int, float]] = {}
 
     def create(self, name: str, owner: Owner) -> Entry | None:
-        """See ``Board``."""
+        """Create an entry and its beat. Return None if an entry exists."""
         record = json.dumps({**asdict(owner), "seconds": self._seconds}).encode()
         try:
             made = self._store.write(name, record, NEW)
@@ -51,7 +52,7 @@ class ObjectBoard(Board):
         return Entry(name, made.generation, beat.generation, beat.updated, owner, self._seconds)
 
     def read(self, name: str) -> Entry | None:
-        """See ``Board``."""
+        """Return the entry, or None."""
         try:
             record, found = self._store.read(name)
         except ObjectNotFoundError:
@@ -64,7 +65,10 @@ class ObjectBoard(Board):
         return Entry(name, found.generation, version, found.updated, Owner.from_json(record), seconds)
 
     def renew(self, entry: Entry) -> Entry | None:
-        """See ``Board``. First the beat, then a look at the lease: who takes it over removes it after the beat."""
+        """Write the beat, then check the lease. Return None if either has changed.
+
+        The order matters: a server that takes the lease over removes the beat first and the lease second.
+        """
         if entry.version == NEW:
             return None
         try:
@@ -77,18 +81,18 @@ class ObjectBoard(Board):
         return Entry(entry.name, entry.generation, written.generation, written.updated, entry.owner, entry.seconds)
 
     def remove(self, entry: Entry) -> None:
-        """See ``Board``. The beat goes first: without the lease nobody would know its name."""
+        """Remove the entry. The beat goes first: without the lease, its name would be unknown."""
         self._store.delete(_beat(entry.name, entry.generation))
         self._delete(entry.name, entry.generation)
 
     def evict(self, entry: Entry) -> None:
-        """See ``Board``."""
+        """Remove an expired entry, unless its beat was renewed meanwhile."""
         if entry.version == NEW or self._delete(_beat(entry.name, entry.generation), entry.version):
             self._delete(entry.name, entry.generation)
         self._watched.pop(entry.name, None)
 
     def silence(self, entry: Entry) -> float:
-        """See ``Board``."""
+        """Return the seconds since this process first saw the entry in this version."""
         generation, version, since = self._watched.get(entry.name, (0, 0, 0.0))
         if (generation, version) != (entry.generation, entry.version):
             since = now()
@@ -96,7 +100,7 @@ class ObjectBoard(Board):
         return now() - since
 
     def _delete(self, name: str, generation: int) -> bool:
-        """Delete one object; False if there is another in its place."""
+        """Delete one object. Return False if another is in its place."""
         try:
             self._store.delete(name, generation)
         except ConflictError:
@@ -105,7 +109,7 @@ class ObjectBoard(Board):
 
 
 def _seconds(record: bytes) -> object:
-    """For how long an entry may be silent by its record, which anybody may have written."""
+    """Return the lease time in an entry's record, which is untrusted; None if there is no usable record."""
     try:
         fields = json.loads(record)
     except (ValueError, RecursionError):

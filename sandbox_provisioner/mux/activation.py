@@ -1,7 +1,7 @@
-"""Activation: a copy of a template becomes somebody's kernel, or says, when the template is made, what it is.
+"""Give a copy of a template its identity, or send requests to the kernel of a template that is being made.
 
-PID 1 has the folder and the files first, and gives up its powers; then the kernel, which waits in guest/frozen.py, is
-told its key, folder and environment in one line of JSON.
+PID 1 first writes the files, binds the folder and gives up its capabilities. Then the kernel, which waits in
+``guest.zygote``, receives its key, folder and environment in one line of JSON.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import GuestError, LinkClosedError
-from .link import GuestLink
-from .words import printable
+from .._text import printable
+from ..errors import GuestError, LinkClosedError
+from .connection import GuestLink
 
 FROZEN = "unix:/run/jupyter/frozen"
 LONGEST_REPORT = 1 << 23
 LONGEST = 500
 ACTIVATING = 30.0
-"""Seconds that a copy has to become what it is told."""
+"""Longest time for the activation of a copy, in seconds."""
 
 
 async def activate(
@@ -31,9 +31,10 @@ async def activate(
     expect: Mapping[str, int],
     outlive: bool,
 ) -> None:
-    """Make a copy of a template what ``orders`` say; GuestError, with ESTALE for a ``folder`` not as ``expect``ed.
+    """Give a copy of a template the identity in ``orders``.
 
-    It comes to outlive its server only then: one that does not know whose it is would be of no use to anybody.
+    Raises GuestError if that fails, with ESTALE if the ``folder`` is not as ``expect``ed. ``outlive`` takes effect only
+    after the activation: without an identity, a sandbox whose server is gone is of no use.
     """
     try:
         async with asyncio.timeout(ACTIVATING):
@@ -48,7 +49,10 @@ async def activate(
 
 
 async def tell(link: GuestLink, **message: Any) -> dict[str, Any]:
-    """Say something to a frozen kernel, as soon as it listens; its answer. GuestError, LinkClosedError."""
+    """Send a message to the stopped kernel of a template as soon as it listens, and return its answer.
+
+    Raises GuestError for an invalid answer, LinkClosedError if the kernel has exited or closes the stream.
+    """
     answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     heard = bytearray()
     stream = link.open(FROZEN)

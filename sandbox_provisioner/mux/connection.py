@@ -1,8 +1,8 @@
-"""GuestLink: the host's end of the framed pipe to a sandbox's PID 1.
+"""Send and receive frames on the host's end of the pipe to a sandbox's PID 1.
 
-It opens streams, starts processes, and quiesces the traffic around a checkpoint. The guest is taken for hostile:
-every frame must have been earned (bytes by credit, credit by bytes, news by a question), so that what a guest can
-make us keep or do is bounded; one that breaks a rule loses its link, and with it the sandbox.
+GuestLink opens streams, starts processes, and stops the traffic around a checkpoint. The guest is treated as hostile:
+bytes need credit, credit needs bytes, and a reply needs a request. This bounds the memory and work that a guest can
+cause. A guest that breaks a rule loses its link, and with it the sandbox.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import GuestError, LinkClosedError, ProtocolError
-from .guest.frames import CONTROL, DATA, HEADER, MAX_PAYLOAD, OPEN, RESET, VERSION, Decoder, FrameError, encode
-from .guestprocess import GuestProcess
-from .openasks import OpenAsks
+from .._text import printable
+from ..errors import GuestError, LinkClosedError, ProtocolError
+from ..guest.frames import CONTROL, DATA, HEADER, MAX_PAYLOAD, OPEN, RESET, VERSION, Decoder, FrameError, encode
+from .host_api import OpenAsks
+from .process import GuestProcess
 from .stream import Stream
-from .words import printable
 
 MAX_TROUBLE = 1000
 LATE = 5.0
-"""Seconds after the end of a hook's time in which the guest should have said so."""
+"""Extra seconds to wait, after a hook's time limit, for the guest's report."""
 MAX_STREAMS = 4096
 MAX_PROCESSES = 1024
 MAX_REFUSED = 64
-"""How many streams a guest may try to open, where none is offered to it, before that is abuse."""
+"""Streams that a guest may try to open before it loses its link; each is refused."""
 
 
 BEFORE_CHECKPOINT = "sandbox_before_checkpoint"
 AFTER_RESTORE = "sandbox_after_restore"
-"""What a notebook calls the functions that are run then."""
+"""Names of the functions that a notebook defines as hooks."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """How long a hook may take, 0 for no hooks, and whether random numbers begin anew after a restore."""
+    """Time limit of a hook in seconds (0: no hooks), and True if random generators are reseeded after a restore."""
 
     seconds: float = 0.0
     reseed: bool = False
 
 
 class GuestLink:
-    """The connection to one sandbox, through any number of checkpoints and restores of it."""
+    """The connection to one sandbox, across any number of checkpoints and restores. I/O loop only."""
 
     def __init__(self) -> None:
         self.quiet = True
@@ -79,7 +79,7 @@ class GuestLink:
     # -- the pipe ----------------------------------------------------------------------------------------------
 
     async def attach(self, to_guest: int, from_guest: int) -> None:
-        """Take over these two descriptors, the pipes to and from a sandbox that is about to start."""
+        """Take over two descriptors, the pipes to and from a sandbox that is about to start."""
         self._decoder = Decoder()
         incoming = self._incoming_pipe = _Incoming(self)
         reader, _ = await self._loop.connect_read_pipe(lambda: incoming, os.fdopen(from_guest, "rb", 0))
@@ -87,31 +87,31 @@ class GuestLink:
         self._reader, self._writer = reader, writer
 
     async def greeted(self) -> None:
-        """Wait for the guest's first words."""
+        """Wait for the guest's hello message."""
         await asyncio.shield(self._hello)
 
     @property
     def fresh(self) -> bool:
-        """Whether no guest was ever at the other end."""
+        """True until a guest has sent its hello message."""
         return not self._hello.done()
 
     @property
     def asleep(self) -> bool:
-        """Whether the guest is checkpointed: nobody is at the other end, and nothing is lost."""
+        """True while the guest is checkpointed: no process is at the other end, and nothing is lost."""
         return self._writer is None and not self.fresh and not self.error
 
     @property
     def resting(self) -> bool:
-        """Whether nothing reaches the guest just now: it sleeps, or is about to, or to wake up."""
+        """True while nothing is sent to the guest: it is hibernated, being checkpointed or being restored."""
         return self.quiet and not self.fresh and not self.error
 
     @property
     def urged(self) -> bool:
-        """Whether something that is no stream's waits for the guest, such as a signal."""
+        """True if a control message, such as a signal, waits for the guest."""
         return any(HEADER.unpack_from(frame)[0] == CONTROL for frame in self._held)
 
     async def adopt(self, hooks: bool = True) -> None:
-        """Take over a restored guest that another link was talking to: its streams end, its processes go on."""
+        """Take over a restored guest from another link. The guest's streams end; its processes keep running."""
         self._require_open()
         self._adopting = True
         if hooks:
@@ -123,7 +123,7 @@ class GuestLink:
             self._adopting = False
 
     def detach(self) -> None:
-        """Let go of the pipes, keeping the streams: the sandbox is checkpointed and will be restored."""
+        """Close the pipes but keep the streams, because the checkpointed sandbox will be restored."""
         if self._reader:
             self._reader.close()
         if self._writer and not self._writer.is_closing():
@@ -131,7 +131,7 @@ class GuestLink:
         self._reader = self._writer = self._incoming_pipe = None
 
     def lose(self, error: Exception) -> None:
-        """The guest is gone, or is cut off: everything that depends on it learns so, once."""
+        """Close the link for good with ``error`` and end all streams, processes and waits, once."""
         if self.error:
             return
         self.error = error
@@ -143,7 +143,7 @@ class GuestLink:
         for pending in (self._hello, self._quiesced, self._resumed, self._activated, *self._hooked):
             if pending and not pending.done():
                 pending.set_exception(error)
-                pending.exception()  # whether or not anybody waits for it
+                pending.exception()  # Mark as retrieved, so that asyncio logs no warning if it is not awaited.
         for stream in list(self._streams.values()):
             stream._closed = True
             if not stream._ended:
@@ -156,7 +156,10 @@ class GuestLink:
         self.on_lost(error)
 
     async def quiesce(self) -> None:
-        """Stop the traffic at a frame's end in both directions: what was sent is in the sandbox, what came is here."""
+        """Stop the traffic in both directions at the end of a frame.
+
+        On return all bytes sent are in the sandbox, and all bytes received are here.
+        """
         self._require_open()
         self.quiet = True
         if self._quiesced is None or self._quiesced.done():
@@ -166,7 +169,7 @@ class GuestLink:
         await asyncio.shield(self._quiesced)
 
     async def resume(self) -> None:
-        """Let the traffic flow again, once the guest answers: after a restore, or a checkpoint that failed."""
+        """Continue the traffic once the guest confirms: after a restore, or after a checkpoint that failed."""
         self._require_open()
         self._resumed = self._loop.create_future()
         self._call(AFTER_RESTORE)
@@ -178,7 +181,7 @@ class GuestLink:
         self._flow()
 
     async def call(self, hook: str) -> None:
-        """Have the kernel run one of its hooks, if it has that, and wait until it has or its time is over."""
+        """Run a hook of the kernel, if it has one, and wait until it has finished or its time is over."""
         if called := self._call(hook):
             await asyncio.wait({called}, timeout=self.hooks.seconds + LATE)
 
@@ -191,7 +194,7 @@ class GuestLink:
         return self._hooked[-1]
 
     def _flow(self) -> None:
-        """Send what was held back, in order."""
+        """Send the frames that were held, in order."""
         self.quiet = False
         held, self._held, self._answers = [*self._held, *self._answers], [], []
         for frame in held:
@@ -200,7 +203,7 @@ class GuestLink:
             stream._resume()
 
     def _send_answer(self, message: Mapping[str, Any]) -> None:
-        """Send it; while the guest rests it is held, and unlike all else that is held it is no reason to wake it."""
+        """Send an answer, or hold it while the guest rests. Unlike other held frames it does not cause a wake."""
         frame = encode(CONTROL, 0, json.dumps(message).encode())
         if self.quiet:
             self._answers.append(frame)
@@ -210,7 +213,10 @@ class GuestLink:
     # -- streams and processes -----------------------------------------------------------------------------------
 
     def open(self, target: str) -> Stream:
-        """Open a stream to ``target``, such as "unix:/path", "tcp:127.0.0.1:5000" or "process:1:output"."""
+        """Open a stream to ``target``, such as "unix:/path", "tcp:127.0.0.1:5000" or "process:1:output".
+
+        Raises GuestError if too many streams are open, LinkClosedError if the sandbox is gone.
+        """
         self._require_open()
         if len(self._streams) >= MAX_STREAMS:
             raise GuestError(f"The sandbox has {MAX_STREAMS} streams open, and may have no more.")
@@ -230,7 +236,10 @@ class GuestLink:
         files: Mapping[str, str] | None = None,
         expect: Mapping[str, int] | None = None,
     ) -> GuestProcess:
-        """Start a process in the sandbox; see GVisorSandbox.execute."""
+        """Write ``files`` and start a process in the sandbox. Raises GuestError if it cannot be executed.
+
+        ``expect`` maps paths to st_ctime_ns: if one differs, the error's errno is ESTALE.
+        """
         self._require_open()
         process = GuestProcess(self, self._next_process)
         request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "stdin": stdin}
@@ -242,7 +251,7 @@ class GuestLink:
         return process
 
     async def activate(self, **message: Any) -> None:
-        """Have a copy of a template become what ``message`` says; GuestError if it cannot."""
+        """Ask PID 1 to activate a copy of a template, and wait. Raises GuestError if it fails."""
         self._activated = self._loop.create_future()
         self.tell(op="activate", **message)
         try:
@@ -251,7 +260,7 @@ class GuestLink:
             self._activated = None
 
     def process(self, number: int) -> GuestProcess | None:
-        """The running process of that number, such as one that a restored sandbox brought; its output from now on."""
+        """Return the running process of that number, such as one in a restored sandbox, and receive its output."""
         process = self._processes.get(number)
         if process:
             process.begin()
@@ -275,7 +284,7 @@ class GuestLink:
         self._next_process = max(self._next_process, number + 1)
 
     def tell(self, **message: Any) -> None:
-        """Send PID 1 a control message; GuestError if it is larger than a frame."""
+        """Send PID 1 a control message. Raises GuestError if it is larger than a frame."""
         self._require_open()
         payload = json.dumps(message).encode()
         if len(payload) > MAX_PAYLOAD:
@@ -283,7 +292,7 @@ class GuestLink:
         self._send(encode(CONTROL, 0, payload))
 
     def _urge(self, **message: Any) -> None:
-        """Send one that does not wait for the traffic to flow, because it is what makes it stop or flow."""
+        """Send a control message even while the link is quiet, because it stops or continues the traffic."""
         if self._writer:
             self._writer.write(encode(CONTROL, 0, json.dumps(message).encode()))
 
@@ -302,11 +311,11 @@ class GuestLink:
             self._streams.pop(stream.number, None)
 
     def _disconnected(self, incoming: _Incoming) -> None:
-        """The pipe broke. While a restore is under way that is the restore's failure, and the streams stay."""
+        """Lose the link because the pipe broke, except during a restore, which reports its own failure."""
         if self._incoming_pipe is incoming and not self._resumed and not self._adopting:
             self.lose(LinkClosedError("its PID 1 has ended."))
 
-    # -- what the guest sends --------------------------------------------------------------------------------------
+    # -- frames from the guest -------------------------------------------------------------------------------------
 
     def _incoming(self, data: bytes) -> None:
         try:
@@ -332,7 +341,7 @@ class GuestLink:
         elif kind == DATA or not 0 < number < self._next_stream:
             raise ProtocolError(f"The guest sent a frame of kind {kind} for stream {number}, which is not open.")
         else:
-            self._late_frames += 1  # a CREDIT or an end that crossed our own
+            self._late_frames += 1  # CREDIT, EOF or RESET that was sent before our own close arrived
             if self._late_frames > 8 * self._next_stream:
                 raise ProtocolError("The guest keeps sending frames for streams that are over.")
 
@@ -393,7 +402,7 @@ def _status(value: Any) -> int:
 
 
 class _Incoming(asyncio.Protocol):
-    """Hands what comes out of the pipe to its link."""
+    """Protocol that passes data from the pipe to its link."""
 
     def __init__(self, link: GuestLink) -> None:
         self._link = link

@@ -1,6 +1,7 @@
-"""OpenAsks: what a guest has asked for and not been answered, so that what a hostile one can have us keep is bounded.
+"""Track the guest's unanswered requests, so that a hostile guest can occupy only bounded memory on the host.
 
-An ask is open until the guest says that the answer has arrived: one that asks on and reads nothing soon has too many.
+A request ("ask") stays open until the guest confirms that the answer arrived: a guest that sends requests without
+reading the answers soon reaches the limit.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import ProtocolError
-from .guest.asks import MAX_OPEN, MAX_REQUEST
+from ..errors import ProtocolError
+from ..guest.host_api import MAX_OPEN, MAX_REQUEST
 
 UNATTENDED = 10.0
-"""Seconds for which an ask waits for somebody to attend to it: a kernel that was brought back may be quicker."""
+"""Seconds that a request waits for ``attend``: a restored kernel may send one before the server listens."""
 NOBODY = {"problem": "Nobody here answers what is asked of this sandbox."}
 
 Listener = Callable[[int, dict[str, Any]], None]
 
 
 class OpenAsks:
-    """The asks of one link, by their numbers; ProtocolError for what an honest PID 1 does not say.
+    """The open requests of one link, by number. Raises ProtocolError for a message that a correct PID 1 never sends.
 
     ``send`` takes the messages that carry the answers.
     """
@@ -33,20 +34,20 @@ class OpenAsks:
         self._answered: dict[int, bool] = {}
 
     def attend(self, listener: Listener) -> None:
-        """Have ``listener`` told of every ask from now on, and of those that wait already."""
+        """Call ``listener`` for every request from now on, and for those that already wait."""
         self._listener = listener
         early, self._early = self._early, []
         for number, request in early:
             listener(number, request)
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
-        """Answer an ask, now or when the guest wakes; one that is gone or answered needs none."""
+        """Answer a request, now or when the guest wakes. Does nothing if it is closed or already answered."""
         if self._answered.get(number) is False:
             self._answered[number] = True
             self._send({"op": "answer", "number": number, "answer": answer})
 
     def asked(self, number: Any, request: Any) -> None:
-        """The guest asks."""
+        """Register a request from the guest. Called by the link. Raises ProtocolError if invalid or one too many."""
         if type(number) is not int or not 0 < number < 1 << 31 or number in self._answered:
             raise ProtocolError("The guest asks under a number that it cannot ask under.")
         if not isinstance(request, dict) or len(json.dumps(request)) > MAX_REQUEST:
@@ -61,13 +62,13 @@ class OpenAsks:
             asyncio.get_running_loop().call_later(UNATTENDED, self._give_up)
 
     def arrived(self, number: Any) -> None:
-        """The guest has an answer."""
+        """Close a request whose answer the guest has received. Called by the link. Raises ProtocolError."""
         if type(number) is not int or not self._answered.get(number):
             raise ProtocolError("The guest has got an answer that nobody gave.")
         del self._answered[number]
 
     def forget(self) -> None:
-        """The guest is gone."""
+        """Drop all requests. Called by the link when the guest is gone."""
         self._early.clear()
         self._answered.clear()
 

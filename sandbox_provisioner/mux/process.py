@@ -1,19 +1,19 @@
-"""GuestProcess: a command that runs inside a sandbox, as the Process that any other child is."""
+"""Run a command inside a sandbox, with the same interface as a local Process."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
-from .process import Output, Process
+from ..process import Output, Process
 from .stream import Stream
 
 if TYPE_CHECKING:
-    from .link import GuestLink
+    from .connection import GuestLink
 
 
 class GuestProcess(Process):
-    """A command in the sandbox. Its signals go to its process group there."""
+    """A command in the sandbox, created by GuestLink. Its signals go to its process group there. I/O loop only."""
 
     def __init__(self, link: GuestLink, number: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class GuestProcess(Process):
             self._link.tell(op="signal", process=self.number, signal=int(signum))
 
     async def write(self, data: bytes) -> None:
-        """Write to its stdin, waiting while the guest has no room."""
+        """Write to its stdin, waiting while there is no credit. Raises BrokenPipeError if stdin is closed."""
         while self._stdio and not self._stdio._closed and not self._stdio.ready and not self._exit.done():
             self._room.clear()
             await self._room.wait()
@@ -44,7 +44,7 @@ class GuestProcess(Process):
             self._stdio.end()
 
     def begin(self, stdin: bool = True) -> None:
-        """Take its output from now on; nothing happens the second time."""
+        """Start receiving its output. Calling it again has no effect."""
         if self._streams:
             return
         for name, target in (("stdout", "output"), ("stderr", "errors")):
@@ -60,7 +60,7 @@ class GuestProcess(Process):
             self._stdio.end()
 
     def abandon(self) -> None:
-        """Keep nothing of what it, or whoever has its output now, writes; nor may they write much more."""
+        """Discard its output, received and future. No more credit is given, so its writers soon block."""
         self._pieces.clear()
         self._size = self._open_outputs = 0
         self._news.set()

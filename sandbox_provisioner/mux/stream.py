@@ -1,4 +1,4 @@
-"""Stream: one flow of bytes between the host and a target in the sandbox, with credit in both directions."""
+"""One flow of bytes between the host and a target in the sandbox, with credit in both directions."""
 
 from __future__ import annotations
 
@@ -6,29 +6,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .errors import ProtocolError
-from .guest.frames import (
-    AMOUNT,
-    CREDIT,
-    DATA,
-    EOF,
-    MAX_PAYLOAD,
-    RESET,
-    SMALLEST_CREDIT,
-    WINDOW,
-    encode,
-    encode_credit,
-)
+from ..errors import ProtocolError
+from ..guest.frames import AMOUNT, CREDIT, DATA, EOF, MAX_PAYLOAD, RESET, SMALLEST_CREDIT, WINDOW, encode, encode_credit
 
 if TYPE_CHECKING:
-    from .link import GuestLink
+    from .connection import GuestLink
 
 
 class Stream:
-    """One flow of bytes to and from a target in the sandbox.
+    """One flow of bytes to and from a target in the sandbox. I/O loop only.
 
-    The owner sets the callbacks. It calls ``consumed`` for what it has disposed of, which is what lets the guest
-    send more, and should stop producing while ``ready`` is False; ``on_ready`` says when it may go on.
+    The owner sets the callbacks. It calls ``consumed`` for bytes that it has processed, which lets the guest send more,
+    and should stop producing while ``ready`` is False; ``on_ready`` is called when it may continue.
     """
 
     def __init__(self, link: GuestLink, number: int) -> None:
@@ -47,39 +36,39 @@ class Stream:
 
     @property
     def ready(self) -> bool:
-        """Whether what is written now goes out now."""
+        """True while written bytes are sent at once."""
         return not self._backlog and self._credit > 0 and not self.link.quiet
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait for the guest to have room."""
+        """Number of bytes that wait for credit, or for the link to resume."""
         return sum(map(len, self._backlog))
 
     def held(self) -> bytes:
-        """What waits for the guest to have room."""
+        """Return the bytes that wait for credit, or for the link to resume."""
         return b"".join(self._backlog)
 
     def forget_held(self) -> None:
-        """Never send what waits."""
+        """Discard the bytes that wait."""
         self._backlog.clear()
 
     def write(self, data: bytes) -> None:
-        """Send ``data``, now or as soon as the guest has room for it."""
+        """Send ``data`` now, or as soon as there is credit for it. Ignored after ``end`` or ``reset``."""
         if not self._closed and self._closing is None:
             self._backlog.append(data)
             self._flush()
 
     def consumed(self, amount: int) -> None:
-        """Give the guest credit for ``amount`` bytes it had sent."""
+        """Give the guest credit for ``amount`` bytes that it had sent."""
         self._owed += amount
         self._grant()
 
     def end(self) -> None:
-        """Send no more, but go on receiving."""
+        """Send EOF after the bytes that wait, but continue to receive."""
         self._close(EOF)
 
     def reset(self) -> None:
-        """Have done with it, in both directions, at once."""
+        """Close both directions at once, and discard the bytes that wait."""
         self._backlog.clear()
         self._close(RESET)
 

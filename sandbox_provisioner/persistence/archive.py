@@ -1,7 +1,7 @@
-"""Snapshots of a sandbox's files: what it wrote in its home, in /tmp and on its root, as a tar that only guests unpack.
+"""Pack the files that a sandbox wrote in its home, in /tmp and on its root into a tar, and unpack them in a guest.
 
-Memory is not in it, nor are the host's folders that the sandbox sees. The tar is a stranger's: here its bytes are
-counted and its structure is followed, and no more.
+The tar contains neither memory nor mounted folders of the host. Its contents are untrusted: the host only counts
+its bytes and checks its structure, and never unpacks it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-from .bundle import BundleSpec, windows
-from .errors import DiskFullError, SnapshotError
-from .guesttool import GuestTool
-from .gvisor import GVisorSandbox
-from .tarcheck import TarCheck
+from ..errors import DiskFullError, SnapshotError
+from ..gvisor.bundle import BundleSpec, windows
+from ..gvisor.guest_tool import GuestTool
+from ..gvisor.sandbox import GVisorSandbox
+from .tar_check import TarCheck
 
 PIECE = 1 << 18
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 async def save(sandbox: GVisorSandbox, target: Path, limit: int) -> int:
-    """Write a snapshot of a running sandbox to ``target``, of ``limit`` bytes at most; returns its size.
+    """Write a snapshot of a running sandbox to ``target``, of ``limit`` bytes at most, and return its size.
 
-    SnapshotError, GuestError or DiskFullError say why there is none; then there is no file either. A file that
-    changes meanwhile is in it as it was found, and logged.
+    Raises SnapshotError, GuestError or DiskFullError; ``target`` is not written then. A file that shrinks while it is
+    read is filled up with zeros; that is logged.
     """
     partial = target.with_name(f".{target.name}.{uuid4().hex[:8]}")
     try:
@@ -48,9 +48,9 @@ async def save(sandbox: GVisorSandbox, target: Path, limit: int) -> int:
 
 
 async def load(sandbox: GVisorSandbox, source: Path) -> None:
-    """Put a snapshot's files into a running sandbox; SnapshotError or GuestError if it is none, or does not fit.
+    """Unpack a snapshot in a running sandbox. Raises SnapshotError if ``source`` is not a snapshot, and GuestError.
 
-    What has no place there, because one of the host's folders has taken it, is left out and logged.
+    Files whose place is covered by a host folder are left out; that is logged.
     """
     check = TarCheck()
     async with GuestTool.run(
@@ -90,7 +90,7 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
 
 
 def _places(spec: BundleSpec) -> list[str]:
-    """What of the sandbox is its own to pack and unpack: NAME=FOLDER for each."""
+    """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless mounted from the host."""
     of_the_host = {mount.destination for mount in windows(spec) if mount.source}
     places = {"/": "root", "/tmp": "tmp", spec.home: "home"}
     return [f"{name}={folder}" for folder, name in places.items() if folder not in of_the_host]
@@ -116,7 +116,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _words(path: Path) -> Iterator[None]:
-    """Errors of the disk, as ours."""
+    """Translate OSError into DiskFullError or SnapshotError."""
     try:
         yield
     except OSError as error:

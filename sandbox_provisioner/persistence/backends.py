@@ -1,4 +1,4 @@
-"""From settings to stores and leases: the one place that knows which class goes with which setting."""
+"""Choose stores and leases from the settings: the only place that maps settings to classes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from .config import GCSConfig, Place
-from .errors import ConfigurationError
-from .fingerprints import Fingerprints
-from .lock.base import Leases
-from .lock.local import LocalLeases
-from .lock.objects import ObjectLeases
+from ..config import GCSConfig, Place
+from ..errors import ConfigurationError
+from ..lock.base import Leases
+from ..lock.local import LocalLeases
+from ..lock.objects import ObjectLeases
+from ..storage.base import ObjectStore
+from ..storage.local import LocalStore
+from ..storage.mounted import MountedStore
+from .digest_cache import Fingerprints
 from .signing import Signer
-from .storage.base import ObjectStore
-from .storage.local import LocalStore
-from .storage.mounted import MountedStore
 
 LEASES, STAGING, CACHE = ".leases", ".staging", ".cache"
-"""What a folder has beside its objects, whose names do not begin with a dot."""
+"""Subfolders beside the objects, whose names never begin with a dot."""
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """Where snapshots go, and the folder through which they go there."""
+    """The store for file snapshots, the staging folder on the way there, and the signer of manifests."""
 
     store: ObjectStore
     staging: Path
@@ -34,26 +34,26 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Stores:
-    """Everything a persistent sandbox is kept in. None where this server has nothing for it."""
+    """The stores, leases and signer for persistent sandboxes. A store is None if this server has none of that kind."""
 
     kind: str
-    """``local``, ``mounted`` or ``gcs``: where the metadata is, by which a sandbox is known."""
+    """Kind of the metadata store, which records refer to: ``local``, ``mounted`` or ``gcs``."""
     metadata: ObjectStore
     checkpoints: ObjectStore | None
     snapshots: ObjectStore | None
     leases: Leases
     staging: Path
-    """For images on their way: on this machine, and on the disk of the local store if there is one."""
+    """Folder for images on their way: on this machine, and on the local store's disk if the store is local."""
     fingerprints: Fingerprints
     signer: Signer
 
     @property
     def shelf(self) -> Shelf | None:
-        """For snapshots of these sandboxes."""
+        """The shelf for snapshots of these sandboxes; None without a store for snapshots."""
         return Shelf(self.snapshots, self.staging, self.signer) if self.snapshots else None
 
     def required_checkpoints(self) -> ObjectStore:
-        """The place for checkpoints; ConfigurationError if there is none."""
+        """Return the store for checkpoints. Raises ConfigurationError if none is configured."""
         if self.checkpoints is None:
             raise ConfigurationError(
                 "SANDBOX_CHECKPOINT_BUCKET",
@@ -64,7 +64,7 @@ class Stores:
 
 
 def required_shelf(shelf: Shelf | None) -> Shelf:
-    """The shelf itself; ConfigurationError if there is none."""
+    """Return ``shelf``. Raises ConfigurationError if it is None."""
     if shelf is None:
         raise ConfigurationError(
             "FILESYSTEM_SNAPSHOT_BUCKET",
@@ -78,15 +78,13 @@ _shared: WeakValueDictionary[tuple[int, GCSConfig], Stores] = WeakValueDictionar
 
 
 def share_stores(config: GCSConfig) -> Stores:
-    """As ``open_stores``, but the same for all in this process who have them now: their threads, and what is cached."""
-    stores = _shared.get((os.getpid(), config))
-    if stores is None:
-        stores = _shared[os.getpid(), config] = open_stores(config)
-    return stores
+    """Return the stores of ``config``, shared by all callers in this process with their threads and caches. Blocks."""
+    key = os.getpid(), config
+    return _shared.get(key) or _shared.setdefault(key, open_stores(config))
 
 
 def open_stores(config: GCSConfig) -> Stores:
-    """The stores of a server that can persist; ConfigurationError names what is missing on one that cannot."""
+    """Return new stores for ``config``. Raises ConfigurationError, with the missing settings, if it cannot persist."""
     config.require(sandbox_id="")
     folder = _own(config.folder)
     staging, fingerprints = folder / STAGING, Fingerprints(folder / CACHE)
@@ -108,18 +106,18 @@ def open_stores(config: GCSConfig) -> Stores:
 
 
 def open_snapshots(config: GCSConfig) -> ObjectStore | None:
-    """Where snapshots go, also on a server that can keep nothing else; None if nowhere."""
+    """Return the store for snapshots, even on a server that can persist nothing else; None if none is configured."""
     return LocalStore(config.folder) if config.embedded else _bulk(config.snapshots, config.prefix)
 
 
 def open_shelf(config: GCSConfig) -> Shelf | None:
-    """For snapshots of sandboxes of which nothing else is kept."""
+    """Return the shelf for snapshots of ephemeral sandboxes; None if none is configured."""
     store = open_snapshots(config)
     return Shelf(store, _own(config.folder) / STAGING, Signer(config)) if store else None
 
 
 def _own(folder: Path) -> Path:
-    """The folder itself, made if it is not there: whoever made it first would not know who may see into it."""
+    """Return ``folder``, made with mode 0700 if missing, before other code makes it with wider permissions."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -130,14 +128,14 @@ def _own(folder: Path) -> Path:
 
 
 def _conditional(place: Place, prefix: str) -> ObjectStore:
-    """For small objects that servers agree by: the bucket itself, if there is one."""
+    """Return the store for small objects that need compare-and-swap: the bucket if set, else the mounted folder."""
     if place.mount is not None and not place.bucket:
         return MountedStore(place.mount / prefix)
     return _bucket(place, prefix)
 
 
 def _bulk(place: Place, prefix: str) -> ObjectStore | None:
-    """For large files, which are written once: the mounted folder, if there is one."""
+    """Return the store for large files, which are written once: the mounted folder if set, else the bucket."""
     if place.mount is not None:
         return MountedStore(place.mount / prefix)
     return _bucket(place, prefix) if place.bucket else None
@@ -147,14 +145,14 @@ def _leases(place: Place, prefix: str) -> Leases:
     if not place.bucket:
         return ObjectLeases(_conditional(place, prefix))
     _require_client(place)
-    from .lock.gcs import GCSLeases
+    from ..lock.gcs import GCSLeases
 
     return GCSLeases(place.bucket, prefix)
 
 
 def _bucket(place: Place, prefix: str) -> ObjectStore:
     _require_client(place)
-    from .storage.gcs import GCSStore
+    from ..storage.gcs import GCSStore
 
     return GCSStore(place.bucket, prefix)
 

@@ -1,4 +1,4 @@
-"""What is recorded of a sandbox's memory besides its image: the host files it depends on, and what runs it."""
+"""Collect the facts that are recorded with an image: the host files it depends on, runsc and the CPU."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from . import environment
-from .errors import UnsaveableError
-from .fingerprints import Fingerprints
-from .gvisor import GVisorSandbox
-from .link import AFTER_RESTORE, BEFORE_CHECKPOINT
+from ..errors import UnsaveableError
+from ..gvisor.sandbox import GVisorSandbox
+from ..mux.connection import AFTER_RESTORE, BEFORE_CHECKPOINT
+from . import compatibility
+from .digest_cache import Fingerprints
 from .metadata import Checkpoint, GCSArtifact
 
 INVENTORY = 60.0
-"""Seconds that a guest has to say which files it depends on."""
+"""Seconds to list and hash the files that a guest depends on."""
 MOST_RECORDED = 6 << 20
-"""Bytes that the list of these files may have in a document: as many files as are examined, with long names."""
+"""Maximum bytes of that list in a document: enough for ``compatibility.MOST_FILES`` files with long names."""
 
 
 async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[str, Any]:
-    """Tell it what is coming, and find the host files that it depends on; UnsaveableError if it cannot be saved."""
+    """Run the guest's hook before a checkpoint, and return the host files that the sandbox depends on.
+
+    Returns {} for a sandbox that is not reachable. Raises UnsaveableError if it cannot be saved; after any
+    failure the guest's hook after a restore is run.
+    """
     if not sandbox.reachable:
         return {}
     await sandbox.link.call(BEFORE_CHECKPOINT)
     try:
         async with asyncio.timeout(INVENTORY):
-            files = await environment.inventory(sandbox, fingerprints)
-        if reasons := environment.unsaveable(files):
+            files = await compatibility.inventory(sandbox, fingerprints)
+        if reasons := compatibility.unsaveable(files):
             raise UnsaveableError(sandbox.sandbox_id, reasons)
-        return await asyncio.to_thread(_bounded, sandbox.sandbox_id, environment.to_json(files))
+        return await asyncio.to_thread(_bounded, sandbox.sandbox_id, compatibility.to_json(files))
     except BaseException as error:
         await asyncio.shield(sandbox.link.call(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
@@ -40,7 +44,7 @@ async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[st
 
 
 def _bounded(sandbox_id: str, files: dict[str, Any]) -> dict[str, Any]:
-    """Return the list of files itself; UnsaveableError if a guest has made it too long to be recorded. Blocks."""
+    """Return ``files``. Raises UnsaveableError if the guest made the list too long for a document. Blocks."""
     size = len(json.dumps(files, indent=1))
     if size > MOST_RECORDED:
         problem = f"the list of the {len(files):,} files that it uses has {size:,} bytes, {MOST_RECORDED:,} at most"
@@ -55,14 +59,14 @@ def recorded(
     contents: Mapping[str, Any],
     seconds: float,
 ) -> Checkpoint:
-    """An image that was stored, with all that a server must have to bring it back."""
+    """Return the checkpoint of a stored image, with everything that a server needs to restore it. Blocks."""
     return Checkpoint(
         artifact=artifact,
         runsc_version=sandbox.runsc.version,
         runsc_sha256=sandbox.runsc.sha256,
         platform=sandbox.platform,
         architecture=os.uname().machine,
-        cpu_features=environment.cpu_features(),
+        cpu_features=compatibility.cpu_features(),
         spec=sandbox.spec,
         files=files,
         contents=contents,

@@ -1,4 +1,4 @@
-"""Checkpoints in storage: putting an image there, getting it back verified, and whether it fits this server."""
+"""Store images of checkpoints, fetch and verify them, and find obstacles to restoring them on this server."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from . import environment
-from .bundle import BundleSpec, windows
-from .errors import CorruptObjectError, MetadataError, ObjectNotFoundError
-from .fingerprints import Fingerprints
+from ..errors import CorruptObjectError, MetadataError, ObjectNotFoundError
+from ..gvisor.bundle import BundleSpec, windows
+from ..gvisor.runsc import Runsc
+from ..storage.base import Advance, ObjectStore
+from . import compatibility
+from .digest_cache import Fingerprints
 from .metadata import Checkpoint, GCSArtifact
-from .runsc import Runsc
-from .storage.base import Advance, ObjectStore
 
 NAME = re.compile(r"[A-Za-z0-9_-]+/")
 IMAGE_FILES = ("checkpoint.img", "pages.img", "pages_meta.img")
 
 
 def now() -> str:
-    """The present time as documents have it."""
+    """Return the current time in the format of documents."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def new_name() -> str:
-    """A name that no checkpoint has had; by name they are in the order of their making."""
+    """Return a unique name for a checkpoint; names sort by time."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid4().hex[:8]}"
 
 
 def save(store: ObjectStore, prefix: str, image: Path, advance: Advance) -> GCSArtifact:
-    """Upload an image's files below ``prefix``. Blocks."""
+    """Upload an image's files below ``prefix`` and return the artifact. Blocks."""
     files = {path.name: store.upload(path, prefix + path.name, advance) for path in sorted(image.iterdir())}
     return GCSArtifact(prefix, now(), files)
 
 
 def fetch(store: ObjectStore, artifact: GCSArtifact, folder: Path, advance: Advance) -> Path:
-    """A folder with the verified image: the stored one itself, or a copy in ``folder``. Blocks."""
+    """Return the folder of the verified image: the stored one itself, or a copy in ``folder``. Blocks.
+
+    Raises CorruptObjectError if a file is missing or damaged.
+    """
     try:
         in_place = [store.in_place(artifact.name + name, record) for name, record in artifact.files.items()]
         if in_place and all(in_place) and (first := in_place[0]):
@@ -50,7 +53,7 @@ def fetch(store: ObjectStore, artifact: GCSArtifact, folder: Path, advance: Adva
 
 
 def copy(store: ObjectStore, artifact: GCSArtifact, folder: Path, prefix: str, advance: Advance) -> GCSArtifact:
-    """Store the same image once more below ``prefix``, through the new ``folder``. Blocks."""
+    """Store a copy of an image below ``prefix`` by way of the new ``folder``, and return its artifact. Blocks."""
     folder.mkdir()
     for name, record in artifact.files.items():
         store.download(artifact.name + name, record, folder / name)
@@ -58,7 +61,7 @@ def copy(store: ObjectStore, artifact: GCSArtifact, folder: Path, prefix: str, a
 
 
 def check_names(artifact: GCSArtifact, prefix: str) -> None:
-    """Refuse a document that names anything but an image's files below ``prefix``."""
+    """Raise MetadataError unless ``artifact`` names only an image's files below ``prefix``."""
     named_well = artifact.name.startswith(prefix) and NAME.fullmatch(artifact.name.removeprefix(prefix))
     if not named_well or not set(artifact.files) <= set(IMAGE_FILES):
         names = ", ".join(sorted(artifact.files))
@@ -72,11 +75,11 @@ def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:
         found.append(f"it was made by runsc {checkpoint.runsc_version}, and this is {runsc.version}")
     elif checkpoint.runsc_sha256 != runsc.sha256:
         found.append(f"it was made by another build of runsc {runsc.version} than {runsc.path}")
-    return found + environment.missing_cpu_features(checkpoint.architecture, checkpoint.cpu_features)
+    return found + compatibility.missing_cpu_features(checkpoint.architecture, checkpoint.cpu_features)
 
 
 def file_obstacles(checkpoint: Checkpoint, spec: BundleSpec, fingerprints: Fingerprints) -> list[str]:
     """Return which files that ``checkpoint`` depends on differ in a sandbox of ``spec``, as clauses. Blocks."""
     sources = (mount.source for mount in windows(spec) if mount.source)
     missing = [f"{path}, which it sees, is not there" for path in sources if not os.path.exists(path)]
-    return missing + environment.differences(environment.from_json(checkpoint.files), spec, fingerprints)
+    return missing + compatibility.differences(compatibility.from_json(checkpoint.files), spec, fingerprints)

@@ -1,8 +1,8 @@
-"""What a checkpoint needs of the machine it is restored on: the host's files that are in use, and the CPU's features.
+"""Compare the files and CPU features that a checkpoint needs with those of this machine.
 
-Only files in use count, and only by their bytes: a package installed beside them, a touched file and the same
-environment on another machine are no obstacle. The sandbox itself says what it uses, and is not believed: a path of
-its leads nowhere but into the folders that it was given, and what it says is bounded.
+Only files in use are compared, and only their bytes: an additional package, a touched file or the same environment on
+another machine does not prevent a restore. The guest reports its files in use. The report is untrusted: each path is
+resolved only within the sandbox's own mounts, and the length of the report is limited.
 """
 
 from __future__ import annotations
@@ -17,72 +17,91 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from errno import ENOENT
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, TypeVar
 
-from .bundle import BundleSpec, Mount, windows
-from .errors import GuestError, MetadataError
-from .fingerprints import LARGE, Fingerprints
-from .folders import within
-from .guesttool import GuestTool
-from .gvisor import GVisorSandbox
-from .storage.base import DIGEST
-from .workers import bulk
+from ..errors import GuestError, MetadataError
+from ..gvisor.bundle import BundleSpec, Mount, windows
+from ..gvisor.guest_tool import GuestTool
+from ..gvisor.mounts import within
+from ..gvisor.sandbox import GVisorSandbox
+from ..storage.base import DIGEST
+from ..workers import bulk
+from .digest_cache import LARGE, SAMPLE, SAMPLES, Fingerprints
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 USES = ("mapped", "shared", "open", "folder")
 STATES = ("deleted", "", "lost")
-"""From the best to the worst; a path that is reported in several is in the worst of them."""
+"""From best to worst; a path that is reported with several states gets the worst."""
 MOST_FILES = 1 << 14
 MOST_TEXT = 1 << 23
 MOST_BYTES = 1 << 35
-"""How much of the host's files a sandbox can make us hash."""
+"""Maximum bytes to hash for one sandbox in folders that it cannot write to."""
+WHOLE = 1 << 26
+"""Bytes above which a file in a folder that the sandbox can write to is identified by its size and by samples."""
+MOST_WRITABLE_BYTES = 1 << 32
+"""Maximum bytes to hash in folders that the sandbox can write to, where it can create any number of files of any
+size: a few seconds of work."""
 LONGEST_PATH = 4096
 THREADS = 4
 CPU_FEATURES = re.compile(
     r"mmx|fxsr|s?sse.*|pni|avx.*|amx.*|v?aes|v?pclmulqdq|sha.*|sm3|sm4|gfni|fma4?|f16c|bmi.|abm|popcnt|adx|movbe"
     r"|movdir.*|rdrand|rdseed|rdpid|rdtscp|fsgsbase|xsave.*|clflush.*|clwb|cx8|cx16|cmov|lahf_lm|3dnow.*|xop|tbm|rtm|hle"
 )
-"""What programs use of an x86 CPU; the other flags are the kernel's own business, and change with its version."""
+"""The x86 CPU flags that programs use. The other flags concern only the Linux kernel and change with its version."""
 
 
 @dataclass(frozen=True)
 class FilePrint:
-    """A file of the host that a sandbox uses, and by what it is known again.
+    """A host file that a sandbox uses, and the data that identifies it.
 
     ``use`` is "mapped" (privately: a library), "shared" (a mapping that follows the file), "open" or "folder".
-    ``state`` is empty, or what became of the file while it was used: "deleted" by the sandbox itself, as far as can be
-    told (not every runsc can save that), or "lost", which is removed or replaced by others. An empty ``digest`` means
-    that the file must be there, with whatever bytes.
+    ``state`` is empty if the file was unchanged, "deleted" if the sandbox itself seems to have deleted it while in use
+    (not every runsc can save that), or "lost" if others removed or replaced it. An empty ``digest`` means that the file
+    must exist, with any bytes. The digest of a ``sampled`` file covers its size and some of its bytes.
     """
 
     use: str
     state: str = ""
     size: int = 0
     digest: str = ""
+    sampled: bool = False
 
 
 Prints = Mapping[str, FilePrint]
-"""By the path in the sandbox."""
+"""Files in use by their path in the sandbox."""
 
 
 async def inventory(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[str, FilePrint]:
-    """The host's files that the processes of a running sandbox use; GuestError if it does not say, or too much."""
+    """Return the host files that the processes of a running sandbox use.
+
+    Raises GuestError if the guest sends no valid list, or one that is too long.
+    """
     text = bytearray()
-    async with GuestTool.run(sandbox, "The list of files in use", "inventory.py") as tool:
+    async with GuestTool.run(sandbox, "The list of files in use", "open_files.py") as tool:
         async for piece in tool.output():
             text += piece
             if len(text) > MOST_TEXT:
                 raise GuestError(f"The sandbox says that more files are in use than fit into {MOST_TEXT:,} bytes.")
         await tool.finish()
-    return await bulk(examine, bytes(text), sandbox.spec, fingerprints)
+    given_up = Event()
+    try:
+        return await bulk(examine, bytes(text), sandbox.spec, fingerprints, given_up)
+    finally:
+        given_up.set()
 
 
-def examine(text: bytes, spec: BundleSpec, fingerprints: Fingerprints) -> dict[str, FilePrint]:
-    """The prints of the files that a guest says it uses, as far as they are the host's. Blocks."""
+def examine(
+    text: bytes, spec: BundleSpec, fingerprints: Fingerprints, given_up: Event | None = None
+) -> dict[str, FilePrint]:
+    """Return the prints of those files in the guest's report ``text`` that are host files. Blocks.
+
+    Raises GuestError if they are too many or too large, GivenUpError soon after ``given_up`` is set.
+    """
     views, budget = _windows(spec), _Budget()
+    unwanted = given_up or Event()
 
     def look(sighting: tuple[str, str, str]) -> tuple[str, FilePrint] | None:
         path, use, state = sighting
@@ -94,23 +113,26 @@ def examine(text: bytes, spec: BundleSpec, fingerprints: Fingerprints) -> dict[s
         try:
             with _opened(path, window, use) as file:
                 if use == "mapped" or (use != "folder" and not window.writable):
-                    size = budget.spend(file)
-                    return path, FilePrint(use, "", size, fingerprints.of(file))
+                    size = os.fstat(file).st_size
+                    sampled = window.writable and size > WHOLE
+                    budget.spend(size, sampled, window.writable)
+                    digest = fingerprints.of(file, sampled, lambda: not unwanted.is_set())
+                    return path, FilePrint(use, "", size, digest, sampled)
                 return path, FilePrint(use)
         except OSError:
-            return None  # there is nothing here by which it could be known again
+            return None  # nothing on the host identifies it
 
     return dict(filter(None, _for_each(look, _sightings(text), fingerprints)))
 
 
 def unsaveable(prints: Prints) -> list[str]:
-    """Why a sandbox with these files would not wake up as it was, were it saved now: clauses that name the files."""
+    """Return why a sandbox that uses these files could not be restored unchanged: one clause for each lost file."""
     lost = sorted(path for path, used in prints.items() if used.state == "lost")
     return [f"{shown(path)}, which it has in memory, was removed or replaced while it ran" for path in lost]
 
 
 def differences(recorded: Prints, spec: BundleSpec, fingerprints: Fingerprints) -> list[str]:
-    """What of ``recorded`` is not so here, for a sandbox of ``spec``: clauses that name the files. Blocks."""
+    """Return how the ``recorded`` files differ in a sandbox of ``spec`` on this machine: a clause for each. Blocks."""
     views, budget = _windows(spec), _Budget()
 
     def look(item: tuple[str, FilePrint]) -> str | None:
@@ -122,9 +144,12 @@ def differences(recorded: Prints, spec: BundleSpec, fingerprints: Fingerprints) 
             return f"{shown(path)} is in none of the folders that it sees here"
         try:
             with _opened(path, window, used.use) as file:
-                if not used.digest or (budget.spend(file) == used.size and fingerprints.of(file) == used.digest):
+                if not used.digest:
                     return None
-                return f"{shown(path)} is not the same as it was"
+                size = os.fstat(file).st_size
+                budget.spend(size, used.sampled, window.writable)
+                same = size == used.size and fingerprints.of(file, used.sampled) == used.digest
+                return None if same else f"{shown(path)} is not the same as it was"
         except FileNotFoundError:
             return f"{shown(path)} is not there"
         except OSError as error:
@@ -142,12 +167,16 @@ def _for_each(look: Callable[[T], R], items: Iterable[T], fingerprints: Fingerpr
 
 
 def to_json(prints: Prints) -> dict[str, Any]:
-    """``prints`` for a document."""
-    return {path: asdict(used) for path, used in prints.items()}
+    """Return ``prints`` for a document. ``sampled`` is written only if true: older versions refuse the key."""
+    documents = {path: asdict(used) for path, used in prints.items()}
+    for document in documents.values():
+        if not document["sampled"]:
+            del document["sampled"]
+    return documents
 
 
 def from_json(document: object) -> dict[str, FilePrint]:
-    """The prints that a document has; MetadataError if it has none such."""
+    """Return the prints in a document. Raises MetadataError if they are malformed."""
     if not isinstance(document, Mapping) or len(document) > MOST_FILES:
         raise MetadataError("The list of files in use is not one.")
     return {_checked_path(path): _checked(path, value) for path, value in document.items()}
@@ -170,6 +199,7 @@ def _checked(path: str, value: object) -> FilePrint:
             and (not found.digest or DIGEST.fullmatch(found.digest))
             and type(found.size) is int
             and found.size >= 0
+            and type(found.sampled) is bool
         )
     except TypeError:
         sound = False
@@ -178,11 +208,14 @@ def _checked(path: str, value: object) -> FilePrint:
     return found
 
 
-# -- from a path in the sandbox to a file of the host --------------------------------------------------------------
+# -- resolve a path in the sandbox to a host file --------------------------------------------------------------------
 
 
 def _sightings(text: bytes) -> Iterator[tuple[str, str, str]]:
-    """What the guest said, without what cannot be meant; GuestError if it makes no sense at all."""
+    """Return the guest's report as (path, use, state), each path once and only usable paths.
+
+    Raises GuestError if the report is malformed or too long.
+    """
     try:
         sightings = json.loads(text)
         if len(sightings) > MOST_FILES:
@@ -205,22 +238,23 @@ def _usable(path: str) -> bool:
 
 
 def _windows(spec: BundleSpec) -> list[Mount]:
-    """The mounts with their sources' links followed, the innermost first."""
+    """Return the mounts with links in their sources resolved, innermost first."""
     mounts = [mount._replace(source=mount.source and os.path.realpath(mount.source)) for mount in windows(spec)]
     return sorted(mounts, key=lambda mount: len(mount.destination), reverse=True)
 
 
 def _window(path: str, views: Iterable[Mount]) -> Mount | None:
-    """The mount through which the sandbox sees ``path``, if that is a file of the host's."""
+    """Return the mount through which the sandbox sees ``path``; None if that is not a host file."""
     window = next((mount for mount in views if within(path, mount.destination)), None)
     return window if window and window.source else None
 
 
 @contextmanager
 def _opened(path: str, window: Mount, use: str) -> Iterator[int]:
-    """An O_PATH descriptor of what ``path`` is on the host, which cannot lead out of ``window``: no link is followed.
+    """Open the host file behind ``path`` with O_PATH. No link is followed, so that it cannot lead out of ``window``.
 
-    A path that the guest reports has none in it, unless it means to mislead. FileNotFoundError for what else is there.
+    Paths in an honest report contain no links. Raises FileNotFoundError if ``path`` contains a link or is not of the
+    type that ``use`` requires.
     """
     path = window.source + path[len(window.destination) :]
     file = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -235,24 +269,27 @@ def _opened(path: str, window: Mount, use: str) -> Iterator[int]:
 
 
 class _Budget:
-    """How much we may yet be made to read."""
+    """The bytes that may still be read, in folders that the sandbox can write to (True) and in others (False)."""
 
     def __init__(self) -> None:
-        self._left = MOST_BYTES
+        self._most = {True: MOST_WRITABLE_BYTES, False: MOST_BYTES}
+        self._left = dict(self._most)
         self._lock = Lock()
 
-    def spend(self, file: int) -> int:
-        """The size of ``file``, if reading it is not too much."""
-        size = os.fstat(file).st_size
+    def spend(self, size: int, sampled: bool, writable: bool) -> None:
+        """Count a file of ``size`` bytes. Raises GuestError if the budget is exceeded."""
         with self._lock:
-            self._left -= min(size, LARGE)
-            if self._left < 0:
-                raise GuestError(f"The sandbox uses more than {MOST_BYTES:,} bytes of files, which are not compared.")
-        return size
+            self._left[writable] -= SAMPLES * SAMPLE if sampled else min(size, LARGE)
+            if self._left[writable] < 0:
+                where = " of folders that it can write to" if writable else ""
+                problem = (
+                    f"The sandbox uses more than {self._most[writable]:,} bytes of files{where}, which are too many"
+                )
+                raise GuestError(f"{problem} to compare. Close some that the notebook has mapped into memory.")
 
 
 def shown(path: str) -> str:
-    """A path from outside, fit for a message."""
+    """Return an untrusted path in printable form, for a message."""
     return path if path.isprintable() else ascii(path)
 
 
@@ -260,7 +297,7 @@ def shown(path: str) -> str:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """What programs may have found this machine's CPU able to do, sorted."""
+    """Return the features of this machine's CPU that programs may use, sorted."""
     for line in cpuinfo.read_text().splitlines():
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -270,7 +307,10 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 
 def missing_cpu_features(architecture: str, features: Sequence[str]) -> list[str]:
-    """What of a recorded CPU this machine's lacks, as clauses. gVisor has the last word, and says less."""
+    """Return why this machine's CPU does not suffice: another architecture or missing features, as clauses.
+
+    gVisor checks the features again at a restore, with a less detailed message.
+    """
     here = os.uname().machine
     if architecture != here:
         return [f"it was made on {shown(architecture[:50])}, and this is {here}"]

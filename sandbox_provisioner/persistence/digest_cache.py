@@ -1,8 +1,8 @@
-"""Fingerprints: hashes of files' contents, remembered between runs, so that to ask again costs a look at the inode.
+"""Cache hashes of file contents between runs, so that a known file costs one fstat.
 
-A file is known by its device, inode, size and both times. Its user can set the one (mtime) and not the other (ctime),
-so a file that was written to is another file here. One that was changed just now is not remembered, because its next
-change may carry the same times.
+A file is identified by its device, inode, size, mtime and ctime. Users can set mtime but not ctime, so every write
+changes the identity. The hash of a file that changed a moment ago is not cached, because its next change may have the
+same times.
 """
 
 from __future__ import annotations
@@ -12,29 +12,39 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
-from .storage.base import DIGEST
-from .storage.parts import READ_SIZE
+from ..storage.base import DIGEST
+from ..storage.parts import READ_SIZE
 
 NAME = "fingerprints.json"
-KEY = re.compile(r"[0-9]+(:-?[0-9]+){4}")
+KEY = re.compile(r"[0-9]+(:-?[0-9]+){4}s?")
 LARGE = 1 << 30
-"""Of a file larger than this, ``SAMPLES`` pieces at even distances are hashed, with its size."""
+"""Bytes above which only the size and ``SAMPLES`` evenly spaced pieces of a file are hashed, not all of it."""
 SAMPLES = 64
 PIECE = 1 << 20
+SAMPLE = 1 << 16
+"""Bytes of each piece if the caller asks for samples; otherwise ``PIECE``."""
 SETTLED = 3_000_000_000
-"""Nanoseconds for which a file must have been left alone."""
+"""Nanoseconds since the last change of a file after which its hash is cached."""
 MOST_ENTRIES = 1 << 14
 MOST_BYTES = MOST_ENTRIES * 200
 
 
+class GivenUpError(Exception):
+    """The caller no longer needs the hash."""
+
+
+def _always() -> bool:
+    return True
+
+
 class Fingerprints:
-    """The hashes that are remembered in ``folder``, which is made on demand. For use from any number of threads."""
+    """A cache of hashes in ``folder``, which is made on demand. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
@@ -42,26 +52,30 @@ class Fingerprints:
         self._known: dict[str, str] | None = None
         self._unsaved = False
 
-    def of(self, descriptor: int) -> str:
-        """The SHA-256 of the regular file behind ``descriptor``, which may be one of O_PATH; OSError as it happens."""
-        key = _key(descriptor)
+    def of(self, descriptor: int, sampled: bool = False, wanted: Callable[[], bool] = _always) -> str:
+        """Return the SHA-256 of the regular file behind ``descriptor``, which may be an O_PATH descriptor.
+
+        If ``sampled``, hash only its size and ``SAMPLES`` short pieces. Raises GivenUpError once ``wanted`` returns
+        False, and OSError.
+        """
+        key = _key(descriptor) + ("s" if sampled else "")
         with self._lock:
             if self._known is None:
                 self._known = _load(self._path)
             digest = self._known.pop(key, None)
             if digest:
-                self._known[key] = digest  # the last used is the last to be forgotten
+                self._known[key] = digest  # move it to the end: ``save`` drops the least recently used
                 return digest
         with open(f"/proc/self/fd/{descriptor}", "rb", buffering=0) as file:
-            digest = _digest(file.fileno())
-        if _key(descriptor) == key and time.time_ns() - os.fstat(descriptor).st_ctime_ns > SETTLED:
+            digest = _digest(file.fileno(), sampled, wanted)
+        if _key(descriptor) == key.rstrip("s") and time.time_ns() - os.fstat(descriptor).st_ctime_ns > SETTLED:
             with self._lock:
                 self._known[key] = digest
                 self._unsaved = True
         return digest
 
     def save(self) -> None:
-        """Remember what is new. That this fails is no reason for anything else to fail."""
+        """Write new hashes to disk. Errors of the disk are ignored: the cache only saves time."""
         with self._lock:
             if not self._unsaved or self._known is None:
                 return
@@ -87,29 +101,33 @@ def _key(descriptor: int) -> str:
     return ":".join(map(str, parts))
 
 
-def _digest(descriptor: int) -> str:
-    """As many bytes as the file has now: one that grows as fast as it is read does not keep us for ever."""
+def _digest(descriptor: int, sampled: bool, wanted: Callable[[], bool]) -> str:
+    """Hash up to the size that the file has now: a file that grows as fast as it is read would never end."""
     size = os.fstat(descriptor).st_size
     hashing = hashlib.sha256()
-    if size > LARGE:
+    if size > LARGE or sampled:
         hashing.update(str(size).encode())
-    for offset in _offsets(size):
-        end = min(offset + PIECE, size)
+    for offset, end in _pieces(size, sampled):
+        if not wanted():
+            raise GivenUpError
         while offset < end and (data := os.pread(descriptor, min(READ_SIZE, end - offset), offset)):
             hashing.update(data)
             offset += len(data)
     return hashing.hexdigest()
 
 
-def _offsets(size: int) -> Iterator[int]:
-    if size <= LARGE:
-        yield from range(0, size, PIECE)
+def _pieces(size: int, sampled: bool) -> Iterator[tuple[int, int]]:
+    """Yield the start and end offset of each piece to hash."""
+    length = SAMPLE if sampled else PIECE
+    if sampled or size > LARGE:
+        starts = ((size - length) * sample // (SAMPLES - 1) for sample in range(SAMPLES))
+        yield from ((max(start, 0), min(max(start, 0) + length, size)) for start in starts)
     else:
-        yield from ((size - PIECE) * sample // (SAMPLES - 1) for sample in range(SAMPLES))
+        yield from ((start, min(start + length, size)) for start in range(0, size, length))
 
 
 def _load(path: Path) -> dict[str, str]:
-    """What is remembered there; nothing, if that is not what save() wrote."""
+    """Return the hashes in the file at ``path``, without malformed entries; empty if it is unreadable or too large."""
     try:
         with open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)

@@ -1,8 +1,8 @@
-"""Ledger: a sandbox's metadata.json in the hands of its tenant, changed only by compare-and-swap.
+"""Read and change a sandbox's metadata.json by fenced compare-and-swap.
 
-The swap is the fence. Whoever gets the lease writes its token into the document, which changes the generation; a server
-that was away for longer than its lease finds another's token there, and can change nothing any more. Each document that
-is written is signed with the user's key, and each that is read is verified.
+The swap is the fence. The server that acquires the lease writes the lease's token into the document, which changes the
+generation. A server that was suspended for longer than its lease finds another token there and can change nothing any
+more. Each document is signed with the user's key when written and verified when read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from . import metadata
-from .errors import (
+from ..errors import (
     ConflictError,
     FencedError,
     ObjectNotFoundError,
@@ -20,21 +19,25 @@ from .errors import (
     SandboxNotFoundError,
     UnsaveableError,
 )
-from .journal import JOURNAL, Entry, What
-from .lock.base import Lease
+from ..events import JOURNAL, Entry, What
+from ..lock.base import Lease
+from ..storage.base import NEW, ObjectInfo, ObjectStore
+from . import metadata
 from .metadata import GCSSandboxMetadata, Summary, Tenancy
 from .signing import Signer
-from .storage.base import NEW, ObjectInfo, ObjectStore
 
 Change = Callable[[GCSSandboxMetadata], GCSSandboxMetadata]
 
 ATTEMPTS = 10
 MOST_DOCUMENT = 48 << 20
-"""Bytes that a change may make of a document: those who read it need several times as much memory."""
+"""Maximum bytes of a changed document: reading it takes several times as much memory."""
 
 
 class Ledger:
-    """The present ``metadata`` of a sandbox that this server has the lease of. Use a factory."""
+    """The current ``metadata`` of a sandbox whose lease this server holds, and the only way to change it.
+
+    Owned by a SandboxHandle, or by an operation in ``sandbox.detached``. Made by ``create`` or ``open``.
+    """
 
     def __init__(
         self,
@@ -52,14 +55,14 @@ class Ledger:
         self._name = name
         self.generation = info.generation
         self.size = info.size
-        """The document's bytes in storage."""
+        """Size of the stored document in bytes."""
         self._swapping = asyncio.Lock()
 
     @classmethod
     async def create(
         cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, first: GCSSandboxMetadata
     ) -> Ledger:
-        """Write the first document, with the lease's token; SandboxExistsError if there is one."""
+        """Write the first document, with the lease's token. Raises SandboxExistsError if a document exists."""
         ours = replace(first, tenancy=_tenancy(lease))
 
         def encode_and_write() -> ObjectInfo:
@@ -74,30 +77,31 @@ class Ledger:
 
     @classmethod
     async def open(cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, sandbox_id: str) -> Ledger:
-        """Read the document as it is. It is not ours before ``sign``. The errors are those of ``load``."""
+        """Read the document as it is; call ``sign`` before ``change``. Raises the errors of ``load``."""
         current, info = await asyncio.to_thread(load, store, signer, name, sandbox_id)
         return cls(store, signer, name, lease, current, info)
 
     async def sign(self) -> None:
-        """Make the document ours, so that nobody who had it before can change it."""
+        """Write this lease's token into the document, so that earlier owners can no longer change it."""
         async with self._swapping:
             for _ in range(ATTEMPTS):
                 try:
                     return await self._write(replace(self.metadata, tenancy=_tenancy(self.lease)))
-                except ConflictError:  # the last words of the tenant before us
+                except ConflictError:  # the previous owner wrote once more
                     await self._reload()
             raise self._fenced()
 
     async def change(self, change: Change, most: int = MOST_DOCUMENT) -> None:
-        """Replace the document by what ``change`` makes of it; FencedError if it is not ours any more.
+        """Replace the document with the result of ``change``, which may be called several times.
 
-        UnsaveableError if it would grow to more than ``most`` bytes.
+        Raises FencedError if the document has another owner's token, UnsaveableError if it would grow to more than
+        ``most`` bytes.
         """
         async with self._swapping:
             for _ in range(ATTEMPTS):
                 try:
                     return await self._write(change(self.metadata), most)
-                except ConflictError:  # either another's, or ours, of which we never heard that it had succeeded
+                except ConflictError:  # another server's write, or our own whose response was lost
                     await self._reload()
                     tenancy = self.metadata.tenancy
                     if tenancy is None or tenancy.token != self.lease.token:
@@ -105,7 +109,7 @@ class Ledger:
             raise self._fenced()
 
     async def pass_on(self, lease: Lease) -> None:
-        """Go on under another lease of our own; FencedError if the document was another's in between."""
+        """Continue under this server's new lease. Raises FencedError if the document had another owner in between."""
         async with self._swapping:
             await self._reload()
             tenancy = self.metadata.tenancy
@@ -137,9 +141,9 @@ class Ledger:
 
 
 def load(store: ObjectStore, signer: Signer, name: str, sandbox_id: str) -> tuple[GCSSandboxMetadata, ObjectInfo]:
-    """Read a sandbox's document, without any claim to it. Blocks.
+    """Read and verify a sandbox's document; no lease is needed. Blocks.
 
-    SandboxNotFoundError, MetadataError; SignatureError, ForeignSandboxError if it is not this user's to read.
+    Raises SandboxNotFoundError, MetadataError, or SignatureError or ForeignSandboxError if this user may not read it.
     """
     data, info = _read(store, signer, name, sandbox_id)
     document = metadata.decode(data, f"{name} in {store.where}", sandbox_id)
@@ -148,7 +152,7 @@ def load(store: ObjectStore, signer: Signer, name: str, sandbox_id: str) -> tupl
 
 
 def glance(store: ObjectStore, signer: Signer, name: str, sandbox_id: str) -> Summary:
-    """Read what a list shows of a sandbox's document. Blocks. The errors are those of ``load``."""
+    """Read the summary of a sandbox's document for a list. Blocks. Raises the errors of ``load``."""
     data, _ = _read(store, signer, name, sandbox_id)
     summary = metadata.summarise(data, f"{name} in {store.where}", sandbox_id)
     signer.require_access(sandbox_id, summary.user, summary.shared_with)

@@ -1,8 +1,8 @@
-"""metadata.json: all that is known of a persistent sandbox, as a typed, versioned and validated document.
+"""The contents of metadata.json, the document of a persistent sandbox: typed, versioned and validated.
 
-The document is what a compare-and-swap replaces as a whole, so everything here is immutable: ``dataclasses.replace``
-makes the next one. A document of a newer schema is refused, an older one is migrated; whatever is wrong with one is
-a MetadataError that says where.
+A compare-and-swap replaces the document as a whole, so everything here is immutable: ``dataclasses.replace`` makes the
+next version. A document with a newer schema is refused, an older one is migrated. Every defect raises MetadataError
+with the document's location.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from .bundle import BundleSpec, Mount
-from .errors import MetadataError, SavepointNotFoundError
-from .storage.base import FileRecord
+from ..errors import MetadataError, SavepointNotFoundError
+from ..gvisor.bundle import BundleSpec, Mount
+from ..storage.base import FileRecord
 
 SCHEMA = 3
-"""1 has no savepoints: a program that does not know them would collect them as garbage. 2 is not signed: a program that
-does not sign would write what others refuse."""
+"""Version of the document. 2 added savepoints: programs that know only 1 would delete them as garbage. 3 added the
+signature: programs that know only 2 would write unsigned documents, which others refuse."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GCSArtifact:
-    """Files that were stored together under the prefix ``name``, never to be changed: a checkpoint or a snapshot."""
+    """The immutable files of a checkpoint or a file snapshot, stored below the prefix ``name``."""
 
     name: str
     created: str
@@ -34,13 +34,13 @@ class GCSArtifact:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Total size of the files in bytes."""
         return sum(record.size for record in self.files.values())
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A sandbox's memory at one moment, with all that a server must have to bring it back."""
+    """A sandbox's memory at one moment, with everything that a server needs to restore it."""
 
     artifact: GCSArtifact
     runsc_version: str
@@ -50,25 +50,28 @@ class Checkpoint:
     cpu_features: tuple[str, ...]
     spec: BundleSpec
     files: Mapping[str, Any]
-    """The host's files that the sandbox's processes had mapped or open; see environment.py."""
+    """Host files that the sandbox's processes had mapped or open, as JSON of ``compatibility.FilePrint``."""
     contents: Mapping[str, Any]
-    """What runs inside, for those who started it: the kernel's process and its endpoints."""
+    """Description of the processes inside, from the code that started them: the kernel's process and its endpoints."""
     seconds: float
 
     @property
     def created(self) -> str:
-        """When, as ISO 8601."""
+        """Time of the checkpoint, as ISO 8601."""
         return self.artifact.created
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Size of the image in bytes."""
         return self.artifact.size
 
 
 @dataclass(frozen=True)
 class Tenancy:
-    """Which server has the sandbox, and by which lease; ``running`` while its state is newer than any checkpoint."""
+    """The server that owns the sandbox and the token of its lease.
+
+    ``running`` is True while the sandbox's state is newer than any checkpoint.
+    """
 
     token: int
     owner: str
@@ -77,8 +80,10 @@ class Tenancy:
 
 @dataclass(frozen=True)
 class GCSSandboxMetadata:
-    """One sandbox. ``previous`` is kept until ``checkpoint`` has been restored from, and is offered if that fails;
-    ``savepoints`` are kept by their names until somebody deletes them.
+    """The document of one sandbox.
+
+    ``previous`` is kept until ``checkpoint`` has been restored once, and is offered if that fails. ``savepoints`` are
+    kept by name until the user deletes them.
     """
 
     sandbox_id: str
@@ -88,7 +93,7 @@ class GCSSandboxMetadata:
     notebook_path: str = ""
     user: str = ""
     shared_with: tuple[str, ...] = ()
-    """The names of other users who may do with it what ``user`` may."""
+    """Names of other users with the same rights as ``user``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     tenancy: Tenancy | None = None
     checkpoint: Checkpoint | None = None
@@ -97,49 +102,49 @@ class GCSSandboxMetadata:
 
     @property
     def kept(self) -> set[str]:
-        """The artifacts that it needs."""
+        """Names of the artifacts that its checkpoints and savepoints need."""
         checkpoints = (self.checkpoint, self.previous, *self.savepoints.values())
         return {checkpoint.artifact.name for checkpoint in checkpoints if checkpoint}
 
     @property
     def last(self) -> str:
-        """The artifact of its checkpoint; empty if there is none."""
+        """Name of its checkpoint's artifact; empty without a checkpoint."""
         return self.checkpoint.artifact.name if self.checkpoint else ""
 
     @property
     def running(self) -> bool:
-        """Whether it runs somewhere, or did when it was last heard of."""
+        """True if it runs on a server, as last recorded."""
         return self.tenancy is not None and self.tenancy.running
 
     def saved(self, made: Checkpoint, time: str) -> GCSSandboxMetadata:
-        """After a checkpoint: the one before is kept until this one has been restored from."""
+        """Return the document after a checkpoint; the one before is kept as ``previous``."""
         return replace(self.stopped(), checkpoint=made, previous=self.checkpoint, last_used=time)
 
     def started(self, checkpoint: Checkpoint | None, previous: Checkpoint | None, time: str) -> GCSSandboxMetadata:
-        """After a start or a restore, with the checkpoints that are worth keeping then."""
+        """Return the document after a start or a restore, with the checkpoints that are still kept."""
         return replace(self._runs(True), checkpoint=checkpoint, previous=previous, last_used=time)
 
     def savepoint(self, name: str) -> Checkpoint:
-        """The savepoint of that name; SavepointNotFoundError."""
+        """Return the savepoint ``name``. Raises SavepointNotFoundError."""
         if name not in self.savepoints:
             raise SavepointNotFoundError(self.sandbox_id, name, list(self.savepoints))
         return self.savepoints[name]
 
     def with_savepoint(self, name: str, made: Checkpoint) -> GCSSandboxMetadata:
-        """With a savepoint of that name."""
+        """Return the document with a savepoint ``name`` added."""
         return replace(self, savepoints={**self.savepoints, name: made})
 
     def without_savepoint(self, name: str) -> GCSSandboxMetadata:
-        """Without it."""
+        """Return the document without the savepoint ``name``."""
         return replace(self, savepoints={known: made for known, made in self.savepoints.items() if known != name})
 
     def reverted(self, name: str) -> GCSSandboxMetadata:
-        """With the checkpoint before the last as the last, and that as a savepoint."""
+        """Return the document with the previous checkpoint as the latest, and the latest as the savepoint ``name``."""
         kept = self.with_savepoint(name, self.checkpoint) if self.checkpoint else self
         return replace(kept, checkpoint=self.previous, previous=None)
 
     def stopped(self) -> GCSSandboxMetadata:
-        """When it runs no more."""
+        """Return the document of the sandbox after it has ended."""
         return self._runs(False)
 
     def _runs(self, running: bool) -> GCSSandboxMetadata:
@@ -148,7 +153,7 @@ class GCSSandboxMetadata:
 
 
 class Stored(NamedTuple):
-    """A checkpoint, a savepoint or a snapshot as a list shows it; ``created`` is ISO 8601, ``size`` in bytes."""
+    """A checkpoint, savepoint or snapshot in a list. ``created`` is ISO 8601, ``size`` is in bytes."""
 
     created: str
     size: int
@@ -156,7 +161,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a list shows of one sandbox, which is found out in a fraction of the time."""
+    """The part of a document that a list shows; decoded in a fraction of the time of the whole."""
 
     running: bool
     checkpoint: Stored | None
@@ -168,9 +173,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class Note:
-    """What is left with a running sandbox, for those who find it after its server was killed.
+    """A note in a running sandbox's runtime folder, for its recovery after its server was killed.
 
-    ``token`` is its server's in the document, and ``checkpoint`` the artifact that was the last then.
+    ``token`` is the lease token of its server in the document, ``checkpoint`` the name of the latest artifact then.
     """
 
     sandbox_id: str
@@ -183,24 +188,24 @@ class Note:
     container_id: str = ""
 
     def outdated(self, document: GCSSandboxMetadata) -> bool:
-        """Whether another server has gone on without it, and saved what came of that."""
+        """Return True if another server has since opened the sandbox and changed its latest checkpoint."""
         theirs = document.tenancy is not None and document.tenancy.token != self.token
         return self.token is not None and theirs and document.last != self.checkpoint
 
 
 def encode(metadata: GCSSandboxMetadata) -> bytes:
-    """The document as bytes."""
+    """Return the document as bytes, unsigned."""
     return json.dumps({"schema": SCHEMA, **asdict(metadata)}, indent=1).encode()
 
 
 def decode(data: bytes, where: str, sandbox_id: str) -> GCSSandboxMetadata:
-    """The document of ``sandbox_id`` from bytes; MetadataError, naming ``where``, if that is not what they are."""
+    """Return the document in ``data``. Raises MetadataError, with ``where``, if it is not that of ``sandbox_id``."""
     with _understood(where):
         return _metadata(_document_of(sandbox_id, data, where))
 
 
 def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
-    """What a list shows of such a document; MetadataError as for ``decode``, though not all of it is looked at."""
+    """Return the summary of a document. Raises MetadataError as ``decode`` does, but checks only part of it."""
     with _understood(where):
         document = _document_of(sandbox_id, _without_prints(data), where)
         tenancy = _optional(document, "tenancy", _tenancy)
@@ -215,18 +220,18 @@ def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
 
 
 def encode_artifact(artifact: GCSArtifact) -> bytes:
-    """An artifact's own document, where no sandbox's has it."""
+    """Return an artifact as a document of its own: the manifest of a snapshot."""
     return json.dumps({"schema": SCHEMA, **asdict(artifact)}).encode()
 
 
 def decode_artifact(data: bytes, where: str) -> GCSArtifact:
-    """An artifact from its own document; MetadataError as for ``decode``."""
+    """Return the artifact in such a document. Raises MetadataError as ``decode`` does."""
     with _understood(where):
         return _artifact(_document(data, where))
 
 
 def decode_note(value: dict[str, Any], where: str) -> Note:
-    """A note from what JSON made of it; MetadataError as for ``decode``."""
+    """Return the note in a JSON object. Raises MetadataError as ``decode`` does."""
     with _understood(where):
         return Note(
             sandbox_id=_get(value, "sandbox_id", str),
@@ -266,9 +271,10 @@ def _document_of(sandbox_id: str, data: bytes, where: str) -> dict[str, Any]:
 
 
 def _without_prints(data: bytes) -> bytes:
-    """A document less the files in use of its checkpoints, most of its length, as far as ``encode`` indented it.
+    """Return a document without its checkpoints' files in use, which are most of its length.
 
-    No string of JSON's has a line break in it, so the marks are those of the structure.
+    Relies on the indentation that ``encode`` writes. A JSON string contains no line break, so the markers match only
+    the structure.
     """
     head, mark, savepoints = data.partition(b'\n "savepoints": {\n')
     return _cut(head, b"\n  ") + mark + _cut(savepoints, b"\n   ")
@@ -345,7 +351,7 @@ def _file(value: dict[str, Any]) -> FileRecord:
 
 
 def spec_from_json(value: dict[str, Any]) -> BundleSpec:
-    """A BundleSpec from what ``dataclasses.asdict`` and JSON made of one."""
+    """Return the BundleSpec in the JSON form of ``dataclasses.asdict``."""
     environment = {name: _is(text, str) for name, text in _get(value, "environment", dict).items()}
     return BundleSpec(
         python=_get(value, "python", str),

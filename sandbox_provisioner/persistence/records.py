@@ -1,4 +1,4 @@
-"""SandboxRecord: what this machine remembers of a persistent sandbox, as a versioned and validated document."""
+"""Encode and decode SandboxRecord, a user's local record of a persistent sandbox: versioned and validated."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
-from .errors import ConfigurationError, UnreadableRecordError
+from ..errors import ConfigurationError, UnreadableRecordError
 
 VERSION = 1
 LARGEST = 1_000_000
-"""More bytes than any record has."""
+"""Maximum bytes of a record."""
 
 FIELDS = {
     "id": str,
@@ -30,27 +30,27 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class SandboxRecord:
-    """One persistent sandbox: which it is, where it is kept, what it runs and for which notebook."""
+    """The identity, storage, kernel and notebook of a persistent sandbox."""
 
     id: UUID
     storage: str
     """The kind of storage: ``local``, ``mounted`` or ``gcs``."""
     where: str
-    """Which one of that kind: a path or ``gs://bucket/prefix``."""
+    """Location of the storage: a path or ``gs://bucket/prefix``."""
     sandbox_id: str
-    """Its id in that storage."""
+    """The sandbox's id in that storage."""
     kernel_name: str
     settings: Mapping[str, Any]
-    """What its kernel was started with, as JSON has it."""
+    """Settings of the kernel's start; JSON values only."""
     notebook_path: str
     created: datetime
     last_used: datetime
     signed: bool = True
-    """Whether its documents are signed: those of sandboxes that were made before that was done are not at first."""
+    """True if its documents are signed; False for a sandbox from before signatures until its document is signed."""
 
 
 def encode(record: SandboxRecord) -> bytes:
-    """The document as bytes; ConfigurationError if the settings are nothing that JSON can hold."""
+    """Return the record as bytes. Raises ConfigurationError if the settings are not valid JSON values."""
     values = {name: getattr(record, name) for name in FIELDS}
     times = {name: values[name].astimezone(UTC).isoformat() for name in ("created", "last_used")}
     own = {"id": str(record.id), "settings": dict(record.settings), "signed": record.signed}
@@ -63,7 +63,7 @@ def encode(record: SandboxRecord) -> bytes:
 
 
 def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
-    """The record of ``identity`` from bytes; UnreadableRecordError, naming ``path``, if that is not what they are."""
+    """Return the record in ``data``. Raises UnreadableRecordError, with ``path``, if it is not that of ``identity``."""
     try:
         if len(data) > LARGEST:
             raise ValueError(f"it has {len(data)} bytes")

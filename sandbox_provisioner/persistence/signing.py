@@ -1,10 +1,10 @@
-"""Sign documents in storage with a key of the user's, and refuse those that are not signed with it.
+"""Sign documents in storage with the user's key, and refuse documents that are not signed with it.
 
-Everybody who can write to a bucket or a shared folder can write a sandbox's ``metadata.json`` or a snapshot's manifest.
-The signature is an HMAC-SHA256 of the document's bytes and of its name in storage, so that a document can be neither
-changed nor put in another's place. It stands in the document itself, as the first member of the JSON object, because
-both must change in one compare-and-swap. An older document of the same sandbox has a valid signature: a MAC alone does
-not detect that it was put back.
+Everyone who can write to a bucket or a shared folder can write a sandbox's ``metadata.json`` or a snapshot's manifest.
+The signature is an HMAC-SHA256 of the document's bytes and its name in storage, so that a document can be neither
+changed nor moved to another name. The signature is the first member of the JSON object, because document and signature
+must change in one compare-and-swap. A replay is not detected: an older document of the same sandbox has a valid
+signature.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from functools import cached_property
 from pathlib import Path
 from uuid import UUID
 
+from ..config import SHORTEST_KEY, SIGNING_KEY, GCSConfig, user_name
+from ..errors import ConfigurationError, ConflictError, ForeignSandboxError, SandboxError, SignatureError
+from ..storage.base import NEW
+from ..storage.disk import READ, closing
+from ..storage.local import LocalStore
 from . import records
-from .config import SHORTEST_KEY, SIGNING_KEY, GCSConfig, user_name
-from .errors import ConfigurationError, ConflictError, ForeignSandboxError, SandboxError, SignatureError
 from .records import SandboxRecord
-from .storage.base import NEW
-from .storage.disk import READ, closing
-from .storage.local import LocalStore
 
 KEY, REGISTRY = "key", "registry"
 LONGEST = 4096
-"""Characters that a key has at most."""
+"""Maximum characters of a key."""
 PURPOSE = b"sandbox-provisioner document 1"
 SIGNATURE = re.compile(rb'\{\n "signature": "([0-9a-f]{16}) ([0-9a-f]{64})",')
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class EarlierSandboxes:
-    """The user's sandboxes from before documents were signed, each until its document is signed.
+    """The user's sandboxes from before documents were signed, as long as their documents are unsigned.
 
-    The user's own registry knows them: its records say of each newer sandbox that it has been signed.
+    Their records in the user's own registry do not have ``signed`` set.
     """
 
     def __init__(self, registry: Path) -> None:
@@ -52,7 +52,7 @@ class EarlierSandboxes:
         return any(self._find(sandbox_id))
 
     def discard(self, sandbox_id: str) -> None:
-        """Record that the documents of a sandbox are signed from now on. Blocks."""
+        """Record that the documents of a sandbox are now signed. Blocks."""
         while found := next(self._find(sandbox_id), None):
             record, name, generation = found
             try:
@@ -68,13 +68,13 @@ class EarlierSandboxes:
                     continue
                 record = records.decode(data, UUID(info.name.removesuffix(".json")), info.name)
             except (SandboxError, ValueError):
-                continue  # what cannot be read proves nothing
+                continue  # an unreadable record proves nothing
             if record.sandbox_id == sandbox_id and not record.signed:
                 yield record, info.name, found.generation
 
 
 class Signer:
-    """Signs documents for one user, and checks those that are read. The key is read when it is first needed."""
+    """Signer and verifier of the current user's documents. The key is read on first use."""
 
     def __init__(self, config: GCSConfig) -> None:
         self.user = user_name()
@@ -82,13 +82,14 @@ class Signer:
         self._config = config
 
     def sign(self, name: str, data: bytes) -> bytes:
-        """Return the document ``data``, a JSON object, with the signature that it has as the object ``name``."""
+        """Return the JSON object ``data`` with its signature for the object name ``name``."""
         return b'{\n "signature": "%s %s",' % (_id(self._key), _mac(self._key, name, data)) + data[1:]
 
     def verify(self, name: str, where: str, sandbox_id: str, data: bytes) -> None:
-        """Raise SignatureError unless the document ``data`` was signed, as the object ``name``, with our key.
+        """Raise SignatureError unless the document ``data`` was signed with the user's key for the object ``name``.
 
-        An unsigned document is accepted if the user's registry knows the sandbox from before documents were signed.
+        With ``trust_storage`` every document is accepted, with a warning. An unsigned document is accepted if it names
+        no other user and the user's registry knows the sandbox from before documents were signed.
         """
         found = SIGNATURE.match(data)
         known = {_id(key): key for key in self._accepted}
@@ -98,15 +99,15 @@ class Signer:
         if self._config.trust_storage:
             log.warning("Sandbox %s: %s in %s is not signed with this key; accepted", sandbox_id, name, where)
         elif not found:
-            if not self._claims_us(data) or sandbox_id not in self.earlier:
-                raise SignatureError.unsigned(name, where, foreign=not self._claims_us(data))
+            if not self.names_us(data) or sandbox_id not in self.earlier:
+                raise SignatureError.unsigned(name, where, foreign=not self.names_us(data))
         elif found[1] not in known:
-            raise SignatureError.other_key(name, where, found[1].decode(), _id(self._key).decode(), str(self._key_file))
+            raise SignatureError.other_key(name, where, found[1].decode(), _id(self._key).decode())
         else:
             raise SignatureError.changed(name, where)
 
     def require_access(self, sandbox_id: str, user: str, shared_with: Sequence[str]) -> None:
-        """Raise ForeignSandboxError unless a sandbox is ours or is shared with us."""
+        """Raise ForeignSandboxError unless a sandbox is the user's own or shared with them."""
         if user and user != self.user and self.user not in shared_with:
             raise ForeignSandboxError(sandbox_id, user, self.user)
 
@@ -116,7 +117,7 @@ class Signer:
 
     @cached_property
     def _accepted(self) -> list[bytes]:
-        """The keys of the user's: a key that the variable replaced signed what was kept before."""
+        """The user's keys: the current one, and the key file that SANDBOX_SIGNING_KEY replaced, for older documents."""
         replaced = self._config.signing_key and os.path.lexists(self._key_file)
         return [self._key, *([read_or_make_key(self._key_file).encode()] if replaced else [])]
 
@@ -124,17 +125,31 @@ class Signer:
     def _key_file(self) -> Path:
         return self._config.own / KEY
 
-    def _claims_us(self, data: bytes) -> bool:
-        """Return whether an unsigned document names no user but us. One that cannot be read names none."""
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError):
-            return True
-        return not isinstance(document, dict) or document.get("user", "") in ("", self.user)
+    @property
+    def has_key(self) -> bool:
+        """True if a key exists; without one, stored documents cannot be verified."""
+        return bool(self._config.signing_key) or os.path.lexists(self._key_file)
+
+    def require_usable_key(self) -> None:
+        """Read the keys, and make one if none exists. Blocks. Raises ConfigurationError if a key cannot be used."""
+        _ = self._accepted
+
+    def names_us(self, data: bytes) -> bool:
+        """Return True if an unverified document names the current user, or no user."""
+        return named_user(data) in ("", self.user)
+
+
+def named_user(data: bytes) -> str:
+    """Return the user that an unverified document names; empty if it cannot be read."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return ""
+    return str(document.get("user", "")) if isinstance(document, dict) else ""
 
 
 def _id(key: bytes) -> bytes:
-    """Return the name by which a document says with which key it was signed."""
+    """Return the id of a key, which is part of the signature."""
     return hmac.digest(key, b"key id", "sha256").hex()[:16].encode()
 
 
@@ -143,11 +158,11 @@ def _mac(key: bytes, name: str, data: bytes) -> bytes:
 
 
 def read_or_make_key(path: Path) -> str:
-    """Return the key in a file, which is made, with mode 0600, if it is not there. ConfigurationError. Blocks."""
+    """Return the key in a file, which is made with mode 0600 if missing. Blocks. Raises ConfigurationError."""
     try:
         LocalStore(path.parent).write(path.name, f"{secrets.token_hex(32)}\n".encode(), NEW)
     except ConflictError:
-        pass  # it is there already
+        pass  # the key exists
     try:
         with closing(os.open(path, READ)) as file:
             found = os.fstat(file)
@@ -168,5 +183,7 @@ def _unusable(path: Path, problem: str) -> ConfigurationError:
     return ConfigurationError(
         SIGNING_KEY,
         f"The key {path}, which signs what is saved, cannot be used: {problem}.",
-        f"Restore it from a backup, or set {SIGNING_KEY}: what was saved is signed with it.",
+        "Restore it from a backup: what was saved is signed with it. Without a backup, remove the file, so that a new "
+        "key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if nobody "
+        "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open it.",
     )

@@ -1,13 +1,11 @@
-"""Snapshots in storage: an archive of a sandbox's files, and a manifest without which it does not count."""
+"""Store and load file snapshots: an archive of a sandbox's files, and a manifest that makes it complete."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
 
-from . import archive, metadata
-from .checkpoints import now
-from .errors import (
+from ..errors import (
     ConflictError,
     CorruptObjectError,
     MetadataError,
@@ -16,13 +14,15 @@ from .errors import (
     SnapshotError,
     SnapshotNotFoundError,
 )
-from .gvisor import GVisorSandbox
+from ..gvisor.sandbox import GVisorSandbox
+from ..storage.base import NEW, Advance, ObjectStore
+from ..workers import bulk
+from . import archive, metadata
+from .backends import Shelf
+from .checkpoints import now
 from .metadata import GCSArtifact
 from .names import prefix
 from .staging import staging
-from .storage.base import NEW, Advance, ObjectStore
-from .stores import Shelf
-from .workers import bulk
 
 FILE = "files.tar"
 MANIFEST = "manifest.json"
@@ -30,12 +30,12 @@ LARGEST = 64 << 30
 
 
 async def save(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advance) -> GCSArtifact:
-    """Archive a running sandbox's files below the prefix ``below``; SnapshotError if there is a snapshot already."""
+    """Store a running sandbox's files below the prefix ``below``. Raises SnapshotError if a snapshot exists there."""
     store = shelf.store
     if await asyncio.to_thread(_exists, store, below + MANIFEST):
         raise SnapshotError(f"There is a snapshot {below} in {store.where} already.", "Choose another name.")
     await bulk(store.delete_all, below)
-    with staging(shelf.staging) as folder:
+    async with staging(shelf.staging) as folder:
         await archive.save(sandbox, folder / FILE, LARGEST)
         record = await bulk(store.upload, folder / FILE, below + FILE, advance)
     artifact = GCSArtifact(below, now(), {FILE: record})
@@ -45,29 +45,29 @@ async def save(shelf: Shelf, below: str, sandbox: GVisorSandbox, advance: Advanc
 
 
 async def load(shelf: Shelf, below: str, sandbox: GVisorSandbox) -> None:
-    """Put the files of the snapshot below ``below`` in their places in a running sandbox."""
+    """Unpack the snapshot below ``below`` in a running sandbox. Raises SnapshotNotFoundError, CorruptObjectError."""
     store = shelf.store
     artifact = await asyncio.to_thread(manifest, shelf, below)
     if artifact is None:
         raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
     if FILE not in artifact.files:
         raise CorruptObjectError(store.where, below + MANIFEST, f"it does not tell of {FILE}")
-    with staging(shelf.staging) as folder:
+    async with staging(shelf.staging) as folder:
         await bulk(store.download, below + FILE, artifact.files[FILE], folder / FILE)
         await archive.load(sandbox, folder / FILE)
 
 
 def delete(store: ObjectStore, below: str) -> None:
-    """Delete the snapshot below ``below``, first that which makes it one. SnapshotNotFoundError. Blocks."""
+    """Delete the snapshot below ``below``, its manifest first. Blocks. Raises SnapshotNotFoundError."""
     if not store.delete(below + MANIFEST):
         raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
     store.delete_all(below)
 
 
 def manifest(shelf: Shelf, below: str) -> GCSArtifact | None:
-    """What the snapshot below ``below`` consists of; None if there is none that is complete. Blocks.
+    """Return the artifact of the snapshot below ``below``; None if no complete snapshot exists. Blocks.
 
-    SignatureError if it is not signed with this user's key.
+    Raises SignatureError if it is not signed with this user's key.
     """
     store = shelf.store
     try:
@@ -79,7 +79,7 @@ def manifest(shelf: Shelf, below: str) -> GCSArtifact | None:
 
 
 def sign_earlier(shelf: Shelf, sandbox_id: str) -> None:
-    """Sign the snapshots of a sandbox from before manifests were signed. Blocks."""
+    """Sign the manifests of a sandbox's snapshots, if it is from before manifests were signed. Blocks."""
     store = shelf.store
     for info in store.list(f"{prefix(sandbox_id)}snapshots/"):
         if info.name.endswith(f"/{MANIFEST}"):

@@ -1,44 +1,53 @@
-"""A folder of one's own for images on their way to or from storage; those of dead processes are collected."""
+"""Provide temporary folders for images on their way to or from storage, and remove those of dead processes."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from .storage.disk import disk_errors
-from .workers import BULK
+from ..storage.disk import disk_errors
+from ..workers import BULK, control, finished
 
 
-@contextmanager
-def staging(top: Path) -> Iterator[Path]:
-    """A new folder in ``top``, which is on the storage's own disk where there is one; gone soon after the block ends.
+@asynccontextmanager
+async def staging(top: Path) -> AsyncIterator[Path]:
+    """Make a new folder in ``top`` for the block; it is removed soon after the block ends.
 
-    It is locked for as long as its process lives. What others left is removed, too. Removing large images takes time,
-    so that is done in a thread: this may be used on an event loop.
+    The folder is locked while its process lives. Folders that dead processes left are removed as well. All file access
+    is done in threads.
     """
+    made: list[tuple[Path, int]] = []
+    try:
+        await finished(control(_make, top, made))
+        _later(lambda: _collect_quietly(top))
+        yield made[0][0]
+    finally:
+        for folder, lock in made:
+            _later(partial(_remove, folder, lock))
+
+
+def _make(top: Path, made: list[tuple[Path, int]]) -> None:
+    """Add a new, locked folder in ``top`` and its lock to ``made``, where a cancelled caller finds them. Blocks."""
     folder = top / uuid4().hex[:12]
     with disk_errors(str(top), "make a folder"):
         top.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(top, fcntl.LOCK_SH):  # held alone only for as long as it takes to list and lock
+        with locked(top, fcntl.LOCK_SH):  # ``_collect`` excludes this only while it lists and locks
             folder.mkdir(mode=0o700)
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-    _later(lambda: _collect_quietly(top))
-    try:
-        yield folder
-    finally:
-        _later(lambda: _remove(folder, lock))
+    made.append((folder, lock))
 
 
 def _later(work: Callable[[], None]) -> None:
     try:
         BULK.submit(work)
-    except RuntimeError:  # the interpreter is exiting, and starts no more threads
+    except RuntimeError:  # the interpreter is exiting and starts no more threads
         work()
 
 
@@ -53,13 +62,13 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def collect(top: Path) -> None:
-    """Remove the folders in ``top`` whose processes are dead. Blocks."""
+    """Remove the folders in ``top`` whose processes are dead. Blocks. Raises StorageError or DiskFullError."""
     with disk_errors(str(top), "remove a folder"), suppress(FileNotFoundError):
         _collect(top, fcntl.LOCK_EX)
 
 
 def _collect(top: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
-    """Remove the folders of dead processes; by default not while another one makes a folder."""
+    """Remove the folders of dead processes; by default, return at once while another process is making a folder."""
     with ExitStack() as stack:
         dead = []
         with suppress(BlockingIOError), locked(top, how):
@@ -73,7 +82,7 @@ def _collect(top: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
 
 @contextmanager
 def locked(folder: Path, how: int) -> Iterator[None]:
-    """The lock of a folder, as flock has it: BlockingIOError with LOCK_NB if somebody else has it."""
+    """Hold the flock of a folder for the block. Raises BlockingIOError with LOCK_NB if the lock is taken."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, how)

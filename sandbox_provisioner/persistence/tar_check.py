@@ -1,15 +1,19 @@
-"""TarCheck: whether bytes that pass by are a whole tar, without keeping them and without a look at what is in it."""
+"""Check that a stream of bytes is a complete tar archive, without storing or unpacking it."""
 
 from __future__ import annotations
 
 BLOCK = 512
-LONGEST_PAX = 1 << 20
+LONGEST_PAX = 1 << 16
+"""Maximum bytes of an extended header: several times the length of two paths."""
 FILES, EMPTY, PAX = (b"0", b"\0"), (b"1", b"2", b"5"), b"x"
-"""Types of members: with contents; without, as links and folders are; and what precedes those of longer headers."""
+"""Type flags of members: files; links and folders, which have no contents; extended headers."""
 
 
 class TarCheck:
-    """Follows a tar of files, folders and links from header to header. ValueError says what is wrong with it."""
+    """A parser that follows a tar of files, folders and links from header to header.
+
+    Its methods raise ValueError with the reason if the tar is malformed.
+    """
 
     def __init__(self) -> None:
         self._block = bytearray()
@@ -20,14 +24,14 @@ class TarCheck:
         self._empty_blocks = 0
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of it."""
+        """Check the next bytes of the tar."""
         view = memoryview(data)
         while view:
             step = self._in_body(view) if self._body else self._in_header(view)
             view = view[step:]
 
     def end(self) -> None:
-        """There are no more."""
+        """Check that the tar is complete; call it after the last ``feed``."""
         if self._empty_blocks < 2 or self._block:
             raise ValueError("it is cut off")
 
@@ -80,18 +84,20 @@ def _octal(field: bytes) -> int:
 
 
 def _pax_size(records: bytes) -> int:
-    """The size that an extended header gives to the next member; 0 if it gives none."""
-    size = 0
-    while records:
-        length, _, _ = records.partition(b" ")
-        if not length.isdigit() or len(length) > 8 or not 0 < int(length) <= len(records):
+    """Return the size that an extended header sets for the next member; 0 if it sets none. Copies no record twice."""
+    size = begin = 0
+    while begin < len(records):
+        space = records.find(b" ", begin, begin + 9)
+        length = records[begin:space] if space > 0 else b""
+        if not length.isdigit() or not len(length) < int(length) <= len(records) - begin:
             raise ValueError("an extended header has a record without a length")
-        record, records = records[len(length) + 1 : int(length)], records[int(length) :]
-        name, equals, value = record.partition(b"=")
+        end = begin + int(length)
+        name, equals, value = records[space + 1 : end].partition(b"=")
         if not equals or not value.endswith(b"\n"):
             raise ValueError("an extended header has a record that is none")
         if name == b"size":
             if not value[:-1].isdigit() or len(value) > 20:
                 raise ValueError("an extended header has a size that is none")
             size = int(value)
+        begin = end
     return size

@@ -1,4 +1,4 @@
-"""Claim: the persistent sandbox that a kernel's start belongs to, found or made, and what becomes of it in the end."""
+"""Find or create the persistent sandbox for a kernel's start, and release or delete it at the end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from uuid import UUID, uuid5
 from weakref import WeakValueDictionary
 
-from .config import GCSConfig
-from .errors import ForeignSandboxError, SandboxError, SandboxExistsError, SandboxNotFoundError, SignatureError
+from ..config import GCSConfig
+from ..errors import ForeignSandboxError, SandboxError, SandboxExistsError, SandboxNotFoundError, SignatureError
+from ..gvisor.runsc import Runsc
+from ..persistence.backends import Stores, share_stores
+from ..persistence.records import SandboxRecord
+from ..workers import control
 from .handle import UNPLANNED, Identity, SandboxHandle
 from .manager import Features, SandboxManager
-from .persistence import registry
-from .records import SandboxRecord
 from .registry import Facts, PersistentSandboxRegistry
-from .runsc import Runsc
-from .stores import Stores, share_stores
+from .user_sandboxes import registry
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ NAMESPACE = UUID("5a0f7c0e-6a55-4f1c-9b7d-0d6f0c1a2b3c")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which sandbox a start asks for: by an id of the user's own, or by its notebook and kernel."""
+    """The sandbox that a start requests: by the user's own id, or by notebook and kernel."""
 
     kernel_name: str
     notebook_path: str = ""
@@ -37,7 +38,7 @@ class Wanted:
 
     @property
     def facts(self) -> Facts:
-        """What the registry remembers of it; one that is asked for without its notebook stays that notebook's."""
+        """Facts for the registry. A request without a notebook leaves the notebook in the record unchanged."""
         facts = Facts(kernel_name=self.kernel_name)
         if self.notebook_path:
             facts["notebook_path"] = self.notebook_path
@@ -45,7 +46,7 @@ class Wanted:
 
 
 class Claim:
-    """One persistent sandbox in this process's hands; all methods belong to the I/O thread."""
+    """A persistent sandbox that a kernel of this process holds. Owned by the provisioner. I/O loop only."""
 
     def __init__(self, manager: SandboxManager, book: PersistentSandboxRegistry, record: SandboxRecord) -> None:
         self.manager = manager
@@ -54,32 +55,36 @@ class Claim:
 
     @property
     def handle(self) -> SandboxHandle:
-        """The sandbox."""
+        """The handle of the sandbox. Raises SandboxNotFoundError if this server no longer has it."""
         return self.manager.get(self.record.sandbox_id)
 
     @classmethod
     async def make(
         cls, wanted: Wanted, config: GCSConfig, runsc: Runsc, server: str, features: Features, patience: float
     ) -> Claim:
-        """Attach to the sandbox that there is, or make a new one; what this server cannot do is refused first."""
+        """Attach to the existing sandbox, or create a new one.
+
+        Raises ConfigurationError first if this server does not support the request, LeaseHeldError after ``patience``
+        seconds, and the other errors of SandboxManager.attach.
+        """
         config.require(
             gcs_sandbox_id=wanted.sandbox_id if wanted.gcs else None,
             enable_handoff=features.enable_handoff,
             enable_checkpoint_at_idle=features.enable_checkpoint_at_idle,
             sandbox_id=wanted.sandbox_id,
         )
-        async with _making.setdefault(wanted, asyncio.Lock()):  # the next one finds that this one has the sandbox
+        async with _making.setdefault(wanted, asyncio.Lock()):  # a second start then sees that the sandbox is in use
             return await cls._make(wanted, config, runsc, server, features, patience)
 
     @classmethod
     async def _make(
         cls, wanted: Wanted, config: GCSConfig, runsc: Runsc, server: str, features: Features, patience: float
     ) -> Claim:
-        manager, book = SandboxManager(config, runsc, server, share_stores(config)), registry()
+        manager, book = SandboxManager(config, runsc, server, await control(share_stores, config)), registry()
         before = await asyncio.to_thread(_identities, book)
         known = await asyncio.to_thread(_known, book, manager.stores, wanted)
         record = known if known else await asyncio.to_thread(_derived, book, manager.stores, wanted)
-        if not wanted.sandbox_id and _in_use_here(record):  # the notebook changes its kernel for a new one
+        if not wanted.sandbox_id and _in_use_here(record):  # the notebook's old kernel still has it
             known = record = await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts)
         claim = cls(manager, book, record)
         try:
@@ -88,7 +93,7 @@ class Claim:
                 await claim.handle.change(shared_with=wanted.shared_with)
             path = claim.handle.metadata.notebook_path
             if known is None and wanted.notebook_path and path != wanted.notebook_path:
-                await claim.give_up(forget=False)  # it followed its notebook to another name, on another server
+                await claim.give_up(forget=False)  # its notebook was renamed on another server
                 claim = cls(manager, book, await asyncio.to_thread(book.allocate, manager.stores, **wanted.facts))
                 await claim._attach(wanted, features, patience)
             elif wanted.notebook_path and path != wanted.notebook_path:
@@ -97,13 +102,13 @@ class Claim:
         except BaseException as error:
             await asyncio.shield(claim._undo())
             if isinstance(error, ForeignSandboxError | SignatureError) and record.id not in before:
-                await asyncio.to_thread(book.forget, record.id)  # a list of this user's sandboxes has no others'
+                await asyncio.to_thread(book.forget, record.id)  # the user's registry lists no sandboxes of others
             raise
         _here[claim.record.id] = claim
         return claim
 
     async def _undo(self) -> None:
-        """Release the sandbox after a failed start, so that the lease is not renewed for ever. Errors are logged."""
+        """Release the sandbox after a failed start, or its lease would be renewed for ever. Errors are logged."""
         try:
             if self.record.sandbox_id in self.manager.handles:
                 await self.manager.release(self.record.sandbox_id)
@@ -118,20 +123,20 @@ class Claim:
         except SandboxNotFoundError:
             try:
                 await self.manager.create(sandbox_id, UNPLANNED, about, features)
-            except SandboxExistsError:  # another server was quicker
+            except SandboxExistsError:  # another server has just created it
                 await self.manager.attach(sandbox_id, None, features, patience=patience)
 
     async def follow(self, notebook_path: str) -> None:
-        """The notebook was renamed: its sandbox is found under the new name from now on."""
+        """Record the new path of a renamed notebook, so that its sandbox is found under that path."""
         moved = await asyncio.to_thread(self._registry.rename, self.record.notebook_path, notebook_path)
         self.record = next((record for record in moved if record.id == self.record.id), self.record)
         await self.handle.change(notebook_path=notebook_path)
 
     async def give_up(self, forget: bool) -> None:
-        """Let others have the sandbox; or delete it, with everything that was saved of it."""
+        """Release the sandbox without saving it; with ``forget``, delete it and everything stored for it."""
         sandbox_id = self.record.sandbox_id
         if sandbox_id not in self.manager.handles:
-            return  # another server has it
+            return  # it was handed over or lost
         if forget:
             await self.manager.delete(sandbox_id)
             await asyncio.to_thread(self._registry.forget, self.record.id)
@@ -140,16 +145,16 @@ class Claim:
             await self.touch()
 
     async def touch(self) -> None:
-        """It was used until now: what nobody uses for long may be pruned."""
+        """Record that the sandbox was used until now; sandboxes that are unused for long may be pruned."""
         with suppress(SandboxError):
             self.record = await asyncio.to_thread(self._registry.touch, self.record.id)
 
 
 _making: WeakValueDictionary[Wanted, asyncio.Lock] = WeakValueDictionary()
-"""Held while a claim is made; of the I/O thread's loop."""
+"""Locks held while a claim for the same request is made. I/O loop only."""
 
 _here: WeakValueDictionary[UUID, Claim] = WeakValueDictionary()
-"""The last claim that this process made on each sandbox."""
+"""The latest claim of this process on each sandbox, by record id."""
 
 
 def _in_use_here(record: SandboxRecord) -> bool:
@@ -162,7 +167,7 @@ def _identities(book: PersistentSandboxRegistry) -> set[UUID]:
 
 
 def _known(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord | None:
-    """The record of the sandbox that is wanted, if the user named it or it was used here before. Blocks."""
+    """Return the record of the requested sandbox; None if the request has no id and no record matches. Blocks."""
     if wanted.sandbox_id:
         return book.record(wanted.sandbox_id, stores)
     records = book.find_notebook(wanted.notebook_path, wanted.kernel_name)
@@ -170,9 +175,10 @@ def _known(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> S
 
 
 def _derived(book: PersistentSandboxRegistry, stores: Stores, wanted: Wanted) -> SandboxRecord:
-    """A record for one that is not known here, by an id that a server which shares only the storage comes to as well.
+    """Return a record for a notebook without one, with an id derived from user, notebook path and kernel. Blocks.
 
-    The sandbox that has it may have followed its notebook to another name, and then is not meant. Blocks.
+    A server that shares only the storage derives the same id and so finds the sandbox. If a record here has that id
+    already, its notebook was renamed and it is not the requested sandbox: return one with a new id.
     """
     derived = uuid5(NAMESPACE, "\n".join((wanted.user, wanted.notebook_path, wanted.kernel_name)))
     if any(record.id == derived for record in book.list().records):

@@ -1,4 +1,4 @@
-"""Sandboxes that nobody has open: what is recorded of them, and their end with everything that was kept."""
+"""Read, fork, revert and delete sandboxes that no server has open."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from . import checkpoints, ledger, snapshots
-from .errors import (
+from ..errors import (
     LeaseHeldError,
     MetadataError,
     ObjectNotFoundError,
@@ -18,25 +17,29 @@ from .errors import (
     SignatureError,
     StateError,
 )
-from .journal import JOURNAL, Entry, What
-from .ledger import Ledger
-from .lock.base import Lease, Owner
-from .metadata import Checkpoint, GCSSandboxMetadata, Summary
-from .names import artifacts, checkpoints_prefix, doomed_name, lock_name, metadata_name, prefix
-from .staging import staging
-from .storage.base import Advance, ObjectStore, nothing
-from .stores import Stores
-from .workers import bulk
+from ..events import JOURNAL, Entry, What
+from ..lock.base import Lease, Owner
+from ..persistence import checkpoints, snapshots
+from ..persistence import document as ledger
+from ..persistence.backends import Stores
+from ..persistence.document import Ledger
+from ..persistence.metadata import Checkpoint, GCSSandboxMetadata, Summary
+from ..persistence.names import artifacts, checkpoints_prefix, doomed_name, lock_name, metadata_name, prefix
+from ..persistence.signing import named_user
+from ..persistence.staging import staging
+from ..storage.base import Advance, ObjectStore, nothing
+from ..workers import bulk
 
 RESEED = "reseed"
-"""Among the contents of a checkpoint: it is a copy, which must not have the same random numbers as the original."""
+"""Key in a checkpoint's contents: the sandbox is a fork and must not repeat the original's random numbers."""
 
 
 @asynccontextmanager
 async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
-    """The lease of a sandbox, kept after the block if that succeeds and released if it does not.
+    """Acquire the lease of a sandbox; the block's failure releases it, its success keeps it.
 
-    Another user's server is not asked to hand its sandbox over: ForeignSandboxError, SignatureError.
+    Raises LeaseHeldError after ``patience`` seconds, or ForeignSandboxError or SignatureError if another user's server
+    holds the lease: that server is not asked for a hand-off.
     """
     try:
         lease = await stores.leases.acquire(lock_name(sandbox_id), owner)
@@ -55,19 +58,23 @@ async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float 
 
 @asynccontextmanager
 async def borrowed(sandbox_id: str, stores: Stores, owner: Owner) -> AsyncIterator[Ledger]:
-    """The document of a sandbox that nobody has open, leased for the block. LeaseHeldError, SandboxNotFoundError."""
+    """Open the document of a sandbox and hold its lease for the block. Raises LeaseHeldError, SandboxNotFoundError."""
     async with leased(sandbox_id, stores, owner) as lease:
         yield await open_document(stores, sandbox_id, lease)
     await lease.release()
 
 
 async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Ledger:
-    """Read the document of a sandbox that we have the lease of. The errors are those of ``ledger.load``."""
+    """Read the document of a sandbox whose lease we hold. Raises the errors of ``document.load``."""
     return await Ledger.open(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, sandbox_id)
 
 
 async def sign(book: Ledger, stores: Stores) -> None:
-    """Make a document ours. That of a sandbox from before documents were signed is accepted unsigned no more."""
+    """Write our lease's token into a document.
+
+    If the sandbox is from before documents were signed, also sign its snapshots; unsigned documents of it are refused
+    from then on.
+    """
     await book.sign()
     await asyncio.to_thread(_sign_earlier, stores, book.metadata.sandbox_id)
 
@@ -80,21 +87,21 @@ def _sign_earlier(stores: Stores, sandbox_id: str) -> None:
 
 
 def describe_persistent(stores: Stores, sandbox_id: str) -> GCSSandboxMetadata:
-    """What is recorded of a sandbox, without any claim to it. Blocks."""
+    """Return the document of a sandbox; no lease is needed. Blocks. Raises the errors of ``document.load``."""
     return ledger.load(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)[0]
 
 
 def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
-    """What a list shows of a sandbox, without any claim to it. Blocks."""
+    """Return the summary of a sandbox; no lease is needed. Blocks. Raises the errors of ``document.load``."""
     return ledger.glance(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)
 
 
 async def found_persistent(
     stores: Stores, first: GCSSandboxMetadata, owner: Owner, make: Callable[[str], Awaitable[Checkpoint]]
 ) -> Checkpoint:
-    """A new sandbox that begins with the checkpoint that ``make`` stores for its id. SandboxExistsError.
+    """Create a sandbox with the checkpoint that ``make`` stores for its id, and return the checkpoint.
 
-    The document comes last: until then the checkpoint is doomed.
+    The document is written last; until then a tombstone marks the checkpoint as garbage. Raises SandboxExistsError.
     """
     name = metadata_name(first.sandbox_id)
     async with leased(first.sandbox_id, stores, owner) as lease:
@@ -120,11 +127,11 @@ def _exists(store: ObjectStore, name: str) -> bool:
 async def copy_checkpoint(
     stores: Stores, sandbox_id: str, source: Checkpoint, new_id: str, advance: Advance = nothing
 ) -> Checkpoint:
-    """Store the image of a checkpoint of ``sandbox_id`` once more, for the sandbox ``new_id``."""
+    """Store a copy of a checkpoint of ``sandbox_id`` for the sandbox ``new_id``, and return it."""
     store = stores.required_checkpoints()
     checkpoints.check_names(source.artifact, checkpoints_prefix(sandbox_id))
     below = f"{checkpoints_prefix(new_id)}{checkpoints.new_name()}/"
-    with staging(stores.staging) as folder:
+    async with staging(stores.staging) as folder:
         artifact = await bulk(checkpoints.copy, store, source.artifact, folder / "image", below, advance)
     return replace(source, artifact=artifact)
 
@@ -132,9 +139,10 @@ async def copy_checkpoint(
 async def fork_persistent(
     stores: Stores, sandbox_id: str, first: GCSSandboxMetadata, owner: Owner, savepoint: str = ""
 ) -> None:
-    """A new sandbox, ``first``, with the memory of one that nobody has open, at a savepoint or as it was saved last.
+    """Create the sandbox ``first`` with the memory of ``sandbox_id``, at a savepoint or at its latest checkpoint.
 
-    LeaseHeldError if it is in use, SavepointNotFoundError, SandboxExistsError.
+    Raises LeaseHeldError if ``sandbox_id`` is in use, StateError if it has no checkpoint, SavepointNotFoundError,
+    SandboxExistsError.
     """
     async with borrowed(sandbox_id, stores, owner) as book:
         document = book.metadata
@@ -149,7 +157,7 @@ async def fork_persistent(
 
 
 async def drop_savepoint(stores: Stores, sandbox_id: str, name: str, owner: Owner) -> None:
-    """Forget a savepoint of a sandbox that nobody has open. LeaseHeldError if it is in use, SavepointNotFoundError."""
+    """Delete a savepoint. Raises LeaseHeldError if the sandbox is in use, SavepointNotFoundError."""
     store = stores.required_checkpoints()
     async with borrowed(sandbox_id, stores, owner) as book:
         dropped = book.metadata.savepoint(name)
@@ -160,12 +168,18 @@ async def drop_savepoint(stores: Stores, sandbox_id: str, name: str, owner: Owne
             await bulk(store.delete_all, dropped.artifact.name)
 
 
-async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only_empty: bool = False) -> int:
-    """Delete a sandbox with its checkpoints and snapshots, also a damaged one; returns how many bytes that freed.
+async def destroy_persistent(
+    stores: Stores, sandbox_id: str, owner: Owner, only_empty: bool = False, unverified: bool = False
+) -> int:
+    """Delete a sandbox, even a damaged one, with its checkpoints and snapshots, and return the freed bytes.
 
-    ForeignSandboxError, SignatureError if it is another user's; LeaseHeldError if it is in use; SandboxExistsError if
-    it was to be ``only_empty``, and something is saved of it. First goes the document: whatever happens then, the
-    sandbox is gone. What is deleted was there before that, so that one who comes after us loses nothing.
+    The document is deleted first: from then on the sandbox is gone, even if a later step fails. Only artifacts from
+    before that are deleted, so that a new sandbox with the same id loses nothing. With ``unverified``, the document's
+    signature need not be valid, but the document must not name another user; use it only for a sandbox in the user's
+    own registry.
+
+    Raises ForeignSandboxError or SignatureError if it is another user's, LeaseHeldError if it is in use, and
+    SandboxExistsError with ``only_empty`` if it has checkpoints, savepoints or file snapshots.
     """
     name = metadata_name(sandbox_id)
     async with leased(sandbox_id, stores, owner) as lease:
@@ -173,14 +187,14 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only
         with suppress(SandboxNotFoundError):
             try:
                 book = await open_document(stores, sandbox_id, lease)
-                if only_empty and book.metadata.kept:
+                if only_empty and (book.metadata.kept or _has_snapshots(found)):
                     raise SandboxExistsError(sandbox_id, stores.metadata.where)
                 await book.sign()
                 generation = book.generation
             except (MetadataError, SignatureError) as error:
-                if only_empty or getattr(error, "foreign", False):
+                if only_empty:
                     raise
-                generation = (await asyncio.to_thread(stores.metadata.info, name)).generation
+                generation = await asyncio.to_thread(_unverified, stores, name, error, unverified)
             await asyncio.to_thread(_doom, stores, sandbox_id)
             await asyncio.to_thread(stores.metadata.delete, name, generation)
         freed = await bulk(_delete, stores, sandbox_id, found)
@@ -188,8 +202,40 @@ async def destroy_persistent(stores: Stores, sandbox_id: str, owner: Owner, only
     return freed
 
 
+async def require_deletable(stores: Stores, sandbox_id: str, unverified: bool = False) -> None:
+    """Raise the error with which ``destroy_persistent`` would refuse to delete a sandbox now. Changes nothing."""
+    if holder := await stores.leases.holder(lock_name(sandbox_id)):
+        raise LeaseHeldError(lock_name(sandbox_id), holder)
+    with suppress(SandboxNotFoundError):
+        try:
+            await asyncio.to_thread(describe_persistent, stores, sandbox_id)
+        except (MetadataError, SignatureError) as error:
+            await asyncio.to_thread(_unverified, stores, metadata_name(sandbox_id), error, unverified)
+
+
+def _unverified(stores: Stores, name: str, error: MetadataError | SignatureError, unverified: bool) -> int:
+    """Return the generation of a document to delete that could not be read because of ``error``. Blocks.
+
+    Raises SandboxNotFoundError; if the document may be another user's, raises ``error`` unless ``unverified``, and
+    SignatureError if it names another user.
+    """
+    foreign = isinstance(error, SignatureError) and error.foreign
+    if foreign and not unverified:
+        raise error
+    try:
+        data, info = stores.metadata.read(name)
+    except ObjectNotFoundError as missing:
+        raise SandboxNotFoundError(name, stores.metadata.where) from missing
+    if foreign and not stores.signer.names_us(data):
+        raise SignatureError.of_another(name, stores.metadata.where, named_user(data))
+    return info.generation
+
+
 async def destroy_remains(stores: Stores, sandbox_id: str, owner: Owner) -> None:
-    """Delete what is left of a doomed sandbox; one that has a document is doomed no more. LeaseHeldError."""
+    """Delete the remains of a sandbox with a tombstone; if it has a document, delete only the tombstone.
+
+    Raises LeaseHeldError.
+    """
     async with leased(sandbox_id, stores, owner) as lease:
         if await asyncio.to_thread(_exists, stores.metadata, metadata_name(sandbox_id)):
             await asyncio.to_thread(_spare, stores, sandbox_id)
@@ -204,17 +250,21 @@ def _all_artifacts(stores: Stores, sandbox_id: str) -> list[tuple[ObjectStore, s
     return [(store, artifacts(store, prefix(sandbox_id) + at)) for store, at in places if store]
 
 
+def _has_snapshots(found: list[tuple[ObjectStore, set[str]]]) -> bool:
+    return any("/snapshots/" in name for _, names in found for name in names)
+
+
 def _delete(stores: Stores, sandbox_id: str, found: list[tuple[ObjectStore, set[str]]]) -> int:
-    """Delete these artifacts; returns how many bytes that freed."""
+    """Delete these artifacts and the tombstone, and return the freed bytes. Blocks."""
     freed = sum(store.delete_all(below) for store, names in found for below in names)
     _spare(stores, sandbox_id)
     return freed
 
 
 def _doom(stores: Stores, sandbox_id: str) -> None:
-    """Have what is kept of a sandbox collected if it has no document, wherever this server may be killed now.
+    """Write a tombstone: the artifacts of this sandbox are garbage if it has no document, even if we are killed now.
 
-    Nothing else is: those whose metadata is in another place may keep their checkpoints in the same one.
+    Artifacts without a tombstone are never garbage: their metadata may be in another store than ours.
     """
     if stores.checkpoints:
         stores.checkpoints.write(doomed_name(sandbox_id), stores.metadata.where.encode())
@@ -226,9 +276,9 @@ def _spare(stores: Stores, sandbox_id: str) -> None:
 
 
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
-    """Give up a sandbox's last checkpoint for the one before, which is returned. LeaseHeldError if it is in use.
+    """Revert a sandbox to its previous checkpoint and return that; keep the latest one as a savepoint.
 
-    What is given up stays, as a savepoint.
+    Raises LeaseHeldError if it is in use, SandboxError without a previous checkpoint.
     """
     async with borrowed(sandbox_id, stores, owner) as book:
         older = book.metadata.previous
@@ -241,7 +291,7 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
 
 
 def doomed(stores: Stores) -> set[str]:
-    """The ids of sandboxes whose deletion, or foundation, did not get to its end. Blocks."""
+    """Return the ids of sandboxes with a tombstone: their deletion or fork was interrupted. Blocks."""
     store = stores.checkpoints
     if store is None:
         return set()

@@ -1,7 +1,7 @@
-"""SandboxHandle: one sandbox as the rest of the program holds it, made only by its factories.
+"""Start, save, restore and release one sandbox: SandboxHandle, made only by its factories.
 
-A persistent sandbox is its metadata.json: it exists from the moment that is written, and is gone from the moment that
-is deleted; checkpoints that no document names are garbage, and are collected.
+A persistent sandbox exists exactly as long as its metadata.json. Checkpoints that no document names are garbage and
+are deleted.
 """
 
 from __future__ import annotations
@@ -16,55 +16,65 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import capture, checkpoints, estates, ledger, snapshots
-from .bundle import BundleSpec, Mount
-from .checkpoints import now
-from .errors import (
+from ..errors import (
     CorruptObjectError,
+    FencedError,
+    ForeignSandboxError,
     GuestError,
     IncompatibleError,
+    MetadataError,
     ObjectNotFoundError,
     RunscError,
     SandboxError,
     SandboxNotFoundError,
     SavepointExistsError,
+    SignatureError,
     StateError,
     StorageError,
     TooManySavepointsError,
     UnresponsiveError,
     UnsaveableError,
 )
-from .estates import RESEED, leased
-from .folders import require_itself
-from .gvisor import GVisorSandbox
-from .journal import JOURNAL, Entry, What
-from .ledger import Ledger
-from .link import Hooks
-from .lock.base import Lease, Owner
-from .metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
-from .names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
-from .restore_plan import Grant, derive
-from .runsc import Runsc
-from .runtime import RuntimeFolder
-from .staging import staging
-from .states import Action, State, after
-from .storage.base import Advance, nothing
-from .stores import Shelf, Stores, required_shelf
-from .workers import bulk, control
+from ..events import JOURNAL, Entry, What
+from ..gvisor.bundle import BundleSpec, Mount
+from ..gvisor.mounts import require_itself
+from ..gvisor.restore_plan import Grant, derive
+from ..gvisor.runsc import Runsc
+from ..gvisor.runtime_dir import RuntimeFolder
+from ..gvisor.sandbox import GVisorSandbox
+from ..gvisor.state import Action, State, after
+from ..lock.base import Lease, Owner
+from ..mux.connection import Hooks
+from ..persistence import capture, checkpoints, snapshots
+from ..persistence import document as ledger
+from ..persistence.backends import Shelf, Stores, required_shelf
+from ..persistence.checkpoints import now
+from ..persistence.document import Ledger
+from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
+from ..persistence.names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
+from ..persistence.staging import staging
+from ..storage.base import Advance, nothing
+from ..workers import bulk, control
+from . import detached
+from .detached import RESEED, leased
 
 log = logging.getLogger(__name__)
 
 RESEED_SECONDS = 10.0
+RECORD_AGAIN = 5.0
+"""Seconds between attempts to record in storage that a restored sandbox runs."""
+NOT_OURS = (FencedError, ForeignSandboxError, MetadataError, SandboxNotFoundError, SignatureError)
+"""Errors that mean that this server may no longer change the document; a retry does not help."""
 MAX_SAVEPOINTS = 64
 MOST_WITH_SAVEPOINT = ledger.MOST_DOCUMENT - 2 * capture.MOST_RECORDED
-"""Bytes that a new savepoint may make of a document: savepoints leave room for the next two checkpoints."""
+"""Maximum bytes of a document with a new savepoint: leaves room for the next two checkpoints."""
 UNPLANNED = BundleSpec(python=sys.executable, home="/home", user="user")
-"""The spec of a sandbox that is not started before ``permit`` or ``begin_anew`` gives it another."""
+"""Placeholder spec of an unstarted sandbox; ``permit`` or ``begin_anew`` replaces it before a start or restore."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose sandbox it is, and what for: what its metadata tells besides its state."""
+    """The owner, purpose and settings of a sandbox: its metadata without its state."""
 
     kernel_name: str = ""
     notebook_path: str = ""
@@ -73,15 +83,16 @@ class Identity:
     shared_with: tuple[str, ...] = ()
 
     def document(self, sandbox_id: str) -> GCSSandboxMetadata:
-        """The first one of a new sandbox."""
+        """Return the first document of a new sandbox."""
         return GCSSandboxMetadata(sandbox_id=sandbox_id, created=now(), last_used=now(), **vars(self))
 
 
 class SandboxHandle:
-    """A sandbox's name, its driver, and, if it is persistent, its ledger.
+    """A sandbox that this process holds: its id, its driver ``instance`` and, if persistent, its document and lease.
 
-    ``instance``, ``last_activity``, ``idle_timeout`` and ``cleanup_task`` are of its present run on this server. The
-    constructor only sets what it is given: use a factory.
+    Owned by a SandboxManager; if ephemeral, by the provisioner; during a rescue, by Recovery. ``instance``,
+    ``last_activity``, ``idle_timeout`` and ``cleanup_task`` belong to the current run on this server. Use a factory
+    instead of the constructor.
     """
 
     def __init__(
@@ -96,11 +107,12 @@ class SandboxHandle:
         self.instance = instance
         self.contents: Mapping[str, Any] = {}
         self.outdated = False
-        """Of one that is rescued: whether another server has gone on without it."""
+        """True for a rescued sandbox if another server has since saved a newer state."""
         self.last_activity = time.monotonic()
         self.idle_timeout: float | None = None
         self.cleanup_task: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[Checkpoint] | None = None
+        self._recording: asyncio.Task[None] | None = None
         self._inventory: asyncio.Task[dict[str, Any]] | None = None
         self._stores = stores
         self._ledger = book
@@ -115,7 +127,7 @@ class SandboxHandle:
     def create_ephemeral(
         cls, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str = "systrap", shelf: Shelf | None = None
     ) -> SandboxHandle:
-        """A sandbox that leaves nothing behind but the snapshots it is asked for; it is not started yet."""
+        """Return an unstarted sandbox that stores nothing except snapshots on request."""
         return cls(valid_id(sandbox_id), GVisorSandbox(sandbox_id, spec, runsc, platform), shelf=shelf)
 
     @classmethod
@@ -129,9 +141,9 @@ class SandboxHandle:
         identity: Identity | None = None,
         platform: str = "systrap",
     ) -> SandboxHandle:
-        """A new persistent sandbox, not started yet. SandboxExistsError, LeaseHeldError: nothing is left behind.
+        """Return a new, unstarted persistent sandbox. Raises SandboxExistsError, LeaseHeldError.
 
-        Nothing is left behind either if the caller is cancelled.
+        Nothing is left in storage if this fails or the caller is cancelled.
         """
         first = (identity or Identity()).document(sandbox_id)
         async with leased(sandbox_id, stores, owner) as lease:
@@ -156,15 +168,16 @@ class SandboxHandle:
         patience: float = 0.0,
         previous: bool = False,
     ) -> SandboxHandle:
-        """The sandbox that there is, not running yet: ``restore`` it, or ``start`` it if it has no checkpoint.
+        """Return an existing sandbox, not running yet. Call ``restore`` next, or ``start`` if it has no checkpoint.
 
-        It gets the mounts of ``spec`` and nothing that only its record in storage names; without a ``spec``, ``permit``
-        must be called before ``restore``. SandboxNotFoundError; LeaseHeldError after ``patience`` seconds;
-        IncompatibleError if this server cannot restore it, which offers the ``previous`` checkpoint if there is one.
+        Its mounts come from ``spec``, never from its document alone. Without a ``spec``, ``permit`` must be called
+        before ``restore``. ``previous`` selects the checkpoint before the latest one. Raises SandboxNotFoundError,
+        LeaseHeldError after ``patience`` seconds, and IncompatibleError if this server cannot restore the checkpoint;
+        that error offers the previous checkpoint if one exists.
         """
-        await control(_require_document, stores, sandbox_id)  # spares the lease of one that is to be created
+        await control(_require_document, stores, sandbox_id)  # a sandbox that does not exist yet costs no lease
         async with leased(sandbox_id, stores, owner, patience) as lease:
-            book = await estates.open_document(stores, sandbox_id, lease)
+            book = await detached.open_document(stores, sandbox_id, lease)
             source = book.metadata.previous if previous else book.metadata.checkpoint
             if previous and source is None:
                 raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
@@ -172,7 +185,7 @@ class SandboxHandle:
             if source:
                 stores.required_checkpoints()
                 spec = await _require_fit(book.metadata, source, runsc, stores, grant)
-            await estates.sign(book, stores)
+            await detached.sign(book, stores)
         handle = cls._persistent(spec or UNPLANNED, runsc, platform, stores, book, source)
         handle._grant = grant
         return handle
@@ -181,11 +194,14 @@ class SandboxHandle:
     async def rescue(
         cls, folder: RuntimeFolder, note: Note, runsc: Runsc, stores: Stores, owner: Owner, patience: float = 0.0
     ) -> SandboxHandle:
-        """The sandbox that runs on in ``folder`` though its server died: ``checkpoint`` it."""
+        """Return the sandbox of a killed server from its runtime ``folder`` and ``note``. Called by Recovery only.
+
+        The sandbox may still run; then call ``checkpoint`` or ``savepoint``, otherwise ``record_dead``.
+        """
         async with leased(note.sandbox_id, stores, owner, patience) as lease:
-            book = await estates.open_document(stores, note.sandbox_id, lease)
+            book = await detached.open_document(stores, note.sandbox_id, lease)
             outdated = note.outdated(book.metadata)
-            await estates.sign(book, stores)
+            await detached.sign(book, stores)
         handle = cls._persistent(note.spec, runsc, note.platform, stores, book, book.metadata.checkpoint)
         handle.contents, handle.outdated = note.contents, outdated
         handle.instance = GVisorSandbox.orphan(
@@ -204,30 +220,30 @@ class SandboxHandle:
         handle.describe(source.contents if source else {})
         return handle
 
-    # -- what it is --------------------------------------------------------------------------------------------------
+    # -- identity and metadata ---------------------------------------------------------------------------------------
 
     @property
     def persistent(self) -> bool:
-        """Whether its state can be kept."""
+        """True if it has a document in storage."""
         return self._ledger is not None
 
     @property
     def can_save(self) -> bool:
-        """True if it is persistent and this server has a place for checkpoints."""
+        """True if it is persistent and this server has a store for checkpoints."""
         return self._stores is not None and self._stores.checkpoints is not None
 
     @property
     def metadata(self) -> GCSSandboxMetadata:
-        """What is recorded of it now; StateError for an ephemeral one."""
+        """The current document. Raises SandboxError for an ephemeral sandbox."""
         return self._book().metadata
 
     @property
     def lease(self) -> Lease:
-        """By which this server has it."""
+        """The lease by which this server holds it. Raises SandboxError for an ephemeral sandbox."""
         return self._book().lease
 
     def describe(self, contents: Mapping[str, Any]) -> None:
-        """Say what runs inside, for whoever restores it: it is kept with each checkpoint, and for a rescue."""
+        """Set the description of the processes inside, which is stored with each checkpoint and in the rescue note."""
         self.contents = contents
         if self._stores and self._ledger:
             where = self._stores.metadata.where
@@ -237,26 +253,26 @@ class SandboxHandle:
             self.instance.leave_note(asdict(note))
 
     def entry(self, what: What) -> Entry:
-        """For the journal, when that has happened to it."""
+        """Return a journal entry that reports the event ``what``."""
         if self._ledger is None:
             return Entry(self.sandbox_id, what)
         return Entry(self.sandbox_id, what, kernel_name=self.metadata.kernel_name, user=self.metadata.user)
 
     async def change(self, **fields: Any) -> None:
-        """Record something else of it, such as another ``notebook_path``."""
+        """Change fields of the document, such as ``notebook_path``."""
         await self._book().change(lambda document: replace(document, **fields))
 
-    # -- its life ----------------------------------------------------------------------------------------------------
+    # -- start, restore, checkpoint ----------------------------------------------------------------------------------
 
     @property
     def saved(self) -> bool:
-        """Whether there is a checkpoint that ``restore`` would bring back."""
+        """True if it has a checkpoint for ``restore``."""
         return self._source is not None
 
     async def permit(self, grant: Grant) -> None:
-        """Set the mounts that restores of this sandbox may use, and plan the next one with them.
+        """Set the mounts that restores of this sandbox may use, and plan the next restore with them.
 
-        IncompatibleError if this server cannot restore its checkpoint with them; the state is kept.
+        Raises IncompatibleError if this server cannot restore its checkpoint with them; the saved state is kept.
         """
         self._grant = grant
         if self._source:
@@ -264,9 +280,9 @@ class SandboxHandle:
             self.go_to(self._source)
 
     def begin_anew(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
-        """Another sandbox, not started yet, in place of one that has ended or never began, under the same name.
+        """Replace the instance, which has ended or never started, with a new, unstarted one of the same id.
 
-        ``grant`` is for later restores of other checkpoints; without it the earlier one stays.
+        ``grant`` is for later restores of other checkpoints; without it the current one is kept.
         """
         self._grant = grant or self._grant
         spec = replace(spec, outlives=self.can_save)
@@ -277,7 +293,7 @@ class SandboxHandle:
         self.describe({})
 
     def take_over(self, sandbox: GVisorSandbox) -> None:
-        """Have a copy of a template that runs already in place of the sandbox that was to be started."""
+        """Use a running copy of a template as the instance; ``start`` then only records that it runs."""
         sandbox.sandbox_id, sandbox.spec = self.sandbox_id, self.instance.spec
         sandbox.link.hooks = self.instance.link.hooks
         self.instance = sandbox
@@ -285,7 +301,7 @@ class SandboxHandle:
         self.describe(self.contents)
 
     async def start(self, template: Path | None = None) -> None:
-        """Start it afresh, or as a copy of a template. A checkpoint that there is stays until the next is made."""
+        """Start it without saved state, or as a copy of ``template``. A checkpoint is kept until the next is made."""
         with JOURNAL.doing(self.entry(What.STARTED if self.persistent else What.CREATED)):
             if not self._taken_over:
                 await self.instance.start(template)
@@ -294,40 +310,45 @@ class SandboxHandle:
                 await self._record_running(self._ledger.metadata.checkpoint, self._ledger.metadata.previous)
 
     async def restore(self) -> None:
-        """Bring it back from its checkpoint; CorruptObjectError if that is damaged, which offers the previous one if
-        there is one; nothing has changed then.
+        """Restore it from its checkpoint.
+
+        Raises CorruptObjectError if the checkpoint is damaged; the error offers the previous one if it exists, and
+        nothing has changed. If storage cannot record that the sandbox runs, it runs all the same and is recorded later.
         """
         stores, source = self._kept_in(), self._source
         if source is None:
             raise SandboxError(f"Sandbox {self.sandbox_id} has no checkpoint to restore.")
-        after(self.sandbox_id, Action.RESTORE, self.instance.state)  # somebody was quicker, which is no failure
+        # StateError if another task already restored it; raised here, it is not reported as a failed wake.
+        after(self.sandbox_id, Action.RESTORE, self.instance.state)
         slept_here = self.instance.state == State.CHECKPOINTED
         grant = self._required_grant()
         for mount in filter(None, (self._working_folder(), *grant.watched)):
             require_itself(mount)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self.sandbox_id))
-        with JOURNAL.doing(self.entry(What.WOKEN)) as work, staging(stores.staging) as folder:
-            work.size = source.size
-            store = stores.required_checkpoints()
-            if slept_here:  # whoever attached or rewound it has looked already
-                await _require_fit(self.metadata, source, self.instance.runsc, stores, grant)
-            try:
-                image = await control(checkpoints.fetch, store, source.artifact, folder, work.advance)
-            except CorruptObjectError as error:
-                error.offer_older(self.metadata.previous not in (None, source))
-                raise
-            with self._reseeding():
-                await self.instance.restore(image)
-            await self._record_running(source, None)
+        with JOURNAL.doing(self.entry(What.WOKEN)) as work:
+            async with staging(stores.staging) as folder:
+                work.size = source.size
+                store = stores.required_checkpoints()
+                if slept_here:  # otherwise attach_persistent, permit or find_savepoint has checked it
+                    await _require_fit(self.metadata, source, self.instance.runsc, stores, grant)
+                try:
+                    image = await control(checkpoints.fetch, store, source.artifact, folder, work.advance)
+                except CorruptObjectError as error:
+                    error.offer_older(self.metadata.previous not in (None, source))
+                    raise
+                with self._reseeding():
+                    await self.instance.restore(image)
+                await self._record_restored(source)
 
     async def checkpoint(self, insist: float | None = None) -> Checkpoint:
-        """Save its memory and end it. If that fails, it runs on, and the last checkpoint is still there.
+        """Save its memory and end it. If that fails, it continues to run, and the latest checkpoint is kept.
 
-        FencedError if another server has taken it over. It is brought to its end even if the caller is cancelled.
+        Raises FencedError if another server owns it now. The save continues if the caller is cancelled.
 
-        A guest has ``insist`` seconds to help, if that is given: to run its hook, and to say which files it uses. After
-        that, or if it refuses, it is saved without its help, as one whose server was killed; it then has to be restored
-        by another handle. UnresponsiveError if runsc cannot save it like that: no server could.
+        With ``insist``, the guest has that many seconds to run its hook and to list the files it uses. After that, or
+        if it fails to, the sandbox is saved without the guest's help, like the sandbox of a killed server; only another
+        handle can restore it then. Raises UnresponsiveError if runsc cannot save it that way: no other server could
+        save it either.
         """
         self._saving = asyncio.create_task(self._checkpoint(insist))
         return await asyncio.shield(self._saving)
@@ -335,7 +356,11 @@ class SandboxHandle:
     # -- savepoints --------------------------------------------------------------------------------------------------
 
     async def savepoint(self, name: str) -> Checkpoint:
-        """Keep its memory as it is now under a new ``name``; it runs on. SavepointExistsError if there is one."""
+        """Save its current memory as the savepoint ``name``; it continues to run.
+
+        Raises SavepointExistsError if the name is taken, TooManySavepointsError, and UnsaveableError if the document is
+        too long. The save continues if the caller is cancelled.
+        """
         if valid_id(name) in self.metadata.savepoints:
             raise SavepointExistsError(self.sandbox_id, name)
         self._require_room()
@@ -343,28 +368,30 @@ class SandboxHandle:
         return await asyncio.shield(self._saving)
 
     async def copy(self, sandbox_id: str, savepoint: str = "", advance: Advance = nothing) -> Checkpoint:
-        """Store a savepoint of it, or its present memory, as a checkpoint of the sandbox ``sandbox_id``; it runs on."""
+        """Store a savepoint, or the current memory, as a checkpoint of ``sandbox_id``; this sandbox runs on."""
         stores, began = self._kept_in(), time.monotonic()
         source = self.metadata.savepoint(savepoint) if savepoint else self._source
         if source and (savepoint or self.instance.state == State.CHECKPOINTED):
-            return await estates.copy_checkpoint(stores, self.sandbox_id, source, sandbox_id, advance)
+            return await detached.copy_checkpoint(stores, self.sandbox_id, source, sandbox_id, advance)
         below = f"{checkpoints_prefix(sandbox_id)}{checkpoints.new_name()}/"
-        with staging(stores.staging) as folder:
+        async with staging(stores.staging) as folder:
             image = folder / "image"
             files = await self._take_inventory()
             await self.instance.copy(image)
             artifact = await bulk(checkpoints.save, stores.required_checkpoints(), below, image, advance)
-        return capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return await control(capture.recorded, self.instance, artifact, files, self.contents, seconds)
 
     async def drop_savepoint(self, name: str) -> None:
-        """Forget a savepoint. SavepointNotFoundError."""
+        """Delete a savepoint. Raises SavepointNotFoundError."""
         self.metadata.savepoint(name)
         await self._delete(await self._change(lambda document: document.without_savepoint(name)))
 
     async def find_savepoint(self, name: str) -> Checkpoint:
-        """A savepoint that this server can restore, when there is room for one of the present.
+        """Return the savepoint ``name`` for a rewind, which adds another savepoint.
 
-        SavepointNotFoundError, IncompatibleError.
+        Raises SavepointNotFoundError, IncompatibleError if this server cannot restore it, and TooManySavepointsError or
+        UnsaveableError if the document has no room for another savepoint.
         """
         found = self.metadata.savepoint(name)
         self._require_room()
@@ -372,7 +399,7 @@ class SandboxHandle:
         return found
 
     async def keep_present(self) -> str:
-        """Make a savepoint of its checkpoint, so that it can ``go_to`` another; returns the savepoint's name."""
+        """Keep its checkpoint as a savepoint before ``go_to``, and return the savepoint's name. Raises StateError."""
         present, name = self._source, f"before-rewind-{checkpoints.new_name()}"
         if self.instance.state != State.CHECKPOINTED or present is None:
             raise StateError(self.sandbox_id, "rewind", self.instance.state)
@@ -380,9 +407,9 @@ class SandboxHandle:
         return name
 
     def go_to(self, source: Checkpoint) -> None:
-        """Another sandbox, not running yet, that ``restore`` brings back from ``source``.
+        """Replace the instance with a new one that ``restore`` restores from ``source``.
 
-        Its mounts are the present ones; IncompatibleError if they do not fit.
+        Its mounts are the currently granted ones. Raises IncompatibleError if they do not fit.
         """
         grant = self._required_grant()
         self.begin_anew(_planned(self.metadata, source, grant), grant.platform)
@@ -390,18 +417,18 @@ class SandboxHandle:
         self.describe(source.contents)
 
     async def release(self) -> None:
-        """End it on this server without saving anything, and let others have it."""
+        """End it on this server without saving it, and release the lease."""
         try:
             await self.instance.delete()
-            if self.cleanup_task:
-                self.cleanup_task.cancel()
-                await asyncio.gather(self.cleanup_task, return_exceptions=True)
+            for task in filter(None, (self.cleanup_task, self._recording)):
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         finally:
-            if self._ledger:  # also if the sandbox could not be ended: nothing else ends the lease's renewal
+            if self._ledger:  # even if the sandbox did not end: nothing else stops the renewal of the lease
                 await asyncio.shield(self._ledger.lease.release())
 
     async def regain(self, owner: Owner) -> None:
-        """Get a lost lease again, if nobody had the sandbox in between; FencedError, LeaseHeldError if somebody did."""
+        """Replace a lost lease. Raises FencedError or LeaseHeldError if another server took the sandbox meanwhile."""
         book = self._book()
         await book.lease.release()
         async with leased(self.sandbox_id, self._kept_in(), owner) as lease:
@@ -409,13 +436,13 @@ class SandboxHandle:
         self.describe(self.contents)
 
     async def record_dead(self) -> None:
-        """Say that it runs no more, though nobody saved it."""
+        """Record that it no longer runs, although it was not saved."""
         await self._book().change(GCSSandboxMetadata.stopped)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
     async def save_snapshot(self, name: str) -> GCSArtifact:
-        """Keep what was written in it, but not its memory, under a new ``name``; it runs on."""
+        """Save its files, without its memory, as the snapshot ``name``; it continues to run."""
         shelf, below = required_shelf(self._shelf), snapshot_prefix(self.sandbox_id, name)
         with JOURNAL.doing(self.entry(What.SAVED)) as work:
             made = await snapshots.save(shelf, below, self.instance, work.advance)
@@ -423,10 +450,10 @@ class SandboxHandle:
         return made
 
     async def load_snapshot(self, sandbox_id: str, name: str) -> None:
-        """Put the files of a snapshot, of this or of another sandbox, in their places in this one, which runs."""
+        """Unpack a snapshot of this or another sandbox in this one, which must be running."""
         await snapshots.load(required_shelf(self._shelf), snapshot_prefix(sandbox_id, name), self.instance)
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     async def _checkpoint(self, insist: float | None) -> Checkpoint:
         stores, began = self._kept_in(), time.monotonic()
@@ -435,29 +462,31 @@ class SandboxHandle:
         below = f"{checkpoints_prefix(self.sandbox_id)}{checkpoints.new_name()}/"
         made: list[Checkpoint] = []
         garbage: set[str] = set()
-        with JOURNAL.doing(self.entry(What.HIBERNATED)) as work, staging(stores.staging) as folder:
-            files = await self._prepare(insist)
-            image = folder / "image"
+        with JOURNAL.doing(self.entry(What.HIBERNATED)) as work:
+            async with staging(stores.staging) as folder:
+                files = await self._prepare(insist)
+                image = folder / "image"
 
-            async def commit() -> None:
-                artifact = await bulk(checkpoints.save, store, below, image, work.advance)
-                made.append(capture.recorded(self.instance, artifact, files, self.contents, time.monotonic() - began))
-                garbage.update(await self._change(lambda document: document.saved(made[0], now())))
+                async def commit() -> None:
+                    artifact = await bulk(checkpoints.save, store, below, image, work.advance)
+                    seconds = time.monotonic() - began
+                    made.append(await control(capture.recorded, self.instance, artifact, files, self.contents, seconds))
+                    garbage.update(await self._change(lambda document: document.saved(made[0], now())))
 
-            try:
-                await self.instance.checkpoint(image, commit, insist=insist is not None)
-            except RunscError as error:
-                if insist is None or self.instance.reachable or error.hosts_fault:
-                    raise
-                problem = f"did not help to save itself, and runsc cannot save it without: {error.problem}"
-                raise UnresponsiveError(self.sandbox_id, problem) from error
-            work.size = made[0].size
+                try:
+                    await self.instance.checkpoint(image, commit, insist=insist is not None)
+                except RunscError as error:
+                    if insist is None or self.instance.reachable or error.hosts_fault:
+                        raise
+                    problem = f"did not help to save itself, and runsc cannot save it without: {error.problem}"
+                    raise UnresponsiveError(self.sandbox_id, problem) from error
+                work.size = made[0].size
         self._source = made[0]
         await self._delete(garbage)
         return made[0]
 
     async def _take_inventory(self) -> dict[str, Any]:
-        """Return the files that it depends on, as the guest and the host see them; ``give_up_inventory`` ends that."""
+        """Return the host files that it depends on. Raises SandboxError if ``give_up_waiting`` interrupts that."""
         self._inventory = asyncio.create_task(capture.prepare(self.instance, self._kept_in().fingerprints))
         try:
             return await self._inventory
@@ -470,13 +499,17 @@ class SandboxHandle:
         finally:
             self._inventory = None
 
-    def give_up_inventory(self) -> None:
-        """Have a savepoint or copy fail that waits for the guest, so that a stopping server can go on."""
+    def give_up_waiting(self) -> None:
+        """Interrupt a checkpoint, savepoint or copy that waits for the guest. Called when the server stops."""
         if self._inventory:
             self._inventory.cancel()
+        self.instance.hurry()
 
     async def _prepare(self, insist: float | None) -> dict[str, Any]:
-        """Return the files that it depends on; none if it does not help within ``insist`` seconds, and is cut off."""
+        """Return the host files that it depends on.
+
+        With ``insist``, a guest that fails or takes longer than that many seconds is cut off, and the result is empty.
+        """
         try:
             async with asyncio.timeout(insist):
                 return await self._take_inventory()
@@ -489,7 +522,7 @@ class SandboxHandle:
             return {}
 
     def _working_folder(self) -> Mount | None:
-        """The folder that its kernel works in, if it is one of the host's."""
+        """Return the mount of its kernel's working folder; None if that is not a folder of the host."""
         spec, cwd = self.instance.spec, self.contents.get("cwd")
         shown = (mount for mount in spec.mounts if mount.source and mount.writable and mount.destination == cwd)
         return spec.carried or next(shown, None)
@@ -512,7 +545,7 @@ class SandboxHandle:
 
     @contextmanager
     def _reseeding(self) -> Iterator[None]:
-        """A restore in which a fork, which another sandbox has all random numbers of, gets others, this one time."""
+        """Reseed a fork at its first restore: the original sandbox has the same random state."""
         link = self.instance.link
         hooks = link.hooks
         if self.contents.get(RESEED):
@@ -524,6 +557,60 @@ class SandboxHandle:
         if self.contents.get(RESEED):
             self.describe({name: value for name, value in self.contents.items() if name != RESEED})
 
+    async def _record_restored(self, source: Checkpoint) -> None:
+        """Record that it runs again; if storage fails, retry in the background, because clients already use it.
+
+        The sandbox is ended and the error raised only if this server may no longer change the document, or if the
+        caller is cancelled.
+        """
+        last = self.metadata.last
+        try:
+            garbage = await self._change(lambda document: document.started(source, None, now()))
+        except Exception as error:
+            if isinstance(error, NOT_OURS):
+                await asyncio.shield(self.instance.delete())
+                raise
+            log.warning(
+                "Sandbox %s was woken, but that could not be recorded in storage: %s It runs on, and the record is "
+                "tried again every %g seconds. If this lasts, it cannot be saved: see that storage can be written to",
+                self.sandbox_id,
+                error,
+                RECORD_AGAIN,
+            )
+            self._recording = asyncio.create_task(self._record_later(self.instance, source, last))
+        except BaseException:
+            await asyncio.shield(self.instance.delete())
+            raise
+        else:
+            self.cleanup_task = asyncio.create_task(self._delete(garbage))
+        self.describe(self.contents)
+
+    async def _record_later(self, instance: GVisorSandbox, source: Checkpoint, last: str) -> None:
+        """Retry recording that ``instance`` runs, until it is saved or ended. The next change deletes the garbage.
+
+        ``last`` is the latest checkpoint in the document at the time of the restore.
+        """
+
+        def runs() -> bool:
+            return self.instance is instance and instance.state == State.RUNNING
+
+        def change(document: GCSSandboxMetadata) -> GCSSandboxMetadata:
+            return document.started(source, None, now()) if runs() and document.last == last else document
+
+        while runs() and self.metadata.last == last:
+            await asyncio.sleep(RECORD_AGAIN)
+            try:
+                await self._book().change(change)
+            except NOT_OURS as error:
+                log.error("Sandbox %s cannot be recorded as running: %s", self.sandbox_id, error)
+                return
+            except Exception as error:
+                log.info("Sandbox %s is still not recorded as running: %s", self.sandbox_id, error)
+            else:
+                log.warning("Sandbox %s is recorded in storage again", self.sandbox_id)
+                self.describe(self.contents)
+                return
+
     async def _record_running(self, checkpoint: Checkpoint | None, previous: Checkpoint | None) -> None:
         try:
             garbage = await self._change(lambda document: document.started(checkpoint, previous, now()))
@@ -534,9 +621,9 @@ class SandboxHandle:
         self.cleanup_task = asyncio.create_task(self._delete(garbage))
 
     async def _change(self, change: ledger.Change, most: int = ledger.MOST_DOCUMENT) -> set[str]:
-        """Change the document; the artifacts that nobody needs then: proven ones' predecessors, failed attempts.
+        """Change the document and return the artifacts that it no longer needs: superseded ones and failed attempts.
 
-        Only what was there before the change counts, because after it another server may have made its own.
+        Only artifacts from before the change are returned: after it, another server may have added its own.
         """
         store, found = self._kept_in().checkpoints, set[str]()
         if store:
@@ -545,7 +632,7 @@ class SandboxHandle:
         return found - self.metadata.kept
 
     async def _delete(self, garbage: set[str]) -> None:
-        with suppress(StorageError):  # the next one collects
+        with suppress(StorageError):  # the next change deletes it
             for name in garbage:
                 await bulk(self._kept_in().required_checkpoints().delete_all, name)
 
@@ -566,7 +653,7 @@ class SandboxHandle:
 
 
 def _require_document(stores: Stores, sandbox_id: str) -> None:
-    """Raise SandboxNotFoundError if there is no such sandbox. Blocks."""
+    """Raise SandboxNotFoundError unless the sandbox has a document. Blocks."""
     try:
         stores.metadata.info(metadata_name(sandbox_id))
     except ObjectNotFoundError as error:
@@ -580,7 +667,7 @@ async def _undo(creating: asyncio.Task[Ledger], stores: Stores) -> None:
         return
     book = creating.result()
     made = book.metadata
-    with suppress(StorageError):  # then it is an empty sandbox, which can be opened
+    with suppress(StorageError):  # an empty sandbox is left, which can be opened
         await control(stores.metadata.delete, metadata_name(made.sandbox_id), book.generation)
         JOURNAL.write(Entry(made.sandbox_id, What.DELETED, kernel_name=made.kernel_name, user=made.user))
 
@@ -588,7 +675,7 @@ async def _undo(creating: asyncio.Task[Ledger], stores: Stores) -> None:
 async def _require_fit(
     document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores, grant: Grant | None
 ) -> BundleSpec | None:
-    """Return the spec that ``source`` is restored with under ``grant``, None without one; IncompatibleError."""
+    """Return the spec for restoring ``source`` with ``grant``; None without a grant. Raises IncompatibleError."""
     if reasons := await control(checkpoints.obstacles, source, runsc):
         raise _incompatible(document, source, reasons)
     if grant is None:

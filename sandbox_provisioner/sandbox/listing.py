@@ -1,4 +1,4 @@
-"""What storage has of sandboxes that are recorded, for those who list them: the command line and the REST API."""
+"""Look up recorded sandboxes in storage, for lists in the command line and the REST API."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from .errors import SandboxError, SandboxNotFoundError, StorageNotHereError
-from .metadata import Stored, Summary
-from .persistence import Persistence
-from .records import SandboxRecord
+from ..errors import SandboxError, SandboxNotFoundError, StorageNotHereError
+from ..persistence.metadata import Stored, Summary
+from ..persistence.records import SandboxRecord
+from .user_sandboxes import Persistence
 
 AT_ONCE = 8
-"""How many sandboxes are asked for at once, as one may be far away; on a local disk, threads would only wait."""
+"""Parallel lookups in remote storage. Local storage is read in one thread: more would only wait for the disk."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """A record, with what its storage has of the sandbox or with the reason why that is not known."""
+    """A record with the summary of its sandbox in storage, or with the error of the lookup."""
 
     record: SandboxRecord
     summary: Summary | None = None
@@ -27,7 +27,7 @@ class Sight:
 
     @property
     def state(self) -> str:
-        """How it is, in a word."""
+        """State of the sandbox: gone, elsewhere, unknown, running, saved or empty."""
         if isinstance(self.problem, SandboxNotFoundError):
             return "gone"
         if isinstance(self.problem, StorageNotHereError):
@@ -38,18 +38,18 @@ class Sight:
 
     @property
     def last_used(self) -> datetime:
-        """When it was used last, as far as that is known: what a killed server did not record, its checkpoint tells."""
+        """Time of the last known use. The checkpoint's time counts too: a killed server did not update the record."""
         saved = self.summary.checkpoint if self.summary else None
         return max(self.record.last_used, datetime.fromisoformat(saved.created)) if saved else self.record.last_used
 
     @property
     def size(self) -> int | None:
-        """The bytes of its checkpoints, savepoints and snapshots; None if they are not known."""
+        """Bytes of its checkpoints, savepoints and snapshots; None if unknown."""
         return None if self.summary is None else sum(item.size for item in self.stored.values())
 
     @property
     def stored(self) -> dict[str, Stored]:
-        """What is kept of it, by what a person calls it."""
+        """Its checkpoints, savepoints and snapshots by their display names."""
         found: dict[str, Stored] = {}
         if self.summary and self.summary.checkpoint:
             found["checkpoint"] = self.summary.checkpoint
@@ -61,7 +61,7 @@ class Sight:
 
 
 def look(sandboxes: Persistence, records: Iterable[SandboxRecord]) -> list[Sight]:
-    """What storage has of each."""
+    """Return the records with the state of their sandboxes in storage. Blocks."""
 
     def sight(record: SandboxRecord) -> Sight:
         try:

@@ -1,7 +1,7 @@
-"""SandboxManager: the sandboxes of one server by their ids, and the policy for them: who may, when, and in which order.
+"""Hold open sandboxes by id and decide what is done to them, when and in which order.
 
-It answers "should I?": whether this server is able to do what is asked, when an idle sandbox is checkpointed, whom one
-is handed over to, and what happens to all of them when the server stops.
+The policy covers: which features this server supports, when an idle sandbox is checkpointed, when one is handed over
+to another server, and what happens to all of them when the server stops. SandboxHandle does the work.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from . import estates
-from .bundle import BundleSpec
-from .config import GCSConfig
-from .errors import FencedError, LeaseHeldError, SandboxError, SandboxNotFoundError, StateError
+from ..config import GCSConfig
+from ..errors import FencedError, LeaseHeldError, SandboxError, SandboxNotFoundError, StateError
+from ..events import JOURNAL, Entry, What
+from ..gvisor.bundle import BundleSpec
+from ..gvisor.restore_plan import Grant
+from ..gvisor.runsc import Runsc
+from ..gvisor.state import State
+from ..lock.base import Owner
+from ..mux.connection import Hooks
+from ..persistence.backends import Stores, open_shelf, open_stores
+from ..persistence.metadata import Checkpoint, GCSArtifact
+from ..persistence.names import valid_id
+from ..workers import finished
+from . import detached
 from .handle import Identity, SandboxHandle
-from .journal import JOURNAL, Entry, What
-from .link import Hooks
-from .lock.base import Owner
-from .metadata import Checkpoint, GCSArtifact
-from .names import valid_id
 from .recovery import Recovered, Recovery
-from .restore_plan import Grant
-from .runsc import Runsc
-from .states import State
-from .stores import Stores, open_shelf, open_stores
-from .workers import finished
 
 log = logging.getLogger(__name__)
 
 PAUSE = 5.0
 SHORTEST = 0.1
-"""Seconds between two looks at whether a sandbox is idle, however short it is to be idle for."""
+"""Minimum seconds between two checks for idleness, however short the idle timeout."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a persistent sandbox is to do by itself. ``idle_timeout`` and ``hook_timeout`` are in seconds."""
+    """Automatic behaviour of a persistent sandbox. ``idle_timeout`` and ``hook_timeout`` are in seconds."""
 
     enable_handoff: bool = False
     enable_checkpoint_at_idle: bool = False
@@ -52,14 +52,17 @@ class Features:
 
 
 Gone = Callable[[str, str], None]
-"""Told the id of a sandbox that this server has no more, and why."""
+"""Callback with the id of a sandbox that this server no longer has, and the reason."""
 
 
 class SandboxManager:
-    """All sandboxes of this server. Every method that changes one waits for what is under way with it.
+    """Open sandboxes by id, with one lock each: methods that change a sandbox wait for each other.
 
-    ``busy`` is asked before an idle sandbox is checkpointed; ``on_saving`` is told when one that stays is about to be
-    checkpointed, and ``on_saved`` when it was; ``on_gone`` when one was handed over or lost.
+    Each kernel's Claim has a manager of its own. Use a manager from one event loop only.
+
+    Callbacks: ``busy`` is called before an idle sandbox is checkpointed. ``on_saving`` is called before, and
+    ``on_saved`` after, the checkpoint of a sandbox that this server keeps. ``on_gone`` is called after a hand-off or
+    loss.
     """
 
     def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "", stores: Stores | None = None) -> None:
@@ -77,7 +80,7 @@ class SandboxManager:
 
     @property
     def stores(self) -> Stores:
-        """Where persistent sandboxes are; ConfigurationError if this server can keep none."""
+        """The stores of persistent sandboxes. Raises ConfigurationError if this server has none."""
         if self._opened is None:
             self._opened = open_stores(self._config)
         return self._opened
@@ -87,13 +90,13 @@ class SandboxManager:
         return Recovery(self._runsc, self.stores, self.owner)
 
     def owner(self) -> Owner:
-        """This server, as others get to know it, for one attempt to get a lease."""
+        """Return this server's identity, as shown to other servers, for one attempt to acquire a lease."""
         return Owner.here(self._server)
 
-    # -- having sandboxes ------------------------------------------------------------------------------------------
+    # -- create, attach, find --------------------------------------------------------------------------------------
 
     def create_ephemeral(self, sandbox_id: str, spec: BundleSpec, platform: str = "systrap") -> SandboxHandle:
-        """A sandbox that leaves nothing behind, not started yet."""
+        """Return a new, unstarted sandbox that is not persistent."""
         shelf = open_shelf(self._config)
         return self._keep(SandboxHandle.create_ephemeral(sandbox_id, spec, self._runsc, platform, shelf))
 
@@ -105,7 +108,11 @@ class SandboxManager:
         features: Features | None = None,
         platform: str = "systrap",
     ) -> SandboxHandle:
-        """A new persistent sandbox, not started yet; what this server cannot do is refused before anything exists."""
+        """Return a new, unstarted persistent sandbox.
+
+        Raises ConfigurationError, before anything is stored, if this server does not support ``features``; StateError
+        if this manager has the sandbox already; and the errors of SandboxHandle.create_persistent.
+        """
         features = self._able(features)
         about = identity or Identity()
         about = replace(about, settings={**about.settings, **vars(features)})
@@ -125,9 +132,10 @@ class SandboxManager:
         patience: float = 0.0,
         previous: bool = False,
     ) -> SandboxHandle:
-        """The persistent sandbox that there is, not running yet; one that a killed server left running is saved first.
+        """Return an existing persistent sandbox, not running yet; if a killed server left it running, save it first.
 
-        The arguments and errors are those of SandboxHandle.attach_persistent.
+        Arguments and errors are those of SandboxHandle.attach_persistent and ``create``. Raises SandboxError if the
+        sandbox of a killed server could not be saved.
         """
         features = self._able(features)
         async with self._lock(sandbox_id):
@@ -150,7 +158,7 @@ class SandboxManager:
             return self._keep(handle, features)
 
     async def permit(self, sandbox_id: str, grant: Grant) -> None:
-        """Set the mounts that restores of a sandbox may use; IncompatibleError if its checkpoint needs others."""
+        """Set the mounts for restores of a sandbox. Raises IncompatibleError if its checkpoint needs others."""
         async with self._lock(sandbox_id):
             try:
                 await self.get(sandbox_id).permit(grant)
@@ -159,37 +167,38 @@ class SandboxManager:
                 raise
 
     async def recover(self) -> list[Recovered]:
-        """Call it when the server starts: save the sandboxes of killed servers, and collect what they left behind."""
+        """Save the sandboxes of killed servers and delete the garbage that they left. Called when the server starts."""
         recovered = await self._recovery.save()
         await self._recovery.collect_garbage()
         return recovered
 
     def get(self, sandbox_id: str) -> SandboxHandle:
-        """A sandbox that this server has; SandboxNotFoundError if it has not."""
+        """Return the handle of an open sandbox. Raises SandboxNotFoundError if this manager does not have it."""
         if sandbox_id not in self.handles:
             raise SandboxNotFoundError(sandbox_id, self._server)
         return self.handles[sandbox_id]
 
     def touch(self, sandbox_id: str) -> None:
-        """Say that a sandbox was used just now."""
+        """Restart the idle time of a sandbox."""
         self.get(sandbox_id).last_activity = time.monotonic()
 
-    # -- what is done to them ----------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------------------------
 
     async def start(self, sandbox_id: str, template: Path | None = None) -> None:
-        """Start it afresh, or as a copy of a template."""
+        """Start it without saved state, or as a copy of ``template``."""
         async with self._lock(sandbox_id):
             await self.get(sandbox_id).start(template)
             self.touch(sandbox_id)
 
     async def checkpoint(self, sandbox_id: str, insist: float | None = None) -> Checkpoint:
-        """Save its memory and end it; it stays ours, to be restored. ``insist`` is SandboxHandle.checkpoint's.
+        """Save its memory and end it; this server keeps it for ``restore``. ``insist`` is SandboxHandle.checkpoint's.
 
-        A caller that is cancelled waits until it is saved: requests that came meanwhile wake it.
+        A cancellation is raised only after the save: ``on_saved`` must run, because it wakes the sandbox for requests
+        that arrived meanwhile.
         """
         patience = None
-        if insist is not None and sandbox_id in self.handles:  # a guest must not hold up a server that stops
-            give_up = self.handles[sandbox_id].give_up_inventory
+        if insist is not None and sandbox_id in self.handles:  # the lock's holder may be waiting for the guest
+            give_up = self.handles[sandbox_id].give_up_waiting
             patience = asyncio.get_running_loop().call_later(insist, give_up)
         lock = self._lock(sandbox_id)
         try:
@@ -209,35 +218,36 @@ class SandboxManager:
         return made
 
     async def restore(self, sandbox_id: str) -> None:
-        """Bring it back."""
+        """Restore it from its checkpoint."""
         async with self._lock(sandbox_id):
             await self.get(sandbox_id).restore()
             self.touch(sandbox_id)
 
     async def save_snapshot(self, sandbox_id: str, name: str) -> GCSArtifact:
-        """Keep what was written in it under ``name``."""
+        """Save its files as the snapshot ``name``."""
         async with self._lock(sandbox_id):
             return await self.get(sandbox_id).save_snapshot(name)
 
     async def load_snapshot(self, sandbox_id: str, name: str, source_id: str = "") -> None:
-        """Put the files of a snapshot, of this or of the sandbox ``source_id``, in their places in it."""
+        """Unpack a snapshot of this sandbox, or of the sandbox ``source_id``, in it."""
         async with self._lock(sandbox_id):
             await self.get(sandbox_id).load_snapshot(source_id or sandbox_id, name)
 
     async def savepoint(self, sandbox_id: str, name: str) -> Checkpoint:
-        """Keep its memory under ``name``; it runs on, or sleeps on."""
+        """Save its memory as the savepoint ``name``; it continues to run, or stays hibernated."""
         async with self._lock(sandbox_id):
             return await self.get(sandbox_id).savepoint(name)
 
     async def drop_savepoint(self, sandbox_id: str, name: str) -> None:
-        """Forget a savepoint."""
+        """Delete a savepoint."""
         async with self._lock(sandbox_id):
             await self.get(sandbox_id).drop_savepoint(name)
 
     async def rewind(self, sandbox_id: str, name: str) -> str:
-        """Save the present, and bring it back as it was at a savepoint; returns the name of one that has the present.
+        """Keep the current state as a savepoint, restore the savepoint ``name``, and return the new savepoint's name.
 
-        If that cannot be restored, the present is; the handle has another ``instance`` in either case.
+        If the restore fails, the current state is restored and the error raised. The handle has a new ``instance`` in
+        either case.
         """
         async with self._lock(sandbox_id):
             handle = self.get(sandbox_id)
@@ -262,18 +272,18 @@ class SandboxManager:
             return kept
 
     async def fork(self, sandbox_id: str, new_id: str, about: Identity, savepoint: str = "") -> None:
-        """A new sandbox that nobody has open, with the memory of this one, now or at a savepoint; this one goes on."""
+        """Store a new sandbox with the memory of this one, current or at a savepoint; this one continues to run."""
         first = about.document(valid_id(new_id))
         async with self._lock(sandbox_id):
             handle = self.get(sandbox_id)
             with JOURNAL.doing(handle.entry(What.FORKED)) as work:
-                made = await estates.found_persistent(
+                made = await detached.found_persistent(
                     self.stores, first, self.owner(), lambda name: handle.copy(name, savepoint, work.advance)
                 )
                 work.size = made.size
 
     async def delete(self, sandbox_id: str) -> int:
-        """End it and delete all that is kept of it, whether this server has it or nobody; returns the freed bytes."""
+        """End it, delete everything stored for it and return the freed bytes. It need not be open in this manager."""
         async with self._lock(sandbox_id):
             handle = self.handles.get(sandbox_id)
             entry = handle.entry(What.DELETED) if handle else Entry(sandbox_id, What.DELETED)
@@ -282,11 +292,11 @@ class SandboxManager:
                     await self._drop(handle)
                     if not handle.persistent:
                         return 0
-                work.size = await estates.destroy_persistent(self.stores, sandbox_id, self.owner())
+                work.size = await detached.destroy_persistent(self.stores, sandbox_id, self.owner())
             return work.size
 
     async def hand_over(self, sandbox_id: str, reason: str = "it was handed over") -> None:
-        """Save it, if it runs, and let another server have it."""
+        """Save it if it runs, and release it for another server."""
         async with self._lock(sandbox_id):
             handle = self.get(sandbox_id)
             with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
@@ -296,19 +306,19 @@ class SandboxManager:
         self.on_gone(sandbox_id, reason)
 
     async def release(self, sandbox_id: str) -> None:
-        """End it without saving anything, and let another server have it."""
+        """End it without saving it, and release it for another server."""
         async with self._lock(sandbox_id):
             handle = self.get(sandbox_id)
             await handle.instance.delete()
             if handle.persistent and handle.metadata.running:
-                with suppress(SandboxError):  # whoever has it next finds that nobody runs it
+                with suppress(SandboxError):  # the next owner finds that no server runs it
                     await handle.record_dead()
             await self._drop(handle)
 
     async def shutdown(self, deadline: float) -> dict[str, Exception | None]:
-        """Save and let go of all sandboxes at once; what is not saved after ``deadline`` seconds runs on, for a rescue.
+        """Hand over all sandboxes in parallel, and return the error of each, or None.
 
-        Says of each what went wrong with it, or None.
+        A sandbox that is not saved after ``deadline`` seconds continues to run, for a rescue.
         """
         names = list(self.handles)
         tasks = [asyncio.create_task(self._stop(name)) for name in names]
@@ -324,7 +334,7 @@ class SandboxManager:
             return error
         return None
 
-    # -- by themselves -----------------------------------------------------------------------------------------------
+    # -- background work ---------------------------------------------------------------------------------------------
 
     def _able(self, features: Features | None) -> Features:
         features = features or Features()
@@ -357,7 +367,7 @@ class SandboxManager:
         self._acting.pop(handle.sandbox_id, None)
 
     async def _watch(self, handle: SandboxHandle, features: Features) -> None:
-        """See to it that an idle sandbox is saved, one wanted elsewhere handed over, a lost lease regained."""
+        """Background task of one sandbox: save it when idle, hand it over on request, replace a lost lease."""
         while True:
             lease = handle.lease
             wanted = asyncio.create_task(lease.wanted.wait())
@@ -385,10 +395,10 @@ class SandboxManager:
             finally:
                 wanted.cancel()
             if self.handles.get(handle.sandbox_id) is not handle:
-                return  # the failure came after the sandbox had been given up
+                return  # the failure came after the sandbox was dropped
 
     def _idle_in(self, handle: SandboxHandle) -> float | None:
-        """Seconds until the sandbox will have been idle for long enough; None if that is never."""
+        """Return the seconds until the sandbox has been idle for ``idle_timeout``; None if that is not set."""
         if handle.idle_timeout is None or handle.instance.state != State.RUNNING:
             return None if handle.idle_timeout is None else handle.idle_timeout
         if self.busy(handle.sandbox_id):
@@ -399,11 +409,14 @@ class SandboxManager:
         async with self._lock(handle.sandbox_id):
             if handle.instance.state != State.RUNNING or self._idle_in(handle) != 0:
                 return
-            handle.last_activity = time.monotonic()  # a failure is tried again after as long a time
+            handle.last_activity = time.monotonic()  # a failure is retried after another idle timeout
             await finished(self._save(handle))
 
     async def _regain(self, handle: SandboxHandle) -> None:
-        """A lease that ran out while storage could not be reached is no reason to end anything that nobody took."""
+        """Replace a lost lease, so that the sandbox runs on if the lease only expired while storage was unreachable.
+
+        Raises FencedError or LeaseHeldError if another server took the sandbox.
+        """
         log.warning("Sandbox %s: %s", handle.sandbox_id, handle.lease.lost.result())
         async with self._lock(handle.sandbox_id):
             await handle.regain(self.owner())

@@ -1,4 +1,4 @@
-"""Recovery: sandboxes that run on though their server was killed are saved, and what such servers left is collected."""
+"""Save sandboxes that still run after their server was killed, and delete the garbage that such servers left."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from . import checkpoints, estates
-from .errors import LeaseHeldError, SandboxError, SandboxNotFoundError
+from ..errors import LeaseHeldError, SandboxError, SandboxNotFoundError
+from ..gvisor.runsc import Runsc
+from ..gvisor.runtime_dir import RuntimeFolder, scan
+from ..lock.base import Owner
+from ..persistence import checkpoints
+from ..persistence.backends import Stores
+from ..persistence.metadata import Note, decode_note
+from ..persistence.staging import collect
+from ..workers import control, finished
+from . import detached
 from .handle import SandboxHandle
-from .lock.base import Owner
-from .metadata import Note, decode_note
-from .runsc import Runsc
-from .runtime import RuntimeFolder, scan
-from .staging import collect
-from .stores import Stores
-from .workers import control, finished
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
 LOOK_EVERY = 0.1
 OTHERS_TAKE = 900.0
-"""Seconds that a rescue by another process may take, until a start that waits for it is refused."""
+"""Seconds that a start waits for a rescue by another thread or process before it is refused."""
 PATIENCE = 120.0
-"""Seconds to wait for the lease of a server that was killed; a dead process on this machine has none."""
+"""Seconds to wait for the lease of a killed server to expire. A local lease ends with its process."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """A sandbox whose server was killed: whether its memory was saved, and if not, why, and whether it runs on."""
+    """The result of one rescue: ``saved``, or the ``problem`` and whether the sandbox still runs."""
 
     sandbox_id: str
     saved: bool
@@ -43,16 +44,16 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Recovery:
-    """By whom sandboxes of ``stores`` are recovered: ``owner`` makes a name for each lease; ``runsc`` saves them."""
+    """Recovery of sandboxes in ``stores``. ``owner`` returns a new identity for each attempt to acquire a lease."""
 
     runsc: Runsc
     stores: Stores
     owner: Callable[[], Owner]
 
     async def save(self, sandbox_id: str = "") -> list[Recovered]:
-        """Save the sandboxes of killed servers, at most a few at a time; only one of them if an id is given.
+        """Save the sandboxes of killed servers, or only ``sandbox_id``; at most ``AT_ONCE`` at a time.
 
-        If another thread or process saves that one just now, it is waited for. SandboxError if that takes too long.
+        If another thread or process is saving ``sandbox_id``, wait for it. Raises SandboxError if that takes too long.
         """
         found: list[tuple[RuntimeFolder, Note]] = []
         try:
@@ -72,7 +73,7 @@ class Recovery:
             raise
 
     async def _find(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> None:
-        """Add the folders to rescue to ``found``, when nobody else is rescuing the sandbox of the given id."""
+        """Add the folders to rescue to ``found``; first wait until no other rescue of ``sandbox_id`` is under way."""
         give_up = time.monotonic() + OTHERS_TAKE
         while True:
             rescued = await finished(control(self._scan, sandbox_id, found))
@@ -90,7 +91,7 @@ class Recovery:
                 await asyncio.sleep(LOOK_EVERY)
 
     def _scan(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> bool:
-        """Add the folders of dead servers to ``found``; True if another thread or process has one of them. Blocks."""
+        """Add the folders of dead servers to ``found``; return True if another rescue has locked one. Blocks."""
 
         def wanted(value: dict[str, Any] | None) -> bool:
             note = _decode(value)
@@ -108,14 +109,14 @@ class Recovery:
         return self.stores.metadata.where, sandbox_id
 
     async def collect_garbage(self) -> None:
-        """Delete what is left of sandboxes whose deletion was interrupted, and images that killed servers staged."""
+        """Delete staged images of dead servers, and remains of sandboxes whose deletion or fork was interrupted."""
         try:
             await asyncio.to_thread(collect, self.stores.staging)
         except SandboxError as error:
             log.warning("Images of killed servers stay in %s for now: %s", self.stores.staging, error)
-        for sandbox_id in await asyncio.to_thread(estates.doomed, self.stores):
+        for sandbox_id in await asyncio.to_thread(detached.doomed, self.stores):
             try:
-                await estates.destroy_remains(self.stores, sandbox_id, self.owner())
+                await detached.destroy_remains(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
                 log.info("What is left of sandbox %s stays for now: %s", sandbox_id, error)
 
@@ -139,12 +140,12 @@ class Recovery:
             except Exception as error:
                 folder.let_go()
                 log.error("Sandbox %s, whose server was killed, was not saved: %s", note.sandbox_id, error)
-                runs_on = alive and not isinstance(error, LeaseHeldError)  # whose holder went on without it
+                runs_on = alive and not isinstance(error, LeaseHeldError)  # the lease's holder has taken over
                 return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
 
     @staticmethod
     async def _keep(handle: SandboxHandle, alive: bool) -> None:
-        """Save it, as what it is now, or as a savepoint if another server has gone on without it."""
+        """Checkpoint it, or make a savepoint if another server has saved a newer state; record it if it has ended."""
         if not alive:
             await handle.record_dead()
         elif handle.outdated:
@@ -155,7 +156,7 @@ class Recovery:
             await handle.checkpoint()
 
     async def _take_inventory(self, note: Note) -> None:
-        """Checkpoint it again after a restore: only one that can be asked tells which files it depends on."""
+        """Restore it and checkpoint it again, to record the files it depends on: an orphan cannot be asked for them."""
         try:
             handle = await SandboxHandle.attach_persistent(
                 note.sandbox_id, note.spec, self.runsc, self.stores, self.owner(), note.platform
@@ -170,7 +171,7 @@ class Recovery:
 
 
 _under_way: dict[tuple[str, str], Future[None]] = {}
-"""The rescues of this process, in all its threads, by storage and sandbox: the end of each."""
+"""Rescues under way in all threads of this process, by storage and sandbox id; each future is done at the end."""
 
 
 def _decode(value: dict[str, Any] | None) -> Note | None:

@@ -1,7 +1,7 @@
-"""PersistentSandboxRegistry: which persistent sandboxes there are, for a process that has none of them open.
+"""Record which persistent sandboxes exist, for processes that have none of them open.
 
-It remembers identities and holds no sandbox. Several processes can use one folder: each change of a record is a
-compare-and-swap of its file. All methods block for some file accesses.
+The registry holds records, not sandboxes. Several processes can use one folder: each change of a record is a
+compare-and-swap of its file. All methods block for file access.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 from uuid import UUID, uuid4, uuid5
 
-from . import records
-from .errors import (
+from ..errors import (
     AmbiguousSandboxError,
     ConflictError,
     ObjectNotFoundError,
@@ -26,22 +25,23 @@ from .errors import (
     UnknownSandboxError,
     UnreadableRecordError,
 )
-from .records import SandboxRecord
-from .storage.base import NEW
-from .storage.local import LocalStore
-from .stores import Stores
+from ..persistence import records
+from ..persistence.backends import Stores
+from ..persistence.records import SandboxRecord
+from ..storage.base import NEW
+from ..storage.local import LocalStore
 
 SUFFIX = ".json"
 NAMESPACE = UUID("0b7c5f0e-3f0b-4a0e-9a55-6a4d3f7f3c11")
-"""For the identities of sandboxes that somebody else named."""
+"""UUID namespace for records of sandboxes with an id that the registry did not allocate."""
 
 Destroy = Callable[[SandboxRecord], int]
-"""Removes a sandbox with its checkpoints and snapshots and returns how many bytes went; SandboxNotFoundError if it is
-gone already, any other SandboxError if it must stay."""
+"""Callback that deletes a sandbox with its checkpoints and snapshots and returns the freed bytes. Raises
+SandboxNotFoundError if it is already gone, another SandboxError if it must be kept."""
 
 
 class Facts(TypedDict, total=False):
-    """What is remembered of a sandbox besides where it is."""
+    """Facts in a record besides the identity and location of the sandbox."""
 
     kernel_name: str
     settings: Mapping[str, Any]
@@ -49,7 +49,7 @@ class Facts(TypedDict, total=False):
 
 
 class Listing(NamedTuple):
-    """All records, oldest first, and what is wrong with each that cannot be read."""
+    """All readable records, oldest first, and an error for each unreadable one."""
 
     records: list[SandboxRecord]
     unreadable: list[UnreadableRecordError]
@@ -57,7 +57,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class Removal:
-    """What became of a sandbox that was to go: ``freed`` bytes, or the ``error`` for which it is still there."""
+    """The result of deleting a sandbox: ``freed`` bytes, or the ``error`` that prevented it."""
 
     record: SandboxRecord
     freed: int = 0
@@ -72,9 +72,10 @@ class PersistentSandboxRegistry:
         self._store = LocalStore(folder)
 
     def allocate(self, stores: Stores, **facts: Unpack[Facts]) -> SandboxRecord:
-        """A new identity for a sandbox that is about to be made in ``stores``, where its id will be the same.
+        """Write and return a record with a new id, for a sandbox that is about to be created in ``stores``.
 
-        It is on disk when this returns, so whatever happens next, the sandbox will be found and can be deleted.
+        The sandbox's id in ``stores`` is the same. The record is on disk before the sandbox exists, so that the sandbox
+        can be found and deleted even if its creation is interrupted.
         """
         identity = uuid4()
         record = _new(identity, stores, str(identity), facts)
@@ -82,13 +83,13 @@ class PersistentSandboxRegistry:
         return record
 
     def ensure(self, identity: UUID, stores: Stores, **facts: Unpack[Facts]) -> SandboxRecord:
-        """The record of ``identity`` as it is; if there is none, a new one as ``allocate`` makes it."""
+        """Return the record of ``identity`` unchanged; if it does not exist, write one as ``allocate`` does."""
         return self._ensure(_new(identity, stores, str(identity), facts))
 
     def record(self, sandbox_id: str, stores: Stores, **facts: Unpack[Facts]) -> SandboxRecord:
-        """Remember a sandbox that was not named by us; the same sandbox has the same identity each time.
+        """Write and return the record of the sandbox ``sandbox_id`` in ``stores``; it always has the same identity.
 
-        ``facts`` replace those that were known, and it counts as used now.
+        ``facts`` replace the recorded ones, and the time of the last use is set to now.
         """
         here = [record for record in self.list().records if record.sandbox_id == sandbox_id and _is_in(record, stores)]
         unnamed = uuid5(NAMESPACE, f"{stores.kind} {stores.metadata.where} {sandbox_id}")
@@ -96,13 +97,14 @@ class PersistentSandboxRegistry:
         return self._change(record.id, lambda known: replace(known, **facts, last_used=_now()))
 
     def load(self, identity: UUID) -> SandboxRecord:
-        """The record of ``identity``; UnknownSandboxError, UnreadableRecordError."""
+        """Return the record of ``identity``. Raises UnknownSandboxError, UnreadableRecordError."""
         return self._read(identity)[0]
 
     def find(self, wanted: str) -> SandboxRecord:
-        """The record with this id, or with this id in its storage, or the only one whose id begins so.
+        """Return the record whose id, or id in its storage, is ``wanted``, or the only one whose id begins with it.
 
-        UnknownSandboxError lists the ids there are, AmbiguousSandboxError those that fit.
+        Raises UnknownSandboxError with all ids, AmbiguousSandboxError with the matching ids, and UnreadableRecordError
+        if only an unreadable record matches.
         """
         known, unreadable = self.list()
         found = [record for record in known if wanted in (str(record.id), record.sandbox_id)]
@@ -119,30 +121,30 @@ class PersistentSandboxRegistry:
         raise UnknownSandboxError(wanted, [str(record.id) for record in known])
 
     def find_notebook(self, notebook_path: str, kernel_name: str) -> Sequence[SandboxRecord]:
-        """The records of a notebook and a kernel, the one that was used last first."""
+        """Return the records of a notebook and a kernel, most recently used first."""
         asked = (notebook_path, kernel_name)
         found = [record for record in self.list().records if (record.notebook_path, record.kernel_name) == asked]
         return sorted(found, key=lambda record: record.last_used, reverse=True)
 
     def list(self) -> Listing:
-        """Everything there is; a record that cannot be read is reported and stops nothing."""
+        """Return all records; an unreadable one is reported in the result."""
         listing = Listing([], [])
         for name in self._names():
             try:
                 listing.records.append(self._read(self._identity(name))[0])
             except UnknownSandboxError:
-                continue  # deleted since
+                continue  # deleted meanwhile
             except UnreadableRecordError as error:
                 listing.unreadable.append(error)
         listing.records.sort(key=lambda record: record.created)
         return listing
 
     def touch(self, identity: UUID) -> SandboxRecord:
-        """Note that the sandbox is used now."""
+        """Set the last use of a sandbox to now, and return its record. Raises the errors of ``load``."""
         return self._change(identity, lambda known: replace(known, last_used=_now()))
 
     def rename(self, old: str, new: str) -> Sequence[SandboxRecord]:
-        """A notebook, or a folder of notebooks, was moved; returns the records that followed it."""
+        """Update the records of a notebook, or of a folder of notebooks, that was moved; return the changed ones."""
 
         below = old.rstrip("/") + "/"
 
@@ -158,16 +160,16 @@ class PersistentSandboxRegistry:
         return [self._change(record.id, moved) for record in found]
 
     def reattach(self, wanted: str, stores: Stores) -> SandboxRecord:
-        """The record, as by ``find``, of a sandbox that is to be attached from ``stores``; it counts as used now.
+        """Return an existing record, as ``find`` does, for attaching to its sandbox; set its last use to now.
 
-        StorageNotHereError names the storage it is in if that is another one. Nothing new is ever made.
+        Raises StorageNotHereError, with the record's storage, if that is not ``stores``.
         """
         record = self.find(wanted)
         require_here(record, stores)
         return self.touch(record.id)
 
     def delete(self, identity: UUID, destroy: Destroy) -> int:
-        """Remove a sandbox, then its record; returns the bytes that went. It stays recorded if ``destroy`` fails."""
+        """Delete a sandbox and then its record, and return the freed bytes. The record is kept if ``destroy`` fails."""
         record, generation = self._read(identity)
         try:
             freed = destroy(record)
@@ -176,20 +178,20 @@ class PersistentSandboxRegistry:
         try:
             self._store.delete(_name(identity), generation)
         except ConflictError:
-            pass  # somebody used the name at the last moment: it stays, for what they may have made
+            pass  # the record changed meanwhile: keep it, because the sandbox may have been created again
         return freed
 
     def forget(self, identity: UUID) -> bool:
-        """Remove the record of a sandbox that is gone; False if there was none."""
+        """Delete the record of a sandbox that is gone. Return False if it did not exist."""
         return self._store.delete(_name(identity))
 
     def unused(self, older_than: timedelta) -> Sequence[SandboxRecord]:
-        """The records of sandboxes that nobody has used for that long."""
+        """Return the records of sandboxes that have been unused for longer than ``older_than``."""
         now = _now()
         return [record for record in self.list().records if now - record.last_used > older_than]
 
     def prune(self, older_than: timedelta, destroy: Destroy) -> Sequence[Removal]:
-        """Delete every sandbox that nobody has used for that long; one that must stay does not stop the others."""
+        """Delete every sandbox that has been unused for longer than ``older_than``; return each result or error."""
         removals = []
         for record in self.unused(older_than):
             try:
@@ -224,7 +226,7 @@ class PersistentSandboxRegistry:
         return records.decode(data, identity, path), info.generation
 
     def _names(self) -> Sequence[str]:
-        """Everything in the folder, whether or not the store takes it for one of its objects."""
+        """Return the names of all visible files in the folder, including those that are not objects of the store."""
         objects = {info.name for info in self._store.list("")}
         others = os.listdir(self._folder) if self._folder.exists() else []
         return sorted(objects.union(name for name in others if not name.startswith(".")))
@@ -248,7 +250,7 @@ class PersistentSandboxRegistry:
 
 
 def require_here(record: SandboxRecord, stores: Stores) -> None:
-    """StorageNotHereError unless the sandbox is kept in ``stores``."""
+    """Raise StorageNotHereError unless the sandbox is stored in ``stores``."""
     if not _is_in(record, stores):
         here = stores.metadata.where
         raise StorageNotHereError(str(record.id), record.storage, record.where, here)

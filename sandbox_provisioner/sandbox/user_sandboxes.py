@@ -1,4 +1,4 @@
-"""A Jupyter user's persistent sandboxes: the stores and the registry that go together, where Jupyter keeps its data."""
+"""Combine the stores and the registry of a Jupyter user's persistent sandboxes."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from . import estates, snapshots
-from .config import GCSConfig, own_folder, user_name
-from .errors import SandboxError
+from ..config import GCSConfig, own_folder, user_name
+from ..errors import SandboxError
+from ..lock.base import Owner
+from ..persistence import snapshots
+from ..persistence.backends import Stores, open_stores, required_shelf
+from ..persistence.metadata import Checkpoint, GCSSandboxMetadata, Stored, Summary
+from ..persistence.names import SANDBOX_ID, prefix, snapshot_prefix
+from ..persistence.records import SandboxRecord
+from ..persistence.signing import REGISTRY
+from ..persistence.snapshots import MANIFEST
+from . import detached
 from .handle import Identity
-from .lock.base import Owner
-from .metadata import Checkpoint, GCSSandboxMetadata, Stored, Summary
-from .names import SANDBOX_ID, prefix, snapshot_prefix
-from .records import SandboxRecord
 from .registry import PersistentSandboxRegistry, require_here
-from .signing import REGISTRY
-from .snapshots import MANIFEST
-from .stores import Stores, open_stores, required_shelf
 
 
 def settings(storage_dir: str = "") -> GCSConfig:
-    """What the environment says of storage; ``storage_dir``, from Jupyter's configuration, goes before its variable."""
+    """Return the storage settings from the environment; ``storage_dir`` overrides SANDBOX_STORAGE_DIR."""
     environ = {**os.environ, **({"SANDBOX_STORAGE_DIR": storage_dir} if storage_dir else {})}
     return GCSConfig.from_environment(own_folder() / "storage", environ)
 
 
 def server() -> str:
-    """What the owner of a lease is known by: this process, as others see it."""
+    """Return the name of this process as the owner of leases, as other users see it."""
     return f"Jupyter server {os.getpid()}"
 
 
 def registry() -> PersistentSandboxRegistry:
-    """This user's registry."""
+    """Return this user's registry."""
     return PersistentSandboxRegistry(own_folder() / REGISTRY)
 
 
 def touch(sandbox_ids: Iterable[str]) -> None:
-    """These were used until now, though the servers that had them could not say so. Blocks."""
+    """Set the last use of sandboxes to now, because their killed servers could not. Blocks."""
     used = set(sandbox_ids)
     for record in registry().list().records if used else []:
         if record.sandbox_id in used:
@@ -50,28 +51,28 @@ def touch(sandbox_ids: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Persistence:
-    """Sandboxes that are recorded in ``registry``, and the ``stores`` that this server has for them."""
+    """A user's recorded sandboxes: the ``registry``, and the ``stores`` of this server. All methods block."""
 
     stores: Stores
     registry: PersistentSandboxRegistry
 
     @classmethod
     def open(cls, storage_dir: str = "") -> Persistence:
-        """This user's; ConfigurationError if there is nothing to keep sandboxes in."""
+        """Return this user's sandboxes. Raises ConfigurationError if this server cannot store sandboxes."""
         return cls(open_stores(settings(storage_dir)), registry())
 
     def describe(self, record: SandboxRecord) -> GCSSandboxMetadata:
-        """What its storage has of a sandbox; StorageNotHereError if that is not one of ours. Blocks."""
+        """Return the document of a sandbox. Blocks. Raises StorageNotHereError if it is in another storage."""
         require_here(record, self.stores)
-        return estates.describe_persistent(self.stores, record.sandbox_id)
+        return detached.describe_persistent(self.stores, record.sandbox_id)
 
     def summarise(self, record: SandboxRecord) -> Summary:
-        """The same as far as a list shows it, which is found out in a fraction of the time. Blocks."""
+        """Return the summary of a sandbox, in a fraction of the time of ``describe``, with the same errors. Blocks."""
         require_here(record, self.stores)
-        return estates.summarise_persistent(self.stores, record.sandbox_id)
+        return detached.summarise_persistent(self.stores, record.sandbox_id)
 
     def snapshots(self, record: SandboxRecord) -> dict[str, Stored]:
-        """The finished snapshots of a sandbox by name, a damaged one too; StorageNotHereError as above. Blocks."""
+        """Return the complete snapshots of a sandbox by name, even damaged ones. Blocks. Raises StorageNotHereError."""
         require_here(record, self.stores)
         if self.stores.snapshots is None:
             return {}
@@ -88,37 +89,50 @@ class Persistence:
         return found
 
     def revert(self, record: SandboxRecord) -> Checkpoint:
-        """Give up a sandbox's last checkpoint for the one before. LeaseHeldError if it is in use. Blocks."""
-        require_here(record, self.stores)
-        return asyncio.run(estates.revert_persistent(self.stores, record.sandbox_id, _owner()))
+        """Revert a sandbox to its previous checkpoint and return that; keep the latest as a savepoint. Blocks.
 
-    def destroy(self, record: SandboxRecord) -> int:
-        """Delete a sandbox, all but its record; returns the bytes that went. LeaseHeldError if it is in use. Blocks."""
+        Raises LeaseHeldError if it is in use.
+        """
         require_here(record, self.stores)
-        return asyncio.run(estates.destroy_persistent(self.stores, record.sandbox_id, _owner()))
+        return asyncio.run(detached.revert_persistent(self.stores, record.sandbox_id, _owner()))
+
+    def destroy(self, record: SandboxRecord, unverified: bool = False) -> int:
+        """Delete a sandbox, but not its record, and return the freed bytes. Blocks.
+
+        With ``unverified``, the signature need not be valid, but the document must not name another user. Raises
+        LeaseHeldError if it is in use.
+        """
+        require_here(record, self.stores)
+        destroy = detached.destroy_persistent(self.stores, record.sandbox_id, _owner(), unverified=unverified)
+        return asyncio.run(destroy)
+
+    def require_deletable(self, record: SandboxRecord, unverified: bool = False) -> None:
+        """Raise the error with which ``destroy`` would refuse to delete a sandbox now. Changes nothing. Blocks."""
+        require_here(record, self.stores)
+        asyncio.run(detached.require_deletable(self.stores, record.sandbox_id, unverified))
 
     def discard(self, record: SandboxRecord) -> int:
-        """As ``destroy``, but SandboxExistsError if something was saved of it. Blocks."""
+        """Delete a sandbox like ``destroy``. Blocks. Raises SandboxExistsError if anything was saved of it."""
         require_here(record, self.stores)
-        return asyncio.run(estates.destroy_persistent(self.stores, record.sandbox_id, _owner(), only_empty=True))
+        return asyncio.run(detached.destroy_persistent(self.stores, record.sandbox_id, _owner(), only_empty=True))
 
     def fork(self, record: SandboxRecord, new: SandboxRecord, savepoint: str = "") -> None:
-        """Make ``new`` a sandbox with the memory of another, at a savepoint or as it was saved last. Blocks.
+        """Create the sandbox ``new`` with the memory of another, at a savepoint or at its latest checkpoint. Blocks.
 
-        LeaseHeldError if that is in use; SavepointNotFoundError.
+        Raises LeaseHeldError if the other one is in use, SavepointNotFoundError.
         """
         require_here(record, self.stores)
         first = Identity(new.kernel_name, new.notebook_path, user_name()).document(new.sandbox_id)
-        asyncio.run(estates.fork_persistent(self.stores, record.sandbox_id, first, _owner(), savepoint))
+        asyncio.run(detached.fork_persistent(self.stores, record.sandbox_id, first, _owner(), savepoint))
 
     def drop_savepoint(self, record: SandboxRecord, name: str) -> None:
-        """Delete a savepoint. LeaseHeldError if the sandbox is in use; SavepointNotFoundError. Blocks."""
+        """Delete a savepoint. Blocks. Raises LeaseHeldError if the sandbox is in use, SavepointNotFoundError."""
         require_here(record, self.stores)
-        asyncio.run(estates.drop_savepoint(self.stores, record.sandbox_id, name, _owner()))
+        asyncio.run(detached.drop_savepoint(self.stores, record.sandbox_id, name, _owner()))
 
     def drop_snapshot(self, record: SandboxRecord, name: str) -> None:
-        """Delete a snapshot. SnapshotNotFoundError. Blocks."""
-        self.summarise(record)  # refuses what is not ours
+        """Delete a snapshot. Blocks. Raises SnapshotNotFoundError."""
+        self.summarise(record)  # raises if the sandbox is another user's
         snapshots.delete(required_shelf(self.stores.shelf).store, snapshot_prefix(record.sandbox_id, name))
 
 

@@ -1,9 +1,8 @@
-"""The Jupyter Server extension that the wheel enables: a kernel manager that hibernates, the REST API and telemetry.
+"""Load the Jupyter Server extension: the hibernating kernel manager, guarded contents, the REST API and telemetry.
 
-It also guards the server's access to files, see ``guarded_contents``.
-
-A configuration file of a package's can enable an extension and nothing else; an extension is linked before the server
-makes its kernel manager, and so can choose it. A class that the user configured stays, and a gateway has its own.
+The wheel enables the extension. A package's configuration file cannot set the kernel manager's class; an extension
+can, because it is linked before the server creates the manager. A class that the user configured is kept, and a
+server that uses a gateway keeps the gateway's class. ``contents.managers`` guards the server's access to files.
 """
 
 from __future__ import annotations
@@ -15,56 +14,66 @@ from typing import Any
 
 from jupyter_server.serverapp import ServerApp
 
+from ..config import own_folder
+from ..contents.managers import CLASSES, GuardedContents
+from ..gvisor.mounts import within
 from . import telemetry
-from .folders import within
-from .guarded_contents import CLASSES, GuardedContents
 from .handlers import handlers
-from .kernelmanager import SandboxKernelManager
-from .sandboxes import Sandboxes
-from .serverkernels import ServerKernels
+from .kernel_manager import SandboxKernelManager
+from .kernel_websocket import SandboxWebsocketConnection
+from .kernels import ServerKernels
+from .service import Sandboxes
 
 FILES = 1 << 16
-"""Open files that the server may have, where the system allows it: a notebook has about thirty, awake or asleep."""
+"""Limit of open files to request for the server, up to the hard limit. A notebook uses about 30, even hibernated."""
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:
-    """Called by Jupyter Server to find what to link and load."""
+    """Return the module to link and load. Called by Jupyter Server."""
     return [{"module": "sandbox_provisioner.extension"}]
 
 
 def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
-    """Called by Jupyter Server before it makes its managers of kernels and of contents."""
+    """Choose the server's classes. Called by Jupyter Server before it creates its kernel and contents managers."""
     _guard_contents(serverapp)
     _trust_no_shared_folder(serverapp)
+    _keep_virtual_documents_private(serverapp)
+    if "kernel_websocket_connection_class" not in serverapp.config.ServerApp:
+        _choose_class(serverapp, "kernel_websocket_connection_class", SandboxWebsocketConnection)
     if "kernel_manager_class" in serverapp.config.ServerApp:
         serverapp.log.info("Sandboxed kernels are not hibernated: ServerApp.kernel_manager_class is configured.")
         return
     if "min_open_files_limit" not in serverapp.config.ServerApp:
         serverapp.min_open_files_limit = min(FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    usual = serverapp._default_kernel_manager_class
+    _choose_class(serverapp, "kernel_manager_class", SandboxKernelManager)
+
+
+def _choose_class(serverapp: ServerApp, trait: str, ours: type) -> None:
+    """Make ``ours`` the default of one of the server's traits, unless the server uses a gateway."""
+    usual = getattr(serverapp, f"_default_{trait}")
 
     def choose(server: ServerApp) -> Any:
-        """Asked for when the server makes its kernel manager, because only then it knows of its gateway."""
-        return usual() if server.gateway_config.gateway_enabled else SandboxKernelManager
+        """Return the class. Called when the server first needs it: the gateway is configured only by then."""
+        return usual() if server.gateway_config.gateway_enabled else ours
 
-    # Where traitlets looks for an object's own default.
-    serverapp._kernel_manager_class_default = choose  # type: ignore[attr-defined]
+    # traitlets looks for an instance's own default under this name.
+    setattr(serverapp, f"_{trait}_default", choose)
 
 
 def _guard_contents(serverapp: ServerApp) -> None:
-    """Replace one of Jupyter Server's own contents managers, also a configured one, by its guarded subclass."""
+    """Replace the contents manager by its guarded subclass if it is one of Jupyter Server's own, even if configured."""
     guarded: Any = CLASSES.get(serverapp.contents_manager_class)
     if guarded:
-        # A later extension that updates the server's configuration makes the server read this again.
+        # The server reads its configuration again when a later extension updates it.
         if "contents_manager_class" in serverapp.config.ServerApp:
             serverapp.config.ServerApp.contents_manager_class = guarded
         serverapp.contents_manager_class = guarded
 
 
 def _trust_no_shared_folder(serverapp: ServerApp) -> None:
-    """Keep the server from running code in the folder that it was started in, where kernels can write.
+    """Keep the server from running code in its working directory if kernels can write there.
 
-    ``python -m jupyter_server`` puts that folder on the module search path, and nbconvert looks for templates in it.
+    ``python -m jupyter_server`` puts that folder on ``sys.path``, and nbconvert looks for templates in it.
     """
     here, root = os.path.realpath(os.getcwd()), os.path.realpath(serverapp.root_dir)
     if not within(here, root) and not within(root, here):
@@ -74,10 +83,23 @@ def _trust_no_shared_folder(serverapp: ServerApp) -> None:
         serverapp.log.info("Python modules in %s are not imported by the server: kernels can write there.", here)
     if "extra_template_basedirs" not in serverapp.config.TemplateExporter:
         serverapp.config.TemplateExporter.extra_template_basedirs = []
+    if "autodetect" not in serverapp.config.LanguageServerManager:
+        serverapp.config.LanguageServerManager.autodetect = False
+        serverapp.log.info(
+            "Language servers are not looked for: they would run code in %s, where kernels can write. Start the server "
+            "in another folder, or set LanguageServerManager.autodetect.",
+            here,
+        )
+
+
+def _keep_virtual_documents_private(serverapp: ServerApp) -> None:
+    """Keep jupyter_lsp's copies of documents out of the folders that kernels can write: it follows links there."""
+    if "virtual_documents_dir" not in serverapp.config.LanguageServerManager and "JP_LSP_VIRTUAL_DIR" not in os.environ:
+        serverapp.config.LanguageServerManager.virtual_documents_dir = str(own_folder() / "virtual-documents")
 
 
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
-    """Called by Jupyter Server when it is up."""
+    """Add the REST API and telemetry. Called by Jupyter Server once its managers exist."""
     manager = serverapp.contents_manager
     if not isinstance(manager, GuardedContents):
         serverapp.log.warning(

@@ -1,4 +1,4 @@
-"""Creation: kernels in sandboxes on request: new ones, kept ones and copies; one that fails leaves nothing behind."""
+"""Start kernels in new, stored or copied sandboxes for the REST API. A failed start leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from uuid import UUID
 
-from .contract import BadRequestError
-from .depiction import Subject
-from .errors import (
+from ..errors import (
     ConfigurationError,
     SandboxError,
     SandboxExistsError,
@@ -20,12 +18,14 @@ from .errors import (
     StateError,
     UnknownSandboxError,
 )
-from .inventory import Inventory
-from .persistence import Persistence
-from .records import SandboxRecord
-from .serverkernels import Live, Notebook, NotebookInUseError
-from .sights import look
-from .startrequest import ASKED
+from ..kernel.start_request import ASKED
+from ..persistence.records import SandboxRecord
+from ..sandbox.listing import look
+from ..sandbox.user_sandboxes import Persistence
+from .kernels import Live, Notebook, NotebookInUseError
+from .models import Subject
+from .openapi import BadRequestError
+from .queries import Inventory
 
 VARIABLES = {
     "sandbox_id": "SANDBOX_ID",
@@ -34,21 +34,24 @@ VARIABLES = {
     "enable_checkpoint_at_idle": "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE",
     "idle_timeout": "SANDBOX_IDLE_TIMEOUT",
 }
-"""What a start request is told by, for each part of ``CreateSandbox`` that the provisioner has to know."""
+"""Environment variable that passes each of these fields of ``CreateSandbox`` to the provisioner."""
 
 IDENTITY = {"kernel_name", "notebook_path", "sandbox_id", "gcs_sandbox_id"}
-"""The parts that only say which sandbox is meant."""
+"""Fields of ``CreateSandbox`` that only identify a sandbox."""
 
 
 class Creation:
-    """Starts kernels for what ``inventory`` has and has not."""
+    """The operations that start a kernel in a sandbox. Owned by ``Sandboxes``; server loop only."""
 
     def __init__(self, inventory: Inventory) -> None:
         self._inventory = inventory
         self._kernels = inventory.kernels
 
     async def create(self, body: Mapping[str, Any]) -> tuple[Subject, bool]:
-        """What ``CreateSandbox`` asks for, and whether it was started: it is not if it is open here already."""
+        """Return the sandbox for a ``CreateSandbox`` body, and True if it was started, False if already open here.
+
+        Raises BadRequestError, ConfigurationError, StateError, NotebookInUseError or the error of the start.
+        """
         _require_sense(body)
         self._inventory.config.require(
             gcs_sandbox_id=body.get("gcs_sandbox_id"),
@@ -75,7 +78,10 @@ class Creation:
         return Subject(live.record, live), True
 
     async def fork(self, source: Subject, body: Mapping[str, Any]) -> Subject:
-        """A second kernel with the memory of a first, as ``Fork`` says."""
+        """Start a kernel with a copy of the memory of ``source`` for a ``Fork`` body, and return its sandbox.
+
+        Copies the notebook if the new path does not exist yet. Raises StateError if ``source`` is ephemeral.
+        """
         notebook = self._kernels.notebook(body["notebook_path"]) if "notebook_path" in body else None
         if not source.record:
             raise StateError(source.id, "fork", "ephemeral")
@@ -91,7 +97,7 @@ class Creation:
             raise
 
     async def open(self, subject: Subject) -> Subject:
-        """Start the kernel of a sandbox that is kept and that no kernel of this server has."""
+        """Start the kernel of a stored sandbox that this server does not have open."""
         sight = await self._inventory.sight(subject)
         if sight and sight.problem:
             raise sight.problem
@@ -103,10 +109,13 @@ class Creation:
         live = await self._kernels.start(subject.kernel_name, notebook, env)
         return Subject(live.record, live)
 
-    # -- what is asked for -------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _source(self, body: Mapping[str, Any]) -> Subject | None:
-        """The sandbox that has the savepoint or the snapshot to start from; what is not there is told first."""
+        """Return the sandbox with the savepoint or snapshot to start from; None if the body names neither.
+
+        Raises SandboxNotFoundError, SavepointNotFoundError or SnapshotNotFoundError.
+        """
         kind = next((kind for kind in ("savepoint", "snapshot") if kind in body), None)
         if kind is None:
             return None
@@ -121,7 +130,7 @@ class Creation:
         return source
 
     async def _before(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
-        """The sandbox that is kept of that id; or of that notebook, if no kernel is named, whichever was used last."""
+        """Return the last used stored sandbox of the chosen id, or of the notebook if no kernel is named; or None."""
         chosen = _chosen(body)
         path = notebook.absolute if notebook and "kernel_name" not in body else ""
         if not chosen and not path:
@@ -131,7 +140,11 @@ class Creation:
         return Subject(max(found, key=lambda one: one.last_used), None) if found else None
 
     async def _kernel_name(self, asked: str, before: Subject | None) -> str:
-        """The kernel to start: that of the memory to begin with, if there is some."""
+        """Return the name of the kernel to start: ``asked``, the kernel of ``before``, or the first sandboxed one.
+
+        Raises BadRequestError for another kernel than that of ``before`` or for an unknown one, and StateError if this
+        server does not have the kernel of ``before``.
+        """
         names = await self._kernels.names()
         there_are = f"There are: {', '.join(names)}." if names else "`jupyter sandbox setup` makes some."
         known = before.kernel_name if before else ""
@@ -145,7 +158,11 @@ class Creation:
         return name
 
     async def _already(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
-        """The kernel of this server that has what is asked for; StateError if something else is asked for as well."""
+        """Return the requested sandbox if this server has it open, else None.
+
+        Raises StateError if the request differs from the open sandbox or sets more than its identity, and
+        NotebookInUseError if another kernel has the notebook.
+        """
         chosen = _chosen(body)
         kernel_id = await self._kernels.kernel_of(notebook) if notebook else None
         for live in self._kernels.live():
@@ -163,12 +180,15 @@ class Creation:
         if notebook and await self._kernels.kernel_of(notebook):
             raise NotebookInUseError(notebook.path)
 
-    # -- doing it ----------------------------------------------------------------------------------------------------
+    # -- starting kernels --------------------------------------------------------------------------------------------
 
     async def _copy(
         self, source: Subject, savepoint: str, notebook: Notebook | None, env: Mapping[str, str], chosen: str = ""
     ) -> Subject:
-        """Found a sandbox with the memory of another, and start its kernel."""
+        """Create a sandbox with the memory of ``source``, start its kernel and return it.
+
+        Raises NotebookInUseError if a sandbox of the notebook has saved state.
+        """
         kept = await self._inventory.kept()
         path = notebook.absolute if notebook else ""
         saved = await asyncio.to_thread(_saved, kept, path, source.kernel_name)
@@ -183,7 +203,7 @@ class Creation:
                 await asyncio.to_thread(kept.fork, source.record, record, savepoint)
             founded = True
             live = await self._kernels.start(source.kernel_name, notebook, {**env, "SANDBOX_ID": record.sandbox_id})
-        except BaseException:  # what was there before us is not ours to delete
+        except BaseException:  # before the fork succeeded, stored state is not ours to delete
             with suppress(SandboxError):
                 await asyncio.to_thread(delete if founded else forget, kept, record.id)
             raise
@@ -200,14 +220,14 @@ class Creation:
     async def _nothing_left(
         self, body: Mapping[str, Any], notebook: Notebook | None, kernel_name: str
     ) -> AsyncIterator[None]:
-        """If the block fails, delete the sandbox that it made: one that is new here, and of which nothing is saved."""
+        """If the block fails, delete the sandbox that it created, unless something was saved of it."""
         chosen = _chosen(body)
         if not chosen and not notebook:
             yield
             return
         try:
             kept = await self._inventory.kept()
-        except ConfigurationError:  # then no sandbox can be made either
+        except ConfigurationError:  # without storage the block creates no persistent sandbox
             yield
             return
         path = notebook.absolute if notebook else ""
@@ -222,7 +242,7 @@ class Creation:
 
 
 def _require_sense(body: Mapping[str, Any]) -> None:
-    """Refuse what contradicts itself."""
+    """Raise BadRequestError if fields of the body contradict each other."""
     for one, other in (("sandbox_id", "gcs_sandbox_id"), ("savepoint", "snapshot")):
         if one in body and other in body:
             raise BadRequestError(f"Both {one} and {other} are given.", "Give one of them.", other)
@@ -243,7 +263,7 @@ def _require_sense(body: Mapping[str, Any]) -> None:
 
 
 def _chosen(body: Mapping[str, Any]) -> str:
-    """The id that the user gave the sandbox."""
+    """Return the sandbox id that the request chose, or an empty string."""
     return str(body.get("sandbox_id") or body.get("gcs_sandbox_id") or "")
 
 
@@ -252,7 +272,7 @@ def _text(value: Any) -> str:
 
 
 def _new_record(kept: Persistence, chosen: str, kernel_name: str, notebook_path: str) -> SandboxRecord:
-    """For a sandbox that is to be; SandboxExistsError if there is one with the id that was chosen. Blocks."""
+    """Record a new sandbox and return its record. Blocks. Raises SandboxExistsError if the chosen id is recorded."""
     if not chosen:
         return kept.registry.allocate(kept.stores, kernel_name=kernel_name, notebook_path=notebook_path)
     if _fitting(kept, chosen, "", ""):
@@ -261,19 +281,19 @@ def _new_record(kept: Persistence, chosen: str, kernel_name: str, notebook_path:
 
 
 def _fitting(kept: Persistence, chosen: str, path: str, kernel_name: str) -> set[UUID]:
-    """The records of an id, or of a notebook and a kernel. Blocks."""
+    """Return the ids of the records with a sandbox id, or else of a notebook and kernel. Blocks."""
     if not chosen:
         return {record.id for record in kept.registry.find_notebook(path, kernel_name)}
     return {record.id for record in kept.registry.list().records if record.sandbox_id == chosen}
 
 
 def _saved(kept: Persistence, path: str, kernel_name: str) -> bool:
-    """Whether something is kept of a notebook. Blocks."""
+    """Return True if a sandbox of the notebook and kernel has saved state. Blocks."""
     return bool(path) and any(sight.size for sight in look(kept, kept.registry.find_notebook(path, kernel_name)))
 
 
 def recorded(kept: Persistence, identity: UUID) -> bool:
-    """Whether there is a record. Blocks."""
+    """Return True if the sandbox is recorded. Blocks."""
     try:
         return kept.registry.load(identity).id == identity
     except UnknownSandboxError:
@@ -281,13 +301,16 @@ def recorded(kept: Persistence, identity: UUID) -> bool:
 
 
 def forget(kept: Persistence, identity: UUID) -> None:
-    """Delete a record, and nothing else. Blocks."""
+    """Delete a record, but nothing in storage. Blocks."""
     kept.registry.forget(identity)
 
 
-def delete(kept: Persistence, identity: UUID) -> int:
-    """Delete a sandbox, if it is still there, with all that is kept of it; returns the bytes that went. Blocks."""
+def delete(kept: Persistence, identity: UUID, unverified: bool = False) -> int:
+    """Delete a sandbox and its record, and return the freed bytes; 0 if it does not exist. Blocks.
+
+    ``unverified`` is passed to ``Persistence.destroy``.
+    """
     try:
-        return kept.registry.delete(identity, kept.destroy)
+        return kept.registry.delete(identity, lambda record: kept.destroy(record, unverified))
     except (UnknownSandboxError, SandboxNotFoundError):
         return 0

@@ -1,4 +1,4 @@
-"""The journal for one who listens in the server's loop; whoever does not listen for long misses the oldest of it."""
+"""Deliver the journal's entries to a reader on the server's loop, without growing while the reader is slow."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections import deque
 from types import TracebackType
 
-from .journal import JOURNAL, Entry
+from ..events import JOURNAL, Entry
 
 MOST = 1000
-"""Entries that wait for one who does not read."""
+"""Maximum queued entries per reader; the oldest are dropped."""
 
 
 class Subscription:
-    """Entries as they are written, from ``with`` on."""
+    """A context manager that queues the journal's entries. Server loop only, except ``_tell``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -28,7 +28,7 @@ class Subscription:
         self._end()
 
     async def take(self, timeout: float) -> list[Entry]:
-        """What has happened since, or will within ``timeout`` seconds; nothing if it did not."""
+        """Return the queued entries, waiting up to ``timeout`` seconds for the first; empty after a timeout."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout)
         except TimeoutError:
@@ -39,7 +39,7 @@ class Subscription:
         return found
 
     def _tell(self, entry: Entry) -> None:
-        """In any thread."""
+        """Queue an entry. Called by the journal in any thread."""
         try:
             self._loop.call_soon_threadsafe(self._add, entry)
         except RuntimeError:  # the server's loop is closed

@@ -1,4 +1,4 @@
-"""Execution: a command in a sandbox for one who is in another thread than the sandbox's, taken piece by piece."""
+"""Run a command in a sandbox from the server's loop, and stream its output."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
-from .errors import LinkClosedError
-from .guestprocess import GuestProcess
-from .iothread import IO
-from .process import Output
-from .provisioner import SandboxProvisioner
+from ..errors import LinkClosedError
+from ..io_thread import IO
+from ..mux.process import GuestProcess
+from ..process import Output
+from ..provisioner import SandboxProvisioner
 
 
 class Execution:
-    """A command that runs; its output waits in the sandbox until it is taken. Until it is killed, nobody is idle."""
+    """A command in a sandbox. Server loop; the work runs on the I/O loop.
+
+    Output that is not read yet is held back in the sandbox. The kernel counts as busy until ``kill`` is called.
+    """
 
     def __init__(self, provisioner: SandboxProvisioner, process: GuestProcess) -> None:
         self._process = process
@@ -24,7 +27,7 @@ class Execution:
 
     @classmethod
     async def start(cls, provisioner: SandboxProvisioner, command: Sequence[str], cwd: str | None) -> Execution:
-        """Start a command in a kernel's sandbox, in the kernel's folder unless another is named; it reads nothing."""
+        """Wake the kernel if hibernated, and start a command without stdin; ``cwd`` defaults to the kernel's folder."""
         if provisioner.asleep:
             await provisioner.wake()
         sandbox = provisioner.sandbox
@@ -32,16 +35,16 @@ class Execution:
         return cls(provisioner, await IO.run(sandbox.execute(command, cwd=cwd or provisioner.cwd, stdin=False)))
 
     async def output(self) -> AsyncIterator[Output]:
-        """Everything that it writes, as it comes."""
+        """Yield the command's output as it arrives."""
         while (piece := await IO.run(self._next())) is not None:
             yield piece
 
     async def status(self) -> int:
-        """Wait for its end; its exit status, negative for a signal."""
+        """Wait until the command ends and return its exit status, negative for a signal."""
         return await IO.run(self._process.wait())
 
     async def kill(self) -> None:
-        """End it at once, if it still runs."""
+        """Kill the command if it still runs, and discard its output. The caller must call this in any case."""
         self._open.discard(self)
         await IO.run(self._kill())
 

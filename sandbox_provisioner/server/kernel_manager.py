@@ -1,9 +1,9 @@
-"""SandboxKernelManager: what Jupyter Server does with kernels whose state is kept: culling, stopping, coming back.
+"""Hibernate persistent kernels where Jupyter Server would shut them down.
 
-It is AsyncMappingKernelManager with three differences. A persistent sandbox that the culler would shut down is
-hibernated instead, by the server's own settings, and stays listed under its id with its clients. When the server stops,
-all of them are hibernated at once, within a deadline. When it starts, those that a killed server left are saved.
-Other kernels are not touched.
+SandboxKernelManager is AsyncMappingKernelManager with three differences. The culler, with the server's own settings,
+hibernates a persistent kernel instead of shutting it down; the kernel stays listed under its id and keeps its clients.
+A stopping server hibernates all persistent kernels in parallel, within a deadline. The first start of a sandboxed
+kernel saves the sandboxes that killed servers left behind. Other kernels are not affected.
 """
 
 from __future__ import annotations
@@ -20,42 +20,44 @@ from weakref import WeakValueDictionary
 
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_core.utils import ensure_async
+from jupyter_server.prometheus.metrics import KERNEL_CURRENTLY_RUNNING_TOTAL
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from jupyter_server.utils import to_os_path
 from tornado.ioloop import PeriodicCallback
-from traitlets import Float, default
+from traitlets import Float, TraitError, default
 from zmq import MAX_SOCKETS
 from zmq.asyncio import Context
 
-from . import config, persistence
-from .errors import SandboxError, UnresponsiveError
-from .kernelspecs import PROVISIONER
-from .manager import SandboxManager
-from .programs import note_writable
-from .provisioner import SandboxProvisioner
-from .recovery import Recovered
-from .runsc import find
-from .standby import STANDBY
-from .workers import bulk
+from .. import config
+from ..errors import SandboxError, UnresponsiveError
+from ..gvisor.programs import note_writable
+from ..gvisor.runsc import find
+from ..provisioner import SandboxProvisioner
+from ..sandbox import user_sandboxes
+from ..sandbox.manager import SandboxManager
+from ..sandbox.recovery import Recovered
+from ..setup.kernelspecs import PROVISIONER
+from ..templates.warm_pool import STANDBY
+from ..workers import bulk
 
 LOOK_EVERY = 5.0
-"""Seconds in which a notebook's new name is known, and a kernel that moved to another server is gone from here."""
+"""Seconds between two checks for renamed notebooks and for kernels that moved to another server."""
 
 SOCKETS = 16_384
-"""How many the server may have to all its kernels: a notebook has six, and ZeroMQ's own limit of 1023 ends at 170."""
+"""Maximum ZeroMQ sockets to all kernels. A notebook uses six, so ZeroMQ's default of 1023 is enough for only 170."""
 
 JUST_NOW = 1.0
-"""Seconds in which a request that began before another one's start had ended may still arrive."""
+"""Seconds after a start in which a request for the same notebook may have been sent before the start had ended."""
 
 StartKey = tuple[str, str, frozenset[tuple[str, str]]]
-"""A kernel's name, its notebook, and the variables that choose its sandbox."""
+"""A kernel's name, its notebook, and the environment variables that choose its sandbox."""
 
 _culling: ContextVar[str] = ContextVar("culling", default="")
-"""The kernel that the culler looks at just now, in whose place a shutdown is a hibernation."""
+"""Id of the persistent kernel that the culler is checking; its shutdown becomes a hibernation."""
 
 
 class SandboxKernelManager(AsyncMappingKernelManager):
-    """The kernel manager of a Jupyter Server with sandboxed kernels: ServerApp.kernel_manager_class."""
+    """The value of ServerApp.kernel_manager_class on a server with sandboxed kernels. Server loop only."""
 
     hibernate_deadline = Float(
         config=True,
@@ -70,7 +72,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
     @default("context")
     def _context_default(self) -> Context:
-        """Called for the first socket, before which the limit has to be set: there can be many kernels that sleep."""
+        """Return a ZeroMQ context for many kernels. The limit must be set before the first socket is created."""
         context = super()._context_default()
         context.set(MAX_SOCKETS, SOCKETS)
         return context
@@ -82,10 +84,10 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         self._starts: WeakValueDictionary[StartKey, asyncio.Lock] = WeakValueDictionary()
         self._newest: dict[StartKey, tuple[str, float]] = {}
 
-    # -- called by the server ----------------------------------------------------------------------------------------
+    # -- called by Jupyter Server ------------------------------------------------------------------------------------
 
     async def _async_start_kernel(self, **kwargs: Any) -> str:
-        """Start a kernel and return its id. Two requests at once for one notebook and kernel share one start."""
+        """Start a kernel and return its id. Concurrent requests for one notebook and kernel share one start."""
         key = self._start_key(kwargs)
         if key is None:
             return await self._start(kwargs)
@@ -102,9 +104,9 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     start_kernel = _async_start_kernel  # type: ignore[assignment]
 
     async def _start(self, kwargs: dict[str, Any]) -> str:
-        """Start a kernel. The first sandboxed one begins to save what killed servers left, and does not wait for it.
+        """Start a kernel. With the first sandboxed one, start to save killed servers' sandboxes in the background.
 
-        A start waits only for the sandbox that it is for: see ``SandboxManager.attach``.
+        A start waits only for the recovery of its own sandbox, in ``SandboxManager.attach``.
         """
         if self._recovery is None and self._sandboxed(kwargs.get("kernel_name")):
             _heed_interrupts(self.parent)
@@ -114,7 +116,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         created = datetime.now(UTC)
         try:
             kernel_id = str(await super()._async_start_kernel(**kwargs))
-        except SandboxError:
+        except BaseException:
             self._forget_failed_starts()
             raise
         kernel = self._kernels.get(kernel_id)
@@ -123,7 +125,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return kernel_id
 
     def _start_key(self, kwargs: dict[str, Any]) -> StartKey | None:
-        """Return what two requests for the same notebook and sandboxed kernel have in common; None for any other."""
+        """Return the key shared by requests for one notebook and sandboxed kernel; None for other starts."""
         env, name = kwargs.get("env") or {}, kwargs.get("kernel_name") or self.default_kernel_name
         notebook = env.get("JPY_SESSION_NAME", "")
         if kwargs.get("kernel_id") or not notebook.endswith(".ipynb") or not self._sandboxed(name):
@@ -132,15 +134,15 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return str(name), notebook, frozenset(asked)
 
     async def _just_started(self, key: StartKey, waited: bool) -> str | None:
-        """Return the persistent kernel that another request started for ``key`` while this one was under way.
+        """Return the persistent kernel that a concurrent request started for ``key``; None if there is no such kernel.
 
-        The other one's session may not be recorded yet. A later request is for a new kernel: the notebook's user
-        exchanges the old one, which is still there, for it.
+        The session of that kernel may not be recorded yet. Once it is recorded, or after JUST_NOW, a request is for a
+        new kernel that replaces the notebook's current one.
         """
         kernel_id, when = self._newest.get(key, ("", 0.0))
         if kernel_id not in self:
             return None
-        with suppress(Exception):  # a start that failed is not shared
+        with suppress(Exception):  # a failed start is not shared
             await asyncio.wrap_future(self.get_kernel(kernel_id).ready)
         if self.persistent(kernel_id) is None:
             return None
@@ -155,7 +157,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return kernel_id
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
-        """Called by the culler for each kernel: the criteria are the server's own, with our answer to "is it busy?"."""
+        """Cull a kernel by the server's own criteria and our busy state. Called by the culler for each kernel."""
         sandboxed = self._correct_state(kernel_id)
         if sandboxed and (sandboxed.asleep or sandboxed.waited_for or sandboxed.activity.kept_awake):
             return
@@ -169,7 +171,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     async def _async_shutdown_kernel(
         self, kernel_id: str, now: bool | None = False, restart: bool | None = False
     ) -> None:
-        """Shut a kernel down, unless it is the culler that wants it: then a persistent one is hibernated."""
+        """Shut a kernel down. If the culler requests it, hibernate a persistent kernel that can be saved instead."""
         provisioner = self.persistent(kernel_id)
         if provisioner and _culling.get() == kernel_id:
             if provisioner.can_save:
@@ -181,10 +183,12 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     shutdown_kernel = _async_shutdown_kernel  # type: ignore[assignment]
 
     async def _async_shutdown_all(self, now: bool = False) -> None:
-        """Called when the server stops: persistent kernels are saved, all others end."""
+        """Hibernate the persistent kernels within the deadline and end all others. Called when the server stops."""
         if self._looking:
             self._looking.stop()
         kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
+        for provisioner in kept.values():
+            provisioner.keep_state()
         insist, able = self.hibernate_deadline / 3, {name: found for name, found in kept.items() if found.can_save}
         saving = [asyncio.create_task(self._hibernate(name, found, insist)) for name, found in able.items()]
         if saving:
@@ -193,7 +197,6 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             await asyncio.wait([following, *saving], timeout=self.hibernate_deadline)
             following.cancel()
         for kernel_id, provisioner in kept.items():
-            provisioner.keep_state()
             if not provisioner.can_save:
                 self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", kernel_id)
             elif not provisioner.asleep and await provisioner.poll() is None:
@@ -204,26 +207,31 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     shutdown_all = _async_shutdown_all  # type: ignore[assignment]
 
     def __len__(self) -> int:
-        """Kernels that are awake: for a server that ends when there are none, hibernated ones are none."""
+        """Return the number of kernels that are not hibernated: a server stops for inactivity only if this is 0."""
         return sum(1 for name in self.list_kernel_ids() if not ((found := self.persistent(name)) and found.asleep))
 
     def __bool__(self) -> bool:
-        """True, however many kernels are awake: a server asks it before it shuts the kernels down."""
+        """Return True even if all kernels are hibernated: the server tests it before it shuts kernels down."""
         return True
 
     def kernel_model(self, kernel_id: str) -> dict[str, Any]:
-        """Called for ``/api/kernels``: a sandboxed kernel's state is ours, not that of its last status message."""
+        """Return the model of a kernel with the corrected state. Called for ``/api/kernels``."""
         self._correct_state(kernel_id)
         model: dict[str, Any] = super().kernel_model(kernel_id)  # type: ignore[no-untyped-call]
         return model
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    def _handle_kernel_died(self, kernel_id: str) -> None:
+        """Close connections that Jupyter would leave open. Called when a kernel exited and will not be restarted."""
+        self._disconnect(kernel_id)
+        super()._handle_kernel_died(kernel_id)  # type: ignore[no-untyped-call]
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _correct_state(self, kernel_id: str) -> SandboxProvisioner | None:
-        """Set the state that Jupyter shows of a sandboxed kernel; return its provisioner, None for another kernel.
+        """Mark an executing sandboxed kernel as busy and return its provisioner; return None for other kernels.
 
-        Jupyter takes the last status on iopub for the kernel's state, though it may belong to a request on the control
-        channel that ended while a cell was running.
+        Jupyter uses the last status on iopub, which may belong to a request on the control channel that ended while a
+        cell was running.
         """
         kernel = self._kernels.get(kernel_id)
         provisioner = getattr(kernel, "provisioner", None)
@@ -234,7 +242,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return provisioner
 
     def persistent(self, kernel_id: str) -> SandboxProvisioner | None:
-        """The provisioner of a kernel whose state is kept; None for any other."""
+        """Return the provisioner of a persistent kernel; None for other kernels."""
         kernel = self._kernels.get(kernel_id)
         provisioner = getattr(kernel, "provisioner", None)
         return provisioner if isinstance(provisioner, SandboxProvisioner) and provisioner.claim else None
@@ -248,7 +256,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return _is_sandboxed(spec.metadata, self.parent)
 
     async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
-        """Save a kernel. One that refuses, and that no server could save, does not outlive a server that insists."""
+        """Hibernate a kernel and log any failure. With ``insist`` (seconds), end a kernel that cannot be saved."""
         try:
             await provisioner.hibernate(insist)
         except UnresponsiveError as error:
@@ -264,22 +272,22 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             self.log.exception("Kernel %s was not hibernated, and runs on", kernel_id)
 
     def _leave_running(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
-        """One that could not be saved in time is not ended either: it is saved when the next server starts."""
+        """Detach from a kernel that was not saved in time. The next server saves it when it starts."""
         self.log.error("Kernel %s was not saved in time, and runs on", kernel_id)
-        self.stop_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
+        self._disconnect(kernel_id)
         self.remove_kernel(kernel_id)
         provisioner.abandon()
 
     async def _recover(self) -> None:
-        """In a thread with a loop of its own, because the server's has other things to do."""
+        """Save the sandboxes of killed servers, in a thread with its own loop to keep the server's loop free."""
         configured = self.config.SandboxProvisioner
         storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
         note_writable(self.root_dir)
 
         def work() -> list[Recovered]:
-            manager = SandboxManager(persistence.settings(storage_dir), find(runsc), persistence.server())
+            manager = SandboxManager(user_sandboxes.settings(storage_dir), find(runsc), user_sandboxes.server())
             recovered = asyncio.run(manager.recover())
-            persistence.touch(one.sandbox_id for one in recovered if one.saved)
+            user_sandboxes.touch(one.sandbox_id for one in recovered if one.saved)
             return recovered
 
         try:
@@ -288,7 +296,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
                 self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
         except SandboxError as error:
             self.log.warning("Sandboxes of killed servers were not looked for: %s", error)
-        except Exception:  # whatever it was, no kernel of this server has to do with it
+        except Exception:  # kernels of this server are not affected
             self.log.exception("Sandboxes of killed servers were not looked for")
 
     async def _look_around(self) -> None:
@@ -299,17 +307,28 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         await self._follow_notebooks()
 
     def _tell_moved(self, kernel_id: str) -> None:
-        """To its clients it is dead; they find it, with its state, where it went."""
+        """Report a kernel that moved to another server as dead, and remove it. Its state is on the other server."""
         restarter = getattr(self._kernels[kernel_id], "_restarter", None)
         if restarter:
             restarter.stop()
             restarter._fire_callbacks("dead")
         if kernel_id in self:
-            self.stop_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
+            self._disconnect(kernel_id)
             self.remove_kernel(kernel_id)
 
+    def _disconnect(self, kernel_id: str) -> None:
+        """Close the server's own connections to a kernel that is about to be removed without a shutdown.
+
+        Jupyter keeps the connections of a closed browser tab, to buffer the kernel's messages.
+        """
+        kernel = self._kernels[kernel_id]
+        KERNEL_CURRENTLY_RUNNING_TOTAL.labels(type=kernel.kernel_name).dec()
+        kernel._close_control_socket()
+        self.stop_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
+        self.stop_buffering(kernel_id)  # type: ignore[no-untyped-call]
+
     async def _follow_notebooks(self) -> None:
-        """Tell sandboxes of their notebooks' new names."""
+        """Record the new paths of renamed notebooks."""
         sessions = getattr(self.parent, "session_manager", None)
         if sessions is None:
             return
@@ -323,31 +342,40 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     async def _follow(self, provisioner: SandboxProvisioner, path: str) -> None:
         try:
             await provisioner.follow(path)
-        except Exception as error:  # the next look tries again, and the others must not wait for that
+        except Exception as error:  # the next check tries again; other kernels must not be affected
             self.log.warning(
                 "Sandbox of kernel %s: the new name %s was not stored: %s", provisioner.kernel_id, path, error
             )
 
     def _forget_failed_starts(self) -> None:
-        """jupyter_client keeps the ids of failed starts, and a server that stops would wait for them for ever."""
+        """Remove failed and cancelled starts. jupyter_client keeps them as pending, and then the server never stops."""
         for kernel_id, pending in list(self._pending_kernels.items()):
             if pending.done() and kernel_id not in self._kernels:
                 del self._pending_kernels[kernel_id]
 
 
 def sandboxed_kernels(kernel_manager: Any) -> dict[str, SandboxProvisioner]:
-    """The kernels of a server that run or sleep in sandboxes, by their ids; any class of manager will do."""
+    """Return the provisioners of a server's started sandboxed kernels by kernel id, for any class of kernel manager."""
     found = {}
     for kernel_id, kernel in list(getattr(kernel_manager, "_kernels", {}).items()):
         provisioner = getattr(kernel, "provisioner", None)
-        known = hasattr(kernel, "last_activity")  # the server has finished starting it
-        if isinstance(provisioner, SandboxProvisioner) and known and provisioner.has_process and not provisioner.moved:
+        if not isinstance(provisioner, SandboxProvisioner) or not _is_started(kernel):
+            continue
+        if provisioner.has_process and not provisioner.moved:
             found[kernel_id] = provisioner
     return found
 
 
+def _is_started(kernel: Any) -> bool:
+    """Return True if the server has finished starting a kernel: only then is its last activity set."""
+    try:
+        return hasattr(kernel, "last_activity")
+    except TraitError:  # the trait has no value yet
+        return False
+
+
 async def sandboxed_names(kernel_manager: Any) -> list[str]:
-    """The kernelspecs of a server whose kernels run in sandboxes: the server's default first, the others by name."""
+    """Return the names of a server's sandboxed kernelspecs: the server's default first, the others by name."""
     specs = await ensure_async(kernel_manager.kernel_spec_manager.get_all_specs())
     stanzas = {name: found["spec"].get("metadata", {}) for name, found in specs.items()}
     found = [name for name, metadata in stanzas.items() if _is_sandboxed(metadata, kernel_manager.parent)]
@@ -360,7 +388,7 @@ def _is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
 
 
 def _heed_interrupts(server: Any) -> None:
-    """Let SIGINT stop the server as SIGTERM does: a hub sends it, and without a terminal the server would just fall."""
+    """Let SIGINT, which a hub sends, stop the server like SIGTERM; without a terminal it raises KeyboardInterrupt."""
     alone = threading.current_thread() is threading.main_thread()
     if alone and hasattr(server, "stop") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: server.stop(from_signal=True))

@@ -1,6 +1,6 @@
-"""ServerKernels: the sandboxed kernels of a Jupyter Server, and how one is started for a notebook, restarted and ended.
+"""Find, start, restart and end a Jupyter Server's sandboxed kernels, with their sessions and notebooks.
 
-Any class of kernel manager will do; what only ours can do is not asked of others.
+This works with any class of kernel manager: nothing here needs SandboxKernelManager.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from jupyter_core.utils import ensure_async
 from jupyter_server.utils import ApiPath, to_os_path
 from tornado.web import HTTPError
 
-from .contract import BadRequestError
-from .errors import SandboxError, SandboxNotFoundError
-from .folders import planted_link, within
-from .kernelmanager import sandboxed_kernels, sandboxed_names
-from .provisioner import SandboxProvisioner
-from .records import SandboxRecord
+from ..errors import SandboxError, SandboxNotFoundError
+from ..gvisor.mounts import planted_link, within
+from ..persistence.records import SandboxRecord
+from ..provisioner import SandboxProvisioner
+from ..workers import control
+from .kernel_manager import sandboxed_kernels, sandboxed_names
+from .openapi import BadRequestError
 
 LOOK_EVERY = 0.2
+"""Seconds between two checks that a restarting kernel was not ended."""
 LONGEST = 255
-"""Bytes that the name of a file can have."""
+"""Maximum bytes of a file name."""
 
 
 class NotebookInUseError(SandboxError):
-    """A notebook has a kernel already, on this server or saved; ``path`` says which."""
+    """A notebook already has a kernel, on this server or saved; ``path`` is the notebook's."""
 
     def __init__(self, path: str, kernel: str = "a kernel on this server") -> None:
         self.path = path
@@ -50,35 +52,35 @@ class Live:
 
     @property
     def record(self) -> SandboxRecord | None:
-        """What is remembered of its sandbox; None of an ephemeral one."""
+        """The record of its sandbox; None if ephemeral."""
         return self.provisioner.claim.record if self.provisioner.claim else None
 
     @property
     def state(self) -> str:
-        """How it is, in a word."""
+        """``hibernated`` or ``running``."""
         return "hibernated" if self.provisioner.asleep else "running"
 
     @property
     def busy_reasons(self) -> list[str]:
-        """Why it is not idle, as sentences; empty if it is idle or hibernated."""
+        """Reasons why it is not idle, as sentences; empty if idle or hibernated."""
         return [] if self.provisioner.asleep else self.provisioner.busy_reasons()
 
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook as the server knows it: by its path below the root folder, and by that on the machine."""
+    """A notebook: its path relative to the server's root folder, and its absolute path."""
 
     path: str
     absolute: str
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The file name."""
         return PurePath(self.path).name
 
 
 class ServerKernels:
-    """The kernels of a server, with their sessions and notebooks."""
+    """A server's sandboxed kernels, with their sessions and notebooks. Server loop only."""
 
     def __init__(self, kernel_manager: Any, session_manager: Any, contents_manager: Any, root_dir: str) -> None:
         self._manager = kernel_manager
@@ -88,7 +90,7 @@ class ServerKernels:
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def live(self) -> list[Live]:
-        """Those that were launched and have not moved to another server."""
+        """Return the started kernels that have not moved to another server."""
         found = []
         for kernel_id, provisioner in sandboxed_kernels(self._manager).items():
             kernel = self._manager.get_kernel(kernel_id)
@@ -98,25 +100,28 @@ class ServerKernels:
         return found
 
     def get(self, kernel_id: str) -> Live:
-        """One of them; SandboxNotFoundError if it has just gone."""
+        """Return a kernel. Raises SandboxNotFoundError if it has ended or moved."""
         found = next((live for live in self.live() if live.kernel_id == kernel_id), None)
         if found is None:
             raise SandboxNotFoundError(kernel_id, "this server's list")
         return found
 
     async def names(self) -> list[str]:
-        """The sandboxed kernels that can be started, the one that is taken if none is named first."""
+        """Return the names of the sandboxed kernelspecs, the default first."""
         return await sandboxed_names(self._manager)
 
     # -- notebooks ---------------------------------------------------------------------------------------------------
 
     def relative(self, absolute: str) -> str | None:
-        """The path of a notebook as the server knows it; None if it is not below the root folder."""
+        """Return a notebook's path relative to the root folder; None if it is empty or not below that folder."""
         path = PurePath(absolute)
         return path.relative_to(self._root).as_posix() if absolute and path.is_relative_to(self._root) else None
 
     def notebook(self, path: str) -> Notebook:
-        """The notebook of that path, which need not exist; BadRequestError if its folder does not, or is not ours."""
+        """Return the notebook at ``path``, which need not exist.
+
+        Raises BadRequestError if the path is invalid or hidden, or if its folder is missing or outside the root folder.
+        """
         parts = path.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > LONGEST for part in parts):
             raise BadRequestError(
@@ -145,8 +150,11 @@ class ServerKernels:
         return Notebook(path, absolute)
 
     async def copy_notebook(self, source: str, to: Notebook) -> bool:
-        """Copy a notebook to where there is none; whether that was done: nothing is to be copied if there is none."""
-        if os.path.lexists(to.absolute) or not await ensure_async(self._contents.file_exists(source)):
+        """Copy a notebook. Return False, without copying, if ``to`` exists or ``source`` does not.
+
+        Raises SandboxError if the copy fails.
+        """
+        if await control(os.path.lexists, to.absolute) or not await ensure_async(self._contents.file_exists(source)):
             return False
         try:
             await ensure_async(self._contents.copy(source, to.path))
@@ -155,20 +163,20 @@ class ServerKernels:
         return True
 
     async def remove_notebook(self, notebook: Notebook) -> None:
-        """Remove a copy that was made for nothing."""
+        """Delete a notebook: the copy that was made for a failed fork."""
         await ensure_async(self._contents.delete_file(notebook.path))
 
     async def kernel_of(self, notebook: Notebook) -> str | None:
-        """The kernel that a notebook has on this server."""
+        """Return the id of the kernel of a notebook's session; None without one."""
         for session in await self._sessions.list_sessions():
             if session["path"] == notebook.path and session["kernel"]:
                 return str(session["kernel"]["id"])
         return None
 
-    # -- their life --------------------------------------------------------------------------------------------------
+    # -- starting and ending -----------------------------------------------------------------------------------------
 
     async def start(self, kernel_name: str, notebook: Notebook | None, env: Mapping[str, str]) -> Live:
-        """Start a kernel, for a notebook if there is one: then there is a session as if it had been opened."""
+        """Start a kernel and return it. With a notebook, also create a session, as if the notebook had been opened."""
         path, session = None, {}
         if notebook:
             path = await ensure_async(self._contents.get_kernel_path(path=notebook.path))
@@ -192,11 +200,11 @@ class ServerKernels:
             raise
 
     def changing(self, kernel_id: str) -> asyncio.Lock:
-        """Held while a kernel is restarted or ended."""
+        """Return the lock that is held while a kernel is restarted or ended."""
         return self._changing.setdefault(kernel_id, asyncio.Lock())
 
     async def restart(self, kernel_id: str) -> None:
-        """Start a kernel afresh, and wait until it answers."""
+        """Restart a kernel and wait until it answers. Raises SandboxError if it does not."""
         try:
             async with self.changing(kernel_id):
                 answered = await self._manager.restart_kernel(kernel_id)
@@ -206,7 +214,7 @@ class ServerKernels:
             raise SandboxError(f"Kernel {kernel_id} was restarted and does not answer.", "Try once more.") from error
 
     async def _answer(self, kernel_id: str, answered: asyncio.Future[Any]) -> None:
-        """Wait for a restarted kernel, unless it is ended meanwhile: Jupyter would wait on for a minute."""
+        """Wait for a restarted kernel. Raises SandboxNotFoundError if it is ended: Jupyter would wait for a minute."""
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         while not answered.done():
             await asyncio.wait({answered}, timeout=LOOK_EVERY)
@@ -214,9 +222,9 @@ class ServerKernels:
         await answered
 
     async def rewind(self, live: Live, savepoint: str) -> str:
-        """Bring a kernel back as it was at a savepoint; returns the name of the one that has the present.
+        """Rewind a kernel to a savepoint, and return the name of the new savepoint of its state before.
 
-        To clients that wait for a cell of the present it was restarted, so that they wait no more.
+        If a cell was running, clients are notified of a restart, so that they stop waiting for the cell.
         """
         kernel = self._manager.get_kernel(live.kernel_id)
         busy = kernel.execution_state == "busy"
@@ -228,7 +236,7 @@ class ServerKernels:
         return kept
 
     async def end(self, kernel_id: str) -> None:
-        """End a kernel at once, with its sessions; what was saved of it stays."""
+        """End a kernel and its sessions at once; keep its saved state."""
         async with self.changing(kernel_id):
             if kernel_id in self._manager:
                 if provisioner := sandboxed_kernels(self._manager).get(kernel_id):
@@ -237,4 +245,4 @@ class ServerKernels:
                 if pending := self._manager._pending_kernels.get(kernel_id):  # with use_pending_kernels
                     await pending
                     self._manager._pending_kernels.pop(kernel_id, None)
-        await self._sessions.list_sessions()  # which forgets those whose kernel is gone
+        await self._sessions.list_sessions()  # this deletes sessions without a kernel

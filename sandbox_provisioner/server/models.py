@@ -1,4 +1,4 @@
-"""What the REST API shows of a sandbox: its record, its storage and its kernel as one object, without any path."""
+"""Convert sandboxes and events to the schemas of openapi.yaml, without absolute paths."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from .discretion import public
-from .journal import Entry
-from .metadata import Stored
-from .records import SandboxRecord
-from .serverkernels import Live
-from .sights import Sight
-from .standby import Copy
+from .._redaction import public
+from ..events import Entry
+from ..persistence.metadata import Stored
+from ..persistence.records import SandboxRecord
+from ..sandbox.listing import Sight
+from ..templates.warm_pool import Copy
+from .kernels import Live
 
 Relative = Callable[[str], str | None]
-"""Makes a notebook's path one below the server's root folder."""
+"""Converts a notebook's absolute path to one relative to the server's root folder; None if outside."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A sandbox that was asked for: its record unless it is ephemeral, its kernel on this server if it has one.
+    """A sandbox: its record unless it is ephemeral, and its kernel if this server has it open.
 
-    A copy of a template that stands by has neither.
+    A sandbox in the warm pool has neither.
     """
 
     record: SandboxRecord | None
@@ -32,7 +32,7 @@ class Subject:
 
     @property
     def id(self) -> str:
-        """What it is known by."""
+        """Id in the REST API: the record's, the kernel's if ephemeral, or the warm sandbox's."""
         if self.standby:
             return self.standby.sandbox.sandbox_id
         assert self.record or self.live
@@ -40,24 +40,24 @@ class Subject:
 
     @property
     def sandbox_id(self) -> str:
-        """What storage knows it by."""
+        """Id in storage; ``id`` if it is not stored."""
         return self.record.sandbox_id if self.record else self.id
 
     @property
     def kernel_name(self) -> str:
-        """The kernel that runs in it."""
+        """Name of its kernelspec."""
         if self.standby:
             return self.standby.kernel_name
         return self.live.kernel_name if self.live else self.record.kernel_name if self.record else ""
 
     @property
     def notebook_path(self) -> str:
-        """The absolute path of its notebook; empty if it has none."""
+        """Absolute path of its notebook; empty without one."""
         return self.record.notebook_path if self.record else ""
 
     @property
     def created(self) -> datetime:
-        """When it was first made."""
+        """Time of its creation."""
         if self.standby:
             return self.standby.created
         assert self.record or self.live
@@ -65,13 +65,13 @@ class Subject:
 
     @property
     def last_used(self) -> datetime:
-        """When it was last used, as far as is known."""
+        """Time of its last known use."""
         known = [found.last_used for found in (self.record, self.live) if found]
         return max(known) if known else self.created
 
 
 def sandbox(subject: Subject, sight: Sight | None, relative: Relative) -> dict[str, Any]:
-    """``Sandbox`` of the contract; ``sight`` is None for an ephemeral one."""
+    """Return the ``Sandbox`` object of openapi.yaml; ``sight`` is None for an ephemeral sandbox."""
     stored = sight.summary if sight else None
     reasons = subject.live.busy_reasons if subject.live else []
     return {
@@ -96,7 +96,7 @@ def sandbox(subject: Subject, sight: Sight | None, relative: Relative) -> dict[s
 
 
 def state(subject: Subject, sight: Sight | None) -> str:
-    """How a sandbox is, in a word: what this server's kernel does goes before what storage says."""
+    """Return the state of a sandbox: of its kernel if this server has it, else ``standby`` or that in storage."""
     if subject.live:
         return subject.live.state
     if subject.standby:
@@ -106,13 +106,13 @@ def state(subject: Subject, sight: Sight | None) -> str:
 
 
 def named(items: Mapping[str, Stored]) -> list[dict[str, Any]]:
-    """``NamedState`` of each, the oldest first."""
+    """Return a ``NamedState`` object for each item, the oldest first."""
     found = [{"name": name, "created": item.created, "size": item.size} for name, item in items.items()]
     return sorted(found, key=lambda one: (one["created"], one["name"]))
 
 
 def event(entry: Entry) -> dict[str, Any]:
-    """``Event`` of the contract: what the journal has, as far as it is known."""
+    """Return the ``Event`` object for an entry of the journal, without empty fields."""
     known = {"seconds": entry.seconds, "size": entry.size, "doing": entry.doing, "reason": entry.reason}
     told = {name: value for name, value in known.items() if value not in (None, "")}
     return {"id": entry.sandbox_id, "what": str(entry.what), "time": entry.time, **told}

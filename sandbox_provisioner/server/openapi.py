@@ -1,4 +1,4 @@
-"""The contract of the REST API, openapi.yaml, and requests that are checked against it: the two cannot differ."""
+"""Validate requests against openapi.yaml, so that the API and its description cannot differ."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
-from .errors import SandboxError
+from ..errors import SandboxError
 
 SPEC = Path(__file__).with_name("openapi.yaml")
 
 LARGEST = 64 << 10
-"""Bytes that the body of a request may have."""
+"""Maximum bytes of a request's body."""
 
 JUPYTERS = ("token", "no_track_activity", "_xsrf")
-"""Parameters that Jupyter Server itself understands. JupyterLab also adds the time, as a bare number."""
+"""Query parameters of Jupyter Server itself. JupyterLab also adds the time, as a parameter named by a number."""
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")
 INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,30})")
 
 
 class BadRequestError(SandboxError):
-    """A request that makes no sense; ``field`` says what of it, if it is one part."""
+    """The request is invalid; ``field`` names the invalid part, if known."""
 
     def __init__(self, problem: str, remedy: str = "", field: str = "") -> None:
         self.field = field
@@ -37,13 +37,13 @@ class BadRequestError(SandboxError):
 
 @cache
 def spec() -> dict[str, Any]:
-    """The document."""
+    """Return the parsed openapi.yaml."""
     document: dict[str, Any] = yaml.safe_load(SPEC.read_text())
     return document
 
 
 def check(schema: Mapping[str, Any], value: Any, what: str) -> None:
-    """BadRequestError unless ``value`` is as a schema of the document has it; ``what`` says what it is."""
+    """Raise BadRequestError if ``value`` does not match a schema of openapi.yaml; ``what`` names it in the message."""
     error = next(_errors(schema, value), None)
     if error is not None:
         where = ".".join(map(str, error.absolute_path))
@@ -52,14 +52,14 @@ def check(schema: Mapping[str, Any], value: Any, what: str) -> None:
 
 
 def check_path(path: str, values: Mapping[str, str]) -> None:
-    """Check the variable parts of a URL whose template is ``path``."""
+    """Raise BadRequestError if a variable part of the URL with template ``path`` is invalid."""
     for parameter in _parameters(spec()["paths"][path]):
         if parameter["in"] == "path":
             check(parameter["schema"], values[parameter["name"]], parameter["name"])
 
 
 def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The parameters behind the question mark, as what they are, and the defaults of those that are not given."""
+    """Return the query parameters, converted to their types, with defaults. Raises BadRequestError."""
     known = {parameter["name"]: parameter["schema"] for parameter in _parameters(spec()["paths"][path][method])}
     found = {name: schema["default"] for name, schema in known.items() if "default" in schema}
     for name, values in arguments.items():
@@ -76,7 +76,7 @@ def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -
 
 
 def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
-    """The body of a request; BadRequestError if it is no JSON, or other than the document says."""
+    """Return a request's body. Raises BadRequestError if it is too long, not JSON, or does not match openapi.yaml."""
     if len(body) > LARGEST:
         raise BadRequestError(f"The request has {len(body)} bytes.", f"It can have {LARGEST}.")
     try:
@@ -93,7 +93,7 @@ def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """As in JSON Schema, where the end is the end: Python's ``$`` also stands before a last newline."""
+    """Check ``pattern`` as JSON Schema does, where ``$`` does not match before a final newline, as in Python."""
     if isinstance(instance, str) and not re.search(pattern.replace("$", r"\Z"), instance):
         yield ValidationError(f"{instance[:100]!r} does not match {pattern}")
 
@@ -126,8 +126,10 @@ def _resolved(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(schema: dict[str, Any], text: str) -> Any:
-    """What a piece of text means where this schema is expected; itself if it is not that."""
+    """Return ``text`` converted to the type of ``schema``; unchanged if that is impossible."""
     kind = _resolved(schema).get("type")
+    if kind == "boolean" and text in ("true", "false"):
+        return text == "true"
     if kind == "integer" and INTEGER.fullmatch(text):
         return int(text)
     return float(text) if kind == "number" and NUMBER.fullmatch(text) else text

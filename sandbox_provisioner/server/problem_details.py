@@ -1,6 +1,6 @@
-"""Problem details (RFC 9457): one table from exceptions to HTTP statuses, and the bodies that go with them.
+"""Convert exceptions to HTTP statuses and problem details (RFC 9457).
 
-A body tells what happened and what to do, in words that name no path of the server's: those are for its log.
+A body contains the problem and its remedy, without the server's paths, which only its log contains.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 from tornado.web import HTTPError
 
-from . import errors
-from .contract import BadRequestError
-from .discretion import without_paths
-from .errors import SandboxError
-from .serverkernels import NotebookInUseError
+from .. import errors
+from .._redaction import without_paths
+from ..errors import SandboxError
+from .kernels import NotebookInUseError
+from .openapi import BadRequestError
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -50,7 +50,7 @@ STATUSES: tuple[tuple[type[SandboxError], HTTPStatus, str], ...] = (
     (errors.DiskFullError, HTTPStatus.INSUFFICIENT_STORAGE, "disk-full"),
     (errors.SandboxError, HTTPStatus.SERVICE_UNAVAILABLE, "sandbox"),
 )
-"""The first that fits counts."""
+"""HTTP status and problem type of each exception; the first matching row counts."""
 
 PLAIN = {
     HTTPStatus.FORBIDDEN: "You are not logged in, or not allowed to do that.",
@@ -58,11 +58,11 @@ PLAIN = {
     HTTPStatus.METHOD_NOT_ALLOWED: "That cannot be done with what is at this address.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "This should not have happened. The server's log has more.",
 }
-"""What is said of errors that are not ours."""
+"""Details of HTTP errors that are not a SandboxError; others use the status's standard description."""
 
 
 def describe(error: BaseException | None, status: int = HTTPStatus.INTERNAL_SERVER_ERROR) -> dict[str, Any]:
-    """The problem of an exception; one that is not ours is told by ``status`` alone, unless it brings its own."""
+    """Return the problem detail of an exception. ``status`` is used unless it is a SandboxError or an HTTPError."""
     if not isinstance(error, SandboxError):
         known = HTTPStatus(error.status_code if isinstance(error, HTTPError) else status)
         about = PLAIN.get(known, known.description or known.phrase)

@@ -1,4 +1,4 @@
-"""Inventory: which sandboxes a Jupyter Server has, those of its kernels and those that are kept, and how they are."""
+"""Find and list a Jupyter Server's sandboxes: those of its kernels, the warm pool, and stored ones."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from . import depiction
-from .config import GCSConfig
-from .depiction import Subject
-from .errors import AmbiguousSandboxError, SandboxNotFoundError, UnknownSandboxError
-from .persistence import Persistence, registry, settings
-from .records import SandboxRecord
-from .registry import Listing
-from .serverkernels import ServerKernels
-from .sights import Sight, look
-from .standby import STANDBY
-from .stores import Stores, share_stores
+from ..config import GCSConfig
+from ..errors import AmbiguousSandboxError, SandboxNotFoundError, UnknownSandboxError
+from ..persistence.backends import Stores, share_stores
+from ..persistence.records import SandboxRecord
+from ..sandbox.listing import Sight, look
+from ..sandbox.registry import Listing
+from ..sandbox.user_sandboxes import Persistence, registry, settings
+from ..templates.warm_pool import STANDBY
+from . import models
+from .kernels import ServerKernels
+from .models import Subject
 
 BATCH = 200
-"""How many are looked at together, if only those in some state are wanted."""
+"""Number of sandboxes to look up in storage at a time when the list is filtered by state."""
 
 
 class Inventory:
-    """The sandboxes of one server; ``storage_dir`` is where it keeps some, if that is configured."""
+    """The sandboxes of one server. ``storage_dir`` is the configured folder, or empty. Server loop only."""
 
     def __init__(self, kernels: ServerKernels, storage_dir: str = "") -> None:
         self.kernels = kernels
@@ -34,16 +34,19 @@ class Inventory:
 
     @property
     def config(self) -> GCSConfig:
-        """What this server is able to do."""
+        """The storage settings of this server."""
         return settings(self._storage_dir)
 
     async def kept(self) -> Persistence:
-        """Those that are kept; ConfigurationError if this server can keep none."""
-        stores = self._stores = await asyncio.to_thread(share_stores, self.config)  # shared while somebody has them
+        """Return the user's registry and this server's stores. Raises ConfigurationError if there are no stores."""
+        stores = self._stores = await asyncio.to_thread(share_stores, self.config)  # shared while referenced
         return Persistence(stores, registry())
 
     async def find(self, wanted: str) -> Subject:
-        """The sandbox of exactly this id, or with exactly this id in its storage; SandboxNotFoundError."""
+        """Return the sandbox with exactly this id or id in storage.
+
+        Raises SandboxNotFoundError, or AmbiguousSandboxError if several match.
+        """
         for live in self.kernels.live():
             known = (str(live.record.id), live.record.sandbox_id) if live.record else (live.kernel_id,)
             if wanted in known:
@@ -59,16 +62,16 @@ class Inventory:
         return Subject(record, None)
 
     async def sight(self, subject: Subject) -> Sight | None:
-        """What storage has of a sandbox; None of one that is ephemeral."""
+        """Return the stored state of a sandbox; None if ephemeral."""
         return (await self._look([subject]))[0]
 
     async def state(self, subject: Subject) -> str:
-        """How a sandbox is."""
-        return depiction.state(subject, None if subject.live else await self.sight(subject))
+        """Return the state of a sandbox; storage is read only if its kernel is not on this server."""
+        return models.state(subject, None if subject.live else await self.sight(subject))
 
     async def show(self, subject: Subject) -> dict[str, Any]:
-        """``Sandbox`` of the contract."""
-        return depiction.sandbox(subject, await self.sight(subject), self.kernels.relative)
+        """Return the ``Sandbox`` object of openapi.yaml."""
+        return models.sandbox(subject, await self.sight(subject), self.kernels.relative)
 
     async def page(
         self,
@@ -78,7 +81,7 @@ class Inventory:
         unused_for: float | None = None,
         after: str | None = None,
     ) -> dict[str, Any]:
-        """``SandboxPage`` of the contract, those that were used last first."""
+        """Return a ``SandboxPage`` object of openapi.yaml, the last used sandboxes first."""
         subjects, unreadable = await self._all()
         if notebook is not None:
             subjects = [one for one in subjects if self.kernels.relative(one.notebook_path) == notebook]
@@ -93,17 +96,17 @@ class Inventory:
         for start in range(0, len(subjects), step):
             batch = subjects[start : start + step]
             seen = zip(batch, await self._look(batch), strict=True)
-            found += [(one, sight) for one, sight in seen if state in (None, depiction.state(one, sight))]
+            found += [(one, sight) for one, sight in seen if state in (None, models.state(one, sight))]
             if len(found) > limit:
                 break
         return {
-            "items": [depiction.sandbox(one, sight, self.kernels.relative) for one, sight in found[:limit]],
+            "items": [models.sandbox(one, sight, self.kernels.relative) for one, sight in found[:limit]],
             "next": _cursor(found[limit - 1][0]) if len(found) > limit else None,
             "unreadable": unreadable,
         }
 
     async def _all(self) -> tuple[list[Subject], int]:
-        """All there are, and how many records cannot be read."""
+        """Return all sandboxes, and the number of unreadable records."""
         lives = self.kernels.live()
         by_record = {live.record.id: live for live in lives if live.record}
         listing = Listing([], [])
@@ -123,7 +126,10 @@ class Inventory:
 
 
 def _recorded(kept: Persistence, wanted: str) -> SandboxRecord | None:
-    """The record of that id; of several with that id in storage, the one in this server's. Blocks."""
+    """Return the record with this id, or with this id in storage, preferably in this server's storage; or None. Blocks.
+
+    Raises AmbiguousSandboxError if several match.
+    """
     try:
         record = kept.registry.load(UUID(wanted))
         if str(record.id) == wanted:
@@ -141,7 +147,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _place(subject: Subject) -> tuple[int, str]:
-    """What the list is ordered by."""
+    """Return the sort key of the list: microseconds of the last use, and the id."""
     return (subject.last_used - EPOCH) // timedelta(microseconds=1), subject.id
 
 

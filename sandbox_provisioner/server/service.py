@@ -1,6 +1,6 @@
-"""Sandboxes: what a Jupyter Server can be asked about its sandboxes, and told to do with them.
+"""Implement the operations of the REST API, without HTTP.
 
-It knows nothing of HTTP, takes what a request has been checked to say, and gives what openapi.yaml describes.
+The methods take validated requests and return the objects that openapi.yaml describes.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from . import __version__
+from .. import __version__
+from ..errors import SandboxError, StateError
+from ..events import JOURNAL, Entry, What
+from ..gvisor.runsc import find
+from ..io_thread import IO
+from ..persistence.records import SandboxRecord
+from ..templates.warm_pool import STANDBY
 from .creation import Creation, delete, recorded
-from .depiction import Subject
-from .errors import SandboxError, StateError
 from .execution import Execution
-from .inventory import Inventory
-from .iothread import IO
-from .journal import JOURNAL, Entry, What
-from .records import SandboxRecord
-from .runsc import find
-from .serverkernels import Live, ServerKernels
-from .standby import STANDBY
+from .kernels import Live, ServerKernels
+from .models import Subject
+from .queries import Inventory
 
 
 class Sandboxes:
-    """The sandboxes of one server. What changes one waits for what is under way with it."""
+    """The operations on one server's sandboxes. Changes of one sandbox run one after the other. Server loop only."""
 
     def __init__(self, kernels: ServerKernels, storage_dir: str = "", runsc: str = "") -> None:
         self._kernels = kernels
@@ -35,18 +35,18 @@ class Sandboxes:
         self._runsc = runsc
         self._acting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    # -- seeing them -------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     async def list(self, query: Mapping[str, Any]) -> dict[str, Any]:
-        """A page of them."""
+        """Return a page of the list of sandboxes."""
         return await self._inventory.page(**query)
 
     async def show(self, wanted: str) -> dict[str, Any]:
-        """All that is known of one."""
+        """Return a sandbox. Raises SandboxNotFoundError; so do the other methods that take an id."""
         return await self._inventory.show(await self._inventory.find(wanted))
 
     async def capabilities(self) -> dict[str, Any]:
-        """What this server can do."""
+        """Return the server's versions, kernels and storage abilities."""
         config = self._inventory.config
         try:
             version = (await asyncio.to_thread(find, self._runsc)).version
@@ -63,22 +63,22 @@ class Sandboxes:
             "gcs": bool(config.metadata.bucket and config.locks.bucket),
         }
 
-    # -- their life --------------------------------------------------------------------------------------------------
+    # -- starting, saving and ending ---------------------------------------------------------------------------------
 
     async def create(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Start a kernel in one, unless there is one already; whether it was started."""
+        """Return the requested sandbox, and True if its kernel was started, False if it was already open here."""
         path, named = body.get("notebook_path"), body.get("sandbox_id") or body.get("gcs_sandbox_id") or ""
         async with self._notebook(path) if path else self._lock(named):
             subject, started = await self._creation.create(body)
             return await self._inventory.show(subject), started
 
     async def fork(self, wanted: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Start a second kernel with the memory of one."""
+        """Start a second kernel with the memory of a sandbox, and return its sandbox."""
         async with self._alone(wanted) as source, self._notebook(body.get("notebook_path")):
             return await self._inventory.show(await self._creation.fork(source, body))
 
     async def hibernate(self, wanted: str) -> dict[str, Any]:
-        """Save its memory and give it back."""
+        """Hibernate a sandbox's kernel. Raises StateError if it is ephemeral, or neither open here nor saved."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "hibernate")
             if subject.live:
@@ -88,19 +88,22 @@ class Sandboxes:
             return await self._inventory.show(subject)
 
     async def wake(self, wanted: str) -> dict[str, Any]:
-        """Bring its kernel back, or start one for it."""
+        """Wake a sandbox's kernel, or start one for a stored sandbox."""
         async with self._alone(wanted) as subject:
             return await self._inventory.show(await self._awake(subject))
 
     async def restart(self, wanted: str) -> dict[str, Any]:
-        """Start its kernel afresh."""
+        """Restart a sandbox's kernel. Raises StateError if this server does not have it open."""
         async with self._alone(wanted) as subject:
             live = await self._open(subject, "restart")
             await self._kernels.restart(live.kernel_id)
             return await self._inventory.show(subject)
 
     async def revert(self, wanted: str) -> dict[str, Any]:
-        """Give up the last checkpoint of one that is hibernated, whose kernel ends then, or that nobody has open."""
+        """Return a sandbox to its previous checkpoint; end its kernel on this server.
+
+        Raises StateError if it is running, ephemeral or without a previous checkpoint.
+        """
         async with self._alone(wanted) as subject:
             record = _require_kept(subject, "revert")
             if subject.live and not subject.live.provisioner.asleep:
@@ -112,29 +115,29 @@ class Sandboxes:
                 raise StateError(subject.id, "revert", "without a checkpoint before its last one")
             kept = await self._inventory.kept()
             if subject.live:
-                if not subject.live.provisioner.asleep:  # a cell came meanwhile
+                if not subject.live.provisioner.asleep:  # a message woke it meanwhile
                     raise StateError(subject.id, "revert", "running")
                 await self._kernels.end(subject.live.kernel_id)
             await asyncio.to_thread(kept.revert, record)
             return await self._inventory.show(await self._inventory.find(wanted))
 
-    async def delete(self, wanted: str) -> dict[str, Any]:
-        """End its kernel, and delete all that is kept of it."""
-        async with self._kernels.changing(wanted):  # one that is being restarted is not to be seen
+    async def delete(self, wanted: str, unverified: bool = False) -> dict[str, Any]:
+        """End a sandbox's kernel and delete its stored state; ``unverified`` is passed to ``Persistence.destroy``."""
+        async with self._kernels.changing(wanted):  # a kernel is not listed while it restarts
             subject = await self._inventory.find(wanted)
         if subject.standby:
             await IO.run(STANDBY.drop(subject.id))
         if subject.live:
-            await self._kernels.end(subject.live.kernel_id)  # and whatever is under way with it fails
+            await self._kernels.end(subject.live.kernel_id)  # operations under way with it fail
         if subject.record is None:
             return {"id": subject.id, "freed": 0}
         async with self._alone(wanted) as subject:
             if subject.live:
                 await self._kernels.end(subject.live.kernel_id)
-            return {"id": subject.id, "freed": await self._delete(_require_kept(subject, "delete"))}
+            return {"id": subject.id, "freed": await self._delete(_require_kept(subject, "delete"), unverified)}
 
     async def keep_awake(self, wanted: str, seconds: float | None) -> dict[str, Any]:
-        """Keep its kernel from being hibernated for idleness."""
+        """Keep a sandbox's kernel awake for ``seconds``, waking it first; None for no limit, 0 to stop that."""
         subject = await self._inventory.find(wanted)
         live = await self._open(subject, "keep awake")
         if seconds != 0 and live.provisioner.asleep:
@@ -143,19 +146,19 @@ class Sandboxes:
         return await self._inventory.show(subject)
 
     async def execute(self, wanted: str, command: Sequence[str], cwd: str | None = None) -> Execution:
-        """Start a command beside its kernel."""
+        """Start a command beside a sandbox's kernel. Raises StateError if this server does not have it open."""
         subject = await self._inventory.find(wanted)
         live = await self._open(subject, "run a command in")
         return await Execution.start(live.provisioner, command, cwd)
 
-    # -- what is kept of them under names ----------------------------------------------------------------------------
+    # -- savepoints and snapshots ------------------------------------------------------------------------------------
 
     async def savepoints(self, wanted: str) -> dict[str, Any]:
-        """The savepoints of one."""
+        """Return the savepoints of a sandbox."""
         return {"items": (await self.show(wanted))["savepoints"]}
 
     async def create_savepoint(self, wanted: str, name: str) -> dict[str, Any]:
-        """Keep its memory under a name."""
+        """Save the memory of a sandbox's kernel as a savepoint. Raises StateError if it is not open here."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "make a savepoint of")
             live = await self._open(subject, "make a savepoint of")
@@ -163,7 +166,7 @@ class Sandboxes:
         return {"name": name, "created": made.created, "size": made.size}
 
     async def delete_savepoint(self, wanted: str, name: str) -> None:
-        """Delete a savepoint."""
+        """Delete a savepoint, through the kernel if this server has it open."""
         async with self._alone(wanted) as subject:
             record = _require_kept(subject, "delete a savepoint of")
             if subject.live:
@@ -172,7 +175,7 @@ class Sandboxes:
                 await asyncio.to_thread((await self._inventory.kept()).drop_savepoint, record, name)
 
     async def rewind(self, wanted: str, name: str) -> dict[str, Any]:
-        """Bring its kernel back as it was at a savepoint."""
+        """Rewind a sandbox's kernel to a savepoint, starting the kernel if this server does not have it open."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "rewind")
             subject = subject if subject.live else await self._awake(subject)
@@ -181,11 +184,11 @@ class Sandboxes:
             return {"sandbox": await self._inventory.show(subject), "kept": kept}
 
     async def snapshots(self, wanted: str) -> dict[str, Any]:
-        """The snapshots of one."""
+        """Return the file snapshots of a sandbox."""
         return {"items": (await self.show(wanted))["snapshots"]}
 
     async def create_snapshot(self, wanted: str, name: str) -> dict[str, Any]:
-        """Keep the files that were written in it under a name."""
+        """Wake a sandbox and save its files as a file snapshot. Raises StateError if it is not open here."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "make a snapshot of")
             live = await self._open(await self._awake(subject) if subject.live else subject, "make a snapshot of")
@@ -193,24 +196,24 @@ class Sandboxes:
         return {"name": name, "created": made.created, "size": made.size}
 
     async def delete_snapshot(self, wanted: str, name: str) -> None:
-        """Delete a snapshot."""
+        """Delete a file snapshot."""
         async with self._alone(wanted) as subject:
             record = _require_kept(subject, "delete a snapshot of")
             await asyncio.to_thread((await self._inventory.kept()).drop_snapshot, record, name)
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
-    async def _delete(self, record: SandboxRecord) -> int:
-        """Delete what is kept of it, unless that went with its kernel; returns the bytes that went."""
+    async def _delete(self, record: SandboxRecord, unverified: bool) -> int:
+        """Delete a sandbox's stored state and return the freed bytes; 0 if it was deleted with its kernel."""
         kept = await self._inventory.kept()
         if not await asyncio.to_thread(recorded, kept, record.id):
             return 0
         with JOURNAL.doing(Entry(record.sandbox_id, What.DELETED, kernel_name=record.kernel_name)) as work:
-            work.size = await asyncio.to_thread(delete, kept, record.id)
+            work.size = await asyncio.to_thread(delete, kept, record.id, unverified)
             return work.size
 
     async def _awake(self, subject: Subject) -> Subject:
-        """The same sandbox with a kernel that runs."""
+        """Wake a sandbox's kernel, or start one on this server, and return the sandbox."""
         if subject.live is None:
             async with self._notebook(self._kernels.relative(subject.notebook_path)):
                 subject = await self._inventory.find(subject.id)
@@ -221,29 +224,29 @@ class Sandboxes:
         return subject
 
     async def _open(self, subject: Subject, action: str) -> Live:
-        """Its kernel on this server; StateError if it has none."""
+        """Return a sandbox's kernel. Raises StateError if this server does not have it open."""
         if subject.live is None:
             raise StateError(subject.id, action, _not_here(await self._inventory.state(subject)))
         return subject.live
 
     @asynccontextmanager
     async def _alone(self, wanted: str) -> AsyncIterator[Subject]:
-        """The sandbox of that id, while nobody else changes it; StateError for one that stands by, and is nobody's."""
+        """Yield a sandbox while no other operation changes it. Raises StateError for a sandbox in the warm pool."""
         if (await self._inventory.find(wanted)).standby:
             raise StateError(wanted, "change", "standby")
         async with self._lock((await self._inventory.find(wanted)).sandbox_id):
             subject = await self._inventory.find(wanted)
             if subject.live:
-                async with self._kernels.changing(subject.live.kernel_id):  # somebody may be deleting it
+                async with self._kernels.changing(subject.live.kernel_id):  # wait for a restart or an end
                     subject = await self._inventory.find(wanted)
             yield subject
 
     def _notebook(self, path: str | None) -> asyncio.Lock:
-        """For all who open a notebook of that path."""
+        """Return the lock for starting the kernel of a notebook."""
         return self._lock(f"notebook {path}" if path else "")
 
     def _lock(self, key: str) -> asyncio.Lock:
-        """For all who do something with what ``key`` names; nobody waits for what has no name."""
+        """Return the lock of ``key``; a new lock that is never contended if the key is empty."""
         return self._acting.setdefault(key, asyncio.Lock()) if key else asyncio.Lock()
 
 

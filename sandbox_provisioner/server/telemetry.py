@@ -1,6 +1,6 @@
-"""What a Jupyter Server tells of its sandboxes to those who operate it: events, metrics and lines of its log.
+"""Publish a Jupyter Server's sandboxes as Jupyter events, Prometheus metrics and log lines for its operators.
 
-All of it comes from the journal, and so has no code, environment, key or path in it.
+All data comes from the journal, which contains no code, environment, key or path.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tornado.ioloop import IOLoop
 
-from .errors import SandboxError
-from .journal import JOURNAL, Entry, What
-from .kernelmanager import sandboxed_kernels
-from .standby import STANDBY
+from ..errors import SandboxError
+from ..events import JOURNAL, Entry, What
+from ..templates.warm_pool import STANDBY
+from .kernel_manager import sandboxed_kernels
 
 EVENTS = (What.CREATED, What.HIBERNATED, What.WOKEN, What.HANDED_OFF, What.FAILED)
-"""Of which there are events; each has a schema in ``events``."""
+"""Entries that are emitted as Jupyter events; each has a schema in ``event_schemas``."""
 
-SCHEMAS = Path(__file__).with_name("events")
+SCHEMAS = Path(__file__).with_name("event_schemas")
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Seconds: from a wake of a small kernel to a checkpoint of a large one in a bucket far away."""
+"""Histogram buckets in seconds: from waking a small kernel to storing a large checkpoint in a remote bucket."""
 
 INTERNAL, OTHER = "InternalError", "other"
-"""The reason that the journal gives for an error that is not one of ours; the label of what is in no fixed set."""
+"""The journal's reason for an error other than SandboxError; the label for values outside the fixed sets."""
 
 _attached: WeakSet[Any] = WeakSet()
-"""The kernel managers of this process's servers."""
+"""Kernel managers of this process's servers."""
 
 
 def attach(serverapp: ServerApp, kernel_manager: Any) -> None:
-    """Let a server tell of its sandboxes. Further servers of a process tell their own events and share the metrics."""
+    """Publish a server's events, metrics and log. Several servers in one process share the metrics."""
     if kernel_manager in _attached:
         return
     _attached.add(kernel_manager)
     _show_log(serverapp.log)
     _start_counting()
     events = serverapp.event_logger
-    assert events is not None  # the server made it before it loads extensions
+    assert events is not None  # the server creates it before it loads extensions
     for what in EVENTS:
         events.register_event_schema(SCHEMAS / f"{what}.yaml")
     _start_telling(events, serverapp.io_loop)
 
 
 def schema_id(what: What) -> str:
-    """The ``$id`` of the schema of an event."""
+    """Return the ``$id`` of an event's schema."""
     return f"urn:sandbox-provisioner:{what}:v1"
 
 
 def _show_log(server_log: logging.Logger) -> None:
-    """Have the package's lines where the server's are, unless somebody has said which go where."""
-    ours = logging.getLogger(__package__)
+    """Send the package's log lines to the server's handlers, unless logging is already configured for them."""
+    ours = logging.getLogger("sandbox_provisioner")
     if ours.level == logging.NOTSET:
         ours.setLevel(server_log.level)
     if not ours.hasHandlers():
@@ -72,7 +72,7 @@ def _show_log(server_log: logging.Logger) -> None:
 
 
 def _start_telling(logger: EventLogger, loop: IOLoop) -> None:
-    """Until the server's loop is closed, emit in it, because the events' listeners are its tasks."""
+    """Emit events on the server's loop, because their listeners run there, until that loop is closed."""
 
     def tell(entry: Entry) -> None:
         if loop.asyncio_loop.is_closed():  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def _start_telling(logger: EventLogger, loop: IOLoop) -> None:
 
 
 def event(entry: Entry) -> dict[str, Any]:
-    """An entry as the data of its event: who, what, how long and how big, as far as that is known."""
+    """Return the data of an entry's event: sandbox, kernel, user, failure, duration and size if known."""
     data: dict[str, Any] = {"sandbox_id": entry.sandbox_id, "kernel_name": entry.kernel_name, "user": entry.user}
     if entry.what == What.FAILED:
         data |= {"doing": entry.doing, "reason": entry.reason}
@@ -96,10 +96,10 @@ def event(entry: Entry) -> dict[str, Any]:
 
 
 class _Sandboxes(Collector):
-    """Counts the servers' sandboxes when somebody asks, in the thread of the server that was asked."""
+    """Collector of the gauges of this process's sandboxes. Runs in the thread of the server that is scraped."""
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Called for each scrape."""
+        """Yield the gauges. Called by prometheus_client for each scrape."""
         family = GaugeMetricFamily(
             "jupyter_sandbox_sandboxes", "Sandboxes that this server's kernels have, by state.", labels=["state"]
         )
@@ -115,7 +115,7 @@ class _Sandboxes(Collector):
 
 @cache
 def _start_counting() -> None:
-    """Once in a process, which has one registry of metrics."""
+    """Register and update the metrics. Runs once per process, because the registry is shared."""
     REGISTRY.register(_Sandboxes())
     transitions = Counter("jupyter_sandbox_transitions", "What happened to sandboxes.", ["what"])
     seconds = Histogram("jupyter_sandbox_transition_seconds", "How long that took.", ["what"], buckets=BUCKETS)
@@ -138,7 +138,7 @@ def _start_counting() -> None:
 
 
 def failure(entry: Entry) -> tuple[str, str]:
-    """The labels of a failure: one of what can happen, and the name of one of our errors."""
+    """Return the labels of a failure: what failed, and the name of the SandboxError, both from fixed sets."""
     doing = entry.doing if entry.doing in set(What) else OTHER
     return doing, entry.reason if entry.reason in _reasons(SandboxError) | {INTERNAL} else OTHER
 

@@ -1,4 +1,4 @@
-"""The machine's own source entries for apt, rewritten to name the backports of its release on the same mirror."""
+"""Rewrite the machine's own apt sources to name the backports of its release on the same mirror."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .programs import trusted_path, trusted_program
+from ..gvisor.programs import trusted_path, trusted_program
 
 
 def write_backports(parts: Path) -> None:
-    """Write the rewritten entries into the folder ``parts``, which stays empty if there are none to rewrite."""
+    """Write the rewritten source files into the folder ``parts``; it stays empty if no source names a release."""
     for number, file in enumerate(source_files()):
         text = file.read_text(errors="replace")
         rewritten = backports_deb822(text) if file.suffix == ".sources" else backports_one_line(text)
@@ -23,7 +23,7 @@ def write_backports(parts: Path) -> None:
 
 
 def source_files() -> list[Path]:
-    """The files with the machine's source entries, as apt itself finds them."""
+    """Return the machine's readable source files, from the places that ``apt-config`` reports."""
     names = ["LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
     argv = [trusted_program("apt-config"), "shell", *names]
     environment = {**os.environ, "PATH": trusted_path()}
@@ -34,13 +34,13 @@ def source_files() -> list[Path]:
 
 
 def _backports(suites: Sequence[str]) -> list[str]:
-    """The backports of those suites that are a whole release of Debian, by codename or by standing."""
+    """Return the backports of each suite that is a release: this machine's codename, "stable" or "oldstable"."""
     release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     return [f"{suite}-backports" for suite in suites if suite in (release, "stable", "oldstable")]
 
 
 def backports_deb822(text: str) -> str:
-    """The stanzas of a .sources file that name a release of Debian, naming its backports instead."""
+    """Return the enabled stanzas of a .sources file that name a release, with its backports as their suites."""
     stanzas = []
     for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
         suites = re.search(r"^Suites:((?:.*\n?)(?:[ \t]+.*\n?)*)", stanza, re.MULTILINE | re.IGNORECASE)
@@ -53,7 +53,7 @@ def backports_deb822(text: str) -> str:
 
 
 def backports_one_line(text: str) -> str:
-    """The ``deb`` lines of a .list file that name a release of Debian, naming its backports instead."""
+    """Return the ``deb`` lines of a .list file that name a release, with its backports as their suite."""
     lines = []
     for line in text.splitlines():
         entry = re.match(r"\s*(deb\s+(?:\[[^]]*\]\s+)?\S+)\s+(\S+)\s+(.*)", line)

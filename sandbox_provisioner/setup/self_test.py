@@ -1,4 +1,4 @@
-"""The proof that this machine can do what a kernel needs: start, execute, checkpoint, restore, for real, in seconds."""
+"""Test that this machine can start, checkpoint and restore a sandbox, by doing so once. Takes seconds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from . import config
-from .bundle import BundleSpec
-from .errors import SandboxError
-from .handle import SandboxHandle
-from .interpreter import visible
-from .process import Process
-from .runsc import PLATFORMS, Runsc
+from .. import config
+from ..errors import SandboxError
+from ..gvisor.bundle import BundleSpec
+from ..gvisor.interpreter import visible
+from ..gvisor.runsc import PLATFORMS, Runsc
+from ..process import Process
+from ..sandbox.handle import SandboxHandle
 
 COUNTER = "import sys\nfor count, _ in enumerate(sys.stdin, 1): print(count, flush=True)"
 
 
 def prove(runsc: Runsc, say: Callable[[str], None]) -> str:
-    """Do it all once, telling ``say`` each step; returns a sentence for the log. SandboxError if it cannot be done."""
+    """Run the test, call ``say`` with the name of each step, and return a summary. Raises SandboxError on failure."""
     return asyncio.run(_prove(runsc, say))
 
 
@@ -35,12 +35,16 @@ async def _expect(process: Process, count: int) -> None:
     raise SandboxError("A process in the sandbox ended before its time.")
 
 
-async def _prove(runsc: Runsc, say: Callable[[str], None]) -> str:
-    begun = time.monotonic()
+def _spec() -> BundleSpec:
+    """Return the spec of a sandbox in which this Python runs."""
     python = os.path.realpath(sys.executable)
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
     mounts = tuple(visible([python], environment))
-    spec = BundleSpec(python=python, home="/home/sandbox", user="sandbox", mounts=mounts, environment=environment)
+    return BundleSpec(python=python, home="/home/sandbox", user="sandbox", mounts=mounts, environment=environment)
+
+
+async def _prove(runsc: Runsc, say: Callable[[str], None]) -> str:
+    begun, spec = time.monotonic(), _spec()
     platform = config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
     sandbox = SandboxHandle.create_ephemeral("proof", spec, runsc, platform).instance
     with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-proof-") as folder:
@@ -49,7 +53,7 @@ async def _prove(runsc: Runsc, say: Callable[[str], None]) -> str:
             say("start")
             await sandbox.start()
             say("execute")
-            process = await sandbox.execute([python, "-I", "-c", COUNTER])
+            process = await sandbox.execute([spec.python, "-I", "-c", COUNTER])
             await _expect(process, 1)
             say("checkpoint")
             await sandbox.checkpoint(image)

@@ -1,7 +1,7 @@
-"""ObjectStore: named objects with generations, the one interface that all persistence goes through.
+"""ObjectStore: named objects with generations, the interface that all persistence uses.
 
-A generation is a number that changes with every write of an object; giving it back with a write or a delete makes that
-conditional, which is the only way in which two servers agree on anything. All methods block: call them in threads.
+A generation is a number that changes with every write of an object. A write or delete with a generation is conditional,
+which is the only way in which servers coordinate. All methods block: call them in threads.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
-"""A SHA-256 as records have it."""
+"""A SHA-256 in a record."""
 
 NEW = 0
-"""The generation of an object that is not there: a write with it creates, or fails."""
+"""The generation of an object that does not exist: a write with it creates the object, or fails."""
 
 Advance = Callable[[int], None]
-"""Told, from any thread, how many further bytes have been moved."""
+"""Callback, from any thread, with the number of bytes transferred since the last call."""
 
 
 class ObjectInfo(NamedTuple):
-    """What a store knows of an object. ``updated`` is in seconds, by the store's own clock."""
+    """Properties of an object. ``updated`` is in seconds since 1970, by the store's own clock."""
 
     name: str
     generation: int
@@ -34,10 +34,10 @@ class ObjectInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was uploaded: what proves, on download, that it is the same.
+    """Size and checksums of an uploaded file, with which a download is verified.
 
-    ``parts`` has the CRC32C of each part, against damage, and ``digests`` its SHA-256, against a deliberate change.
-    Records that were made by version 0.1.0 before documents were signed have no digests.
+    ``parts`` has the CRC32C of each part, to detect damage, and ``digests`` its SHA-256, to detect manipulation.
+    Records from version 0.1.0, before documents were signed, have no digests.
     """
 
     size: int
@@ -47,7 +47,7 @@ class FileRecord:
 
     @property
     def problem(self) -> str:
-        """Return how the record contradicts itself; empty if it does not. An empty file has one, empty, part."""
+        """Inconsistency of the record, as a clause; empty if it is consistent. An empty file has one empty part."""
         if self.size < 0 or self.part_size < 1 or len(self.parts) != -(-max(self.size, 1) // self.part_size):
             return f"its record has {len(self.parts)} parts for {self.size} bytes"
         if not all(0 <= part < 1 << 32 for part in self.parts):
@@ -60,64 +60,66 @@ class FileRecord:
 
 
 def nothing(amount: int) -> None:
-    """An ``Advance`` for those who do not show progress."""
+    """Do nothing: the default ``Advance``."""
 
 
 class ObjectStore(ABC):
-    """Objects in one place: a folder, a bucket with a prefix, or memory.
+    """A set of named objects in a folder, in a bucket below a prefix, or in memory.
 
-    Names are 1 to 512 characters: segments of up to 255 letters, digits, ``-``, ``_`` and ``.`` that are joined by
-    ``/`` and do not begin with a dot; anything else raises StorageError before it can do harm. No name may be the
-    beginning of another one's folders (``a`` beside ``a/b``): a folder cannot hold both. An uploaded file is seen by
-    ``download``, ``in_place``, ``delete_all`` and ``list`` alone, and by the last of them perhaps in parts.
+    Names have 1 to 512 characters: segments of up to 255 letters, digits, ``-``, ``_`` and ``.``, joined by ``/``, that
+    do not begin with a dot. Any other name raises StorageError before it is used. A name must not be a folder of
+    another name (``a`` beside ``a/b``): a file system cannot store both. Use an uploaded file only with ``download``,
+    ``in_place``, ``delete_all`` and ``list``, which may list its parts.
     """
 
     kind: str
-    """What it is: ``local``, ``mounted``, ``gcs`` or ``memory``."""
+    """Kind of the store: ``local``, ``mounted``, ``gcs`` or ``memory``."""
     where: str
-    """Which one it is, for messages: a path or ``gs://bucket/prefix``."""
+    """Location of the store, for messages: a path or ``gs://bucket/prefix``."""
 
     @abstractmethod
     def read(self, name: str) -> tuple[bytes, ObjectInfo]:
-        """An object's bytes, and which generation they are; ObjectNotFoundError if there is none."""
+        """Return an object's bytes and its properties. Raises ObjectNotFoundError."""
 
     @abstractmethod
     def info(self, name: str) -> ObjectInfo:
-        """What is known of an object; ObjectNotFoundError if there is none."""
+        """Return an object's properties. Raises ObjectNotFoundError."""
 
     @abstractmethod
     def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
-        """Write a small object whole: over anything, or only if ``generation`` (NEW: none) is what is there.
+        """Write a small object atomically, with ``generation`` only if that is its present generation.
 
-        ConflictError if it is not. A write whose answer was lost is not reported as a conflict with itself.
+        ``NEW`` means that it must not exist. Raises ConflictError. A write that is retried because its response was
+        lost does not conflict with itself.
         """
 
     @abstractmethod
     def delete(self, name: str, generation: int | None = None) -> bool:
-        """Delete an object, only if it has ``generation`` where that is given; False if there was none."""
+        """Delete an object; return False if it did not exist. Raises ConflictError if it has another ``generation``."""
 
     @abstractmethod
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """The objects whose names begin with ``prefix``, which is empty or ends in a slash, by name."""
+        """Return the objects whose names begin with ``prefix``, which is empty or ends in a slash, sorted by name."""
 
     @abstractmethod
     def upload(self, source: Path, name: str, advance: Advance = nothing) -> FileRecord:
-        """Store a large file under a new name, in parallel and with bounded memory; an interrupted one goes on.
+        """Store a large file under a new name, in parallel and with bounded memory, and return its record.
 
-        A store of files on the same disk takes the file itself instead of copying it, so ``source`` may be gone.
+        Calling it again after an interruption continues the upload. A store on the same disk moves the file instead of
+        copying it, so ``source`` may be gone. Raises ConflictError if the name has other content.
         """
 
     @abstractmethod
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
-        """Fetch a file and verify it; CorruptObjectError, and no ``target``, if it is not what was uploaded."""
+        """Copy a file to ``target`` and verify it. Raises CorruptObjectError, without a ``target``, if it differs."""
 
     @abstractmethod
     def delete_all(self, prefix: str) -> int:
-        """Delete all objects and files below ``prefix``, which ends in a slash; returns how many bytes went."""
+        """Delete all objects and files below ``prefix``, which ends in a slash. Return the number of bytes deleted."""
 
     def in_place(self, name: str, record: FileRecord) -> Path | None:
-        """The verified file itself, where files can be used without a download; None where they cannot.
+        """Verify a file and return its path, for use without a download; None if the store does not allow that.
 
-        CorruptObjectError as for ``download``. The caller must not change it.
+        Raises CorruptObjectError, as ``download`` does. The caller must not change the file.
         """
         return None

@@ -1,4 +1,4 @@
-"""Files on a disk, for all stores: opened without following links, put in place whole and durable, errors in words."""
+"""Helpers for files on a disk: open without following links, write atomically and durably, translate errors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAY_PASS = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""What a disk, or the network behind a mounted one, may recover from."""
+"""Errors from which a disk, or the network behind a mounted one, may recover."""
 
 
 @contextmanager
 def disk_errors(where: str, doing: str) -> Iterator[None]:
-    """What the system refuses becomes an error of ours; ``doing`` completes "Could not ..."."""
+    """Turn OSError in the block into DiskFullError or StorageError; ``doing`` completes "Could not ..."."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,11 @@ def disk_errors(where: str, doing: str) -> Iterator[None]:
             raise DiskFullError(f"could not {doing} in {where}") from error
         problem = f"Could not {doing} in {where}: {error.strerror or error}."
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StorageError(where, problem, "Check that the folder belongs to you and can be written to.") from error
+            remedy = (
+                "Check that the folder belongs to you and can be written to. SANDBOX_STORAGE_DIR names it, or for a "
+                "mounted one the variable that ends in _MOUNT_PATH."
+            )
+            raise StorageError(where, problem, remedy) from error
         if error.errno in MAY_PASS:
             raise StorageUnavailableError(where, problem) from error
         raise StorageError(where, problem) from error
@@ -47,7 +51,7 @@ def disk_errors(where: str, doing: str) -> Iterator[None]:
 
 @contextmanager
 def closing(file: int) -> Iterator[int]:
-    """An open file or folder, closed at the end."""
+    """Yield an open file or folder, and close it after the block."""
     try:
         yield file
     finally:
@@ -55,7 +59,7 @@ def closing(file: int) -> Iterator[int]:
 
 
 def sync(folder: int) -> None:
-    """Make the names in an open folder last; a file system that cannot do that is taken as it is."""
+    """Make the names in an open folder durable, if the file system supports that."""
     try:
         os.fsync(folder)
     except OSError as error:
@@ -65,9 +69,10 @@ def sync(folder: int) -> None:
 
 @contextmanager
 def landing(target: Path, size: int) -> Iterator[int]:
-    """Where a file is put together: beside ``target``, whose name it gets when it is whole and on the disk.
+    """Yield a temporary file beside ``target``, and rename it to ``target`` when it is complete and on the disk.
 
-    What there is of it stays only if storage could not be reached, or if we are killed; it is taken up again then.
+    The temporary file is kept only if the block raises StorageUnavailableError or the process is killed; the next call
+    continues with it.
     """
     partial = target.with_name(f".{target.name}.partial")
     with closing(os.open(partial, OPEN, 0o600)) as file:

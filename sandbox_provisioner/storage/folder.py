@@ -1,8 +1,8 @@
-"""FolderStore: objects as plain files in a folder, for the stores that differ only in how writers take turns.
+"""FolderStore: objects as plain files in a folder; subclasses differ only in how they exclude other writers.
 
-An object's generation is its file's modification time in nanoseconds. It is set before the file gets its name, so that
-both change in one step, and it is above all that were given out before: the last one is the modification time of
-``.generation``. So a reader needs no turn, and sees an object that was there as a whole.
+An object's generation is its file's modification time in nanoseconds, set before the file gets its name, so that both
+change in one step. Each generation is greater than all earlier ones in the folder: the modification time of
+``.generation`` is the last one. Readers therefore need no lock, and always see a complete object.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .parts import PIECE, ignore, prove, record_of, spans_of, write_to
 from .tree import Draft, collect, destroy, files, leaf, parent_of, prune, root_of, temporary, withdraw
 
 Check = Callable[[], None]
-"""Raises StorageUnavailableError if a turn was lost, as the paused may lose it; called before each change."""
+"""Raises StorageUnavailableError if the write lock was lost, as in a paused process; called before each change."""
 
 GENERATION = ".generation"
 COARSEST = 10**10
-"""No file system counts its times in larger steps than so many nanoseconds."""
+"""Nanoseconds: coarsest step of modification times that a file system may have."""
 
 
 class FolderStore(ObjectStore):
-    """Objects in a folder, which the first write makes, with mode 0700."""
+    """A store in a folder, which the first write creates with mode 0700."""
 
     def __init__(self, folder: Path) -> None:
         self.root = Path(os.path.abspath(folder))
@@ -40,20 +40,20 @@ class FolderStore(ObjectStore):
 
     @abstractmethod
     def _turn(self, root: int) -> AbstractContextManager[Check]:
-        """While it is held, no other writer changes anything in the folder that is open as ``root``."""
+        """Exclude all other writers from the folder that is open as ``root`` during the block; yields the check."""
 
     def read(self, name: str) -> tuple[bytes, ObjectInfo]:
-        """An object's bytes, and which generation they are."""
+        """Return an object's bytes and its properties."""
         with disk_errors(self.where, f"read {name}"), self._object(name) as (file, info):
             return b"".join(iter(lambda: os.read(file, PIECE), b"")), info
 
     def info(self, name: str) -> ObjectInfo:
-        """What is known of an object."""
+        """Return an object's properties."""
         with disk_errors(self.where, f"read {name}"), self._object(name) as (_, info):
             return info
 
     def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
-        """Write an object: it is on the disk before it gets its name."""
+        """Write an object. Its data is on the disk before it gets its name."""
         valid_name(self.where, name)
         with (
             disk_errors(self.where, f"write {name}"),
@@ -64,7 +64,7 @@ class FolderStore(ObjectStore):
             return self._place(root, draft, name, generation)
 
     def delete(self, name: str, generation: int | None = None) -> bool:
-        """Delete an object, and the folders that are empty then."""
+        """Delete an object, and the folders that become empty."""
         valid_name(self.where, name)
         with disk_errors(self.where, f"delete {name}"):
             try:
@@ -83,7 +83,7 @@ class FolderStore(ObjectStore):
                 return False
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """The objects below ``prefix``, by name; what dead writers left is collected."""
+        """Return the objects below ``prefix``, sorted by name. Also deletes temporary files of dead writers."""
         if prefix:
             valid_prefix(self.where, prefix)
         with disk_errors(self.where, "list the objects"):
@@ -95,7 +95,7 @@ class FolderStore(ObjectStore):
                 return []
 
     def upload(self, source: Path, name: str, advance: Advance = nothing) -> FileRecord:
-        """Store a file: itself if it is ours and on the same file system, else a copy."""
+        """Store a file: move it if this user owns it and it is on the same file system, else copy it."""
         valid_name(self.where, name)
         with (
             disk_errors(self.where, f"store {source}"),
@@ -116,7 +116,7 @@ class FolderStore(ObjectStore):
                 return record
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
-        """Copy a file out, and prove it on the way."""
+        """Copy a file to ``target``, and verify it while copying."""
         spans_of(self.where, name, record)
         with (
             disk_errors(self.where, f"copy {name} to {target}"),
@@ -126,7 +126,7 @@ class FolderStore(ObjectStore):
             prove(self.where, name, file, record, write_to(copy, advance))
 
     def in_place(self, name: str, record: FileRecord) -> Path | None:
-        """The file itself, when it was read and proven; None if another user could change it after that."""
+        """Verify a file and return its path; None if another user could change it afterwards."""
         with disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
             if not self._private(name, file):
                 return None
@@ -134,13 +134,13 @@ class FolderStore(ObjectStore):
         return self.root / name
 
     def _private(self, name: str, file: int) -> bool:
-        """Return whether only this user, and root, can change a file or the folders that it is in."""
+        """Return True if only this user and root can change a file and the folders that contain it."""
         folders = [self.root.joinpath(*name.split("/")[:depth]) for depth in range(name.count("/") + 1)]
         found = [os.fstat(file), *map(os.lstat, folders)]
         return all(each.st_uid in (0, os.geteuid()) and not each.st_mode & 0o022 for each in found)
 
     def delete_all(self, prefix: str) -> int:
-        """Delete what is below ``prefix``: it disappears in one step, and then its files are deleted."""
+        """Delete everything below ``prefix``: it is moved away in one step, and then its files are deleted."""
         valid_prefix(self.where, prefix)
         with disk_errors(self.where, f"delete {prefix}"):
             try:
@@ -154,7 +154,7 @@ class FolderStore(ObjectStore):
 
     @contextmanager
     def _object(self, name: str) -> Iterator[tuple[int, ObjectInfo]]:
-        """An object's file, open; ObjectNotFoundError if there is none."""
+        """Yield an object's open file and its properties. Raises ObjectNotFoundError."""
         valid_name(self.where, name)
         try:
             with root_of(self.root) as root, parent_of(root, name) as folder:
@@ -168,7 +168,7 @@ class FolderStore(ObjectStore):
             yield file, _info(name, found)
 
     def _place(self, root: int, draft: Draft, name: str, generation: int | None) -> ObjectInfo:
-        """Give a file that is complete its name, if ``generation`` is what has that name now."""
+        """Rename a complete file to ``name``. Raises ConflictError if ``name`` has another ``generation``."""
         now = time.time_ns()
         os.utime(draft.file, ns=(now, now))
         os.fsync(draft.file)
@@ -191,7 +191,7 @@ class FolderStore(ObjectStore):
             return NEW
 
     def _stamp(self, root: int, file: int, current: int) -> None:
-        """See that a file's time is above the last generation, however coarse the file system's times are."""
+        """Set a file's modification time above the last generation, however coarse the file system's times are."""
         with closing(os.open(GENERATION, OPEN, 0o600, dir_fd=root)) as mark:
             last = max(os.fstat(mark).st_mtime_ns, current)
             step = 1
@@ -205,7 +205,7 @@ class FolderStore(ObjectStore):
             os.utime(mark, ns=(given, given))
 
     def _move(self, root: int, source: Path, file: int, name: str, advance: Advance) -> FileRecord | None:
-        """Take the file itself; None if that cannot be done."""
+        """Move ``source`` into the store, and return its record; None if it cannot be moved."""
         found, here = os.fstat(file), os.fstat(root)
         if found.st_dev != here.st_dev or found.st_uid != os.geteuid() or found.st_nlink != 1:
             return None
@@ -227,7 +227,7 @@ class FolderStore(ObjectStore):
 
 
 def _generation(folder: int, name: str) -> int:
-    """The generation of a file in an open folder; NEW if there is none."""
+    """Return the generation of a file in an open folder; NEW if it does not exist."""
     try:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

@@ -1,9 +1,8 @@
 """GCSStore: objects in a bucket of Google Cloud Storage, through Google's own client.
 
-A request is tried again while its failure may pass, so it may have been carried out before. A write therefore says in
-the object's metadata which write it is, and does not take itself for somebody else's; only if it has been replaced
-before the second try is it a conflict, as it would be a moment later. A file is kept as parts: objects
-``<name>/00000``, ``<name>/00001`` and so on.
+A request is retried after a temporary failure, and an earlier attempt may have succeeded. Each write therefore stores a
+unique id in the object's metadata, and recognizes itself after a retry. If another write has replaced the object in the
+meantime, the retry is a conflict. A file is stored in parts: the objects ``<name>/00000``, ``<name>/00001`` and so on.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from .names import is_name, valid_name, valid_prefix
 from .parts import PART, Span, Sums, at_once, checksum, ignore, recorded, spans, spans_of, wrong_part
 
 WRITE = "write"
-"""The key in an object's metadata under which it says which write it is."""
+"""Key in an object's metadata of the unique id of its write."""
 
 
 class GCSStore(ObjectStore):
-    """Objects in a bucket, below a prefix. A failure that may pass is met by trying again for ``patience`` seconds."""
+    """A store in a bucket, below a prefix. Temporary failures are retried for ``patience`` seconds."""
 
     kind = "gcs"
 
@@ -41,7 +40,7 @@ class GCSStore(ObjectStore):
         self._requests = Requests(bucket, patience)
 
     def read(self, name: str) -> tuple[bytes, ObjectInfo]:
-        """An object's bytes, and which generation they are."""
+        """Return an object's bytes and its properties."""
         while True:
             blob = self._get(name)
             try:
@@ -51,11 +50,11 @@ class GCSStore(ObjectStore):
             return data, self._info(blob)
 
     def info(self, name: str) -> ObjectInfo:
-        """What is known of an object."""
+        """Return an object's properties."""
         return self._info(self._get(name))
 
     def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
-        """Write an object in one request, which the bucket carries out or refuses as a whole."""
+        """Write an object in one atomic request."""
         blob = self._blob(name)
         blob.metadata = {WRITE: uuid.uuid4().hex}
         blob.crc32c = _encode(google_crc32c.value(data))
@@ -80,14 +79,14 @@ class GCSStore(ObjectStore):
             raise ConflictError(self.where, name, generation or NEW) from None
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """The objects below ``prefix``, by name."""
+        """Return the objects below ``prefix``, sorted by name."""
         if prefix:
             valid_prefix(self.where, prefix)
         infos = map(self._info, self._blobs(prefix))
         return sorted(info for info in infos if is_name(info.name))
 
     def upload(self, source: Path, name: str, advance: Advance = nothing) -> FileRecord:
-        """Store a file in parts, several at a time; those that are there already are not sent again."""
+        """Store a file in parts, several in parallel. Parts that are already in the bucket are not sent again."""
         valid_name(self.where, _part(name, 0))
         with disk_errors(self.where, f"store {source}"), closing(os.open(source, READ)) as file:
             size = os.fstat(file).st_size
@@ -99,7 +98,7 @@ class GCSStore(ObjectStore):
             return recorded(size, at_once([partial(send, span) for span in wanted]))
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
-        """Fetch the parts of a file, several at a time, but those that an interrupted download left complete."""
+        """Fetch the parts of a file, several in parallel, except those that an interrupted download completed."""
         wanted = self._compare(name, record)
         with disk_errors(self.where, f"copy {name} to {target}"), landing(target, record.size) as file:
             resumed = os.fstat(file).st_blocks > 0
@@ -107,7 +106,7 @@ class GCSStore(ObjectStore):
             at_once([partial(fetch, span) for span in wanted])
 
     def delete_all(self, prefix: str) -> int:
-        """Delete all objects below ``prefix``, several at a time."""
+        """Delete all objects below ``prefix``, several in parallel."""
         found = self._blobs(valid_prefix(self.where, prefix))
         at_once([partial(self._remove, blob) for blob in found])
         return sum(_size(blob) for blob in found)
@@ -116,7 +115,7 @@ class GCSStore(ObjectStore):
         return self._requests.bucket().blob(self._prefix + valid_name(self.where, name))
 
     def _get(self, name: str) -> Any:
-        """Google's object for one of ours, with all that the bucket knows of it."""
+        """Return the Blob of an object with its properties loaded. Raises ObjectNotFoundError."""
         blob = self._blob(name)
         try:
             self._requests.ask(partial(blob.reload, timeout=TIMEOUT, retry=None))
@@ -125,7 +124,7 @@ class GCSStore(ObjectStore):
         return blob
 
     def _blobs(self, prefix: str) -> Sequence[Any]:
-        """All of Google's objects below ``prefix``."""
+        """Return all Blobs below ``prefix``."""
         bucket = self._requests.bucket()
 
         def request() -> Sequence[Any]:
@@ -141,7 +140,7 @@ class GCSStore(ObjectStore):
         return ObjectInfo(name, blob.generation, _size(blob), blob.updated.timestamp())
 
     def _written(self, name: str, metadata: dict[str, str]) -> ObjectInfo | None:
-        """What is known of an object if it is from the write with this metadata."""
+        """Return the properties of an object if the write with this metadata created it; else None."""
         try:
             blob = self._get(name)
         except ObjectNotFoundError:
@@ -149,7 +148,7 @@ class GCSStore(ObjectStore):
         return self._info(blob) if (blob.metadata or {}).get(WRITE) == metadata[WRITE] else None
 
     def _send(self, file: int, name: str, there: dict[str, Any], advance: Advance, span: Span) -> Sums:
-        """See that a part is in the bucket; its sums."""
+        """Upload a part unless it is in the bucket; return its checksums. Raises ConflictError if that one differs."""
         found = checksum(file, span, ignore)
         meter = Meter(advance)
         blob = self._blob(_part(name, span.number))
@@ -181,7 +180,10 @@ class GCSStore(ObjectStore):
         )
 
     def _compare(self, name: str, record: FileRecord) -> Sequence[Span]:
-        """The parts of a file, if what the bucket says of them is what the record says."""
+        """Compare the bucket's sizes and checksums of a file with its record, and return the spans of its parts.
+
+        Raises ObjectNotFoundError if no part exists, CorruptObjectError if one is missing or differs.
+        """
         wanted = spans_of(self.where, name, record)
         there = {blob.name: blob for blob in self._blobs(f"{valid_name(self.where, name)}/")}
         if not there:
@@ -196,7 +198,7 @@ class GCSStore(ObjectStore):
         return wanted
 
     def _fetch(self, file: int, name: str, record: FileRecord, resumed: bool, advance: Advance, span: Span) -> None:
-        """See that a part is in a file."""
+        """Download a part into ``file``, unless an interrupted download completed it."""
         meter = Meter(advance)
         if not resumed or not checksum(file, span, ignore).match(record, span.number):
             try:
@@ -216,7 +218,7 @@ class GCSStore(ObjectStore):
             raise wrong_part(self.where, name, span, record)
 
     def _remove(self, blob: Any, generation: int | None = None) -> bool:
-        """Delete one of Google's objects; whether it was there before our first request, as far as can be known."""
+        """Delete a Blob. Return False if it did not exist, unless a failed attempt may have deleted it."""
         unsure: list[Exception] = []
         try:
             self._requests.ask(
@@ -228,7 +230,7 @@ class GCSStore(ObjectStore):
 
 
 def _download(blob: Any) -> bytes:
-    """Return the bytes of this generation of an object; ConnectionError if they are fewer, or not the ones stored."""
+    """Return the bytes of this generation of an object. Raises ConnectionError if size or checksum are wrong."""
     data: bytes = blob.download_as_bytes(
         raw_download=True, checksum=None, timeout=TIMEOUT, retry=None, if_generation_match=blob.generation
     )
@@ -238,7 +240,7 @@ def _download(blob: Any) -> bytes:
 
 
 def _size(blob: Any) -> int:
-    """An object's size, which may be left out of an answer if it is 0."""
+    """Return an object's size, which a response may omit if it is 0."""
     return blob.size or 0
 
 
@@ -247,5 +249,5 @@ def _part(name: str, number: int) -> str:
 
 
 def _encode(crc: int) -> str:
-    """A CRC32C as Google writes it."""
+    """Return a CRC32C in Google's encoding."""
     return base64.b64encode(crc.to_bytes(4, "big")).decode()

@@ -1,4 +1,4 @@
-"""A part of a file as Google's client reads and writes it: a stream of its own, with little of it in memory."""
+"""Streams with which Google's client reads and writes one part of a file, with bounded memory."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from .base import Advance, nothing
 from .parts import PIECE, Span, Sums, write_to
 
 CHUNK = 4 * 1024 * 1024
-"""How much of a part is sent, and held in memory, at a time."""
+"""Bytes of a part that are sent at a time and held in memory."""
 
 
 class Meter:
-    """Tells of progress, and of nothing twice, however often a part has to be begun again."""
+    """Reports the progress of a part. Bytes are reported once, even if the part is transferred again."""
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
         self._reached = 0
 
     def reach(self, position: int) -> None:
-        """So many bytes of the part are done."""
+        """Report that the part is done up to ``position``."""
         if position > self._reached:
             self._advance(position - self._reached)
             self._reached = position
 
 
 class PartReader(io.RawIOBase):
-    """A part of an open file, to be sent."""
+    """A readable stream over one part of an open file, for an upload."""
 
     def __init__(self, file: int, span: Span, meter: Meter) -> None:
         self._file = file
@@ -36,7 +36,7 @@ class PartReader(io.RawIOBase):
         self._position = 0
 
     def read(self, size: int = -1) -> bytes:
-        """Up to ``size`` bytes, fewer only at the end."""
+        """Return ``size`` bytes, or fewer at the end of the part. Raises OSError if the file became shorter."""
         left = self._span.length - self._position
         wanted = left if size < 0 else min(size, left)
         self._meter.reach(self._position)
@@ -47,18 +47,18 @@ class PartReader(io.RawIOBase):
         return data
 
     def tell(self) -> int:
-        """Where in the part."""
+        """Return the position in the part."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to another place in the part."""
+        """Set the position in the part, and return it."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._span.length}[whence]
         self._position = start + offset
         return self._position
 
 
 class PartWriter(io.RawIOBase):
-    """A part of an open file, as it comes in, in many small pieces."""
+    """A writable stream into one part of an open file, for a download. Small writes are buffered."""
 
     def __init__(self, file: int, span: Span, meter: Meter) -> None:
         self._span = span
@@ -69,14 +69,14 @@ class PartWriter(io.RawIOBase):
         self.sums = Sums()
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        """Put bytes behind those that came before."""
+        """Append bytes to the part."""
         self._waiting += data
         if len(self._waiting) >= PIECE:
             self._put()
         return len(data)
 
     def finish(self) -> tuple[int, int]:
-        """How many bytes came, and their CRC32C; those that fit are in the file."""
+        """Write the buffer; return the number of bytes received and their CRC32C. Surplus pieces are dropped."""
         self._put()
         return self._position, self.sums.crc
 

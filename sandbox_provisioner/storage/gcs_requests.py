@@ -1,6 +1,6 @@
-"""Requests to Google Cloud Storage: tried again while the failure may pass, and their failures in our words.
+"""Send requests to Google Cloud Storage: retry temporary failures, and translate the others into our errors.
 
-Nothing of Google's is imported before the first request, so the package works without it.
+Google's packages are imported at the first request, so that the package works without them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ..errors import RateLimitedError, StorageError, StorageUnavailableError
 BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 TIMEOUT = 30.0
-"""How long one request may go without an answer, in seconds."""
+"""Seconds that one request may go without a response."""
 
 Result = TypeVar("Result")
 
 
 class NotThere(Exception):
-    """What was asked about does not exist: Google's 404."""
+    """The object or bucket does not exist: HTTP status 404."""
 
 
 class NotMet(Exception):
-    """A precondition did not hold: Google's 412."""
+    """A precondition, such as a generation, did not hold: HTTP status 412."""
 
 
 class Requests:
-    """What is sent to one bucket. A failure that may pass is met by trying again for ``patience`` seconds.
+    """The requests to one bucket. Temporary failures are retried for ``patience`` seconds.
 
-    ``on_time`` is called with the server's time, in seconds since 1970, rounded down, whenever it answers.
+    ``on_time`` is called for each response with the server's time, in whole seconds since 1970, rounded down.
     """
 
     def __init__(self, bucket: str, patience: float = 60.0, on_time: Callable[[float], None] | None = None) -> None:
@@ -46,7 +46,7 @@ class Requests:
         self._bucket: Any = None
 
     def bucket(self) -> Any:
-        """Google's own object for the bucket. It asks nothing of the server by itself."""
+        """Return Google's Bucket object; sends no request. Raises StorageError if the client cannot be created."""
         with self._lock:
             if self._bucket is None:
                 self._bucket = self._client().bucket(self.name)
@@ -68,7 +68,7 @@ class Requests:
         return client
 
     def _hear(self, answer: Any, **_: Any) -> None:
-        """Report the time in the headers of an answer. Called by ``requests`` for each answer."""
+        """Report the time in the headers of a response. Called by ``requests`` for each response."""
         try:
             said = parsedate_to_datetime(answer.headers.get("Date", ""))
         except ValueError:
@@ -77,15 +77,15 @@ class Requests:
             self._on_time(said.timestamp())
 
     def retry(self) -> Any:
-        """Google's judgement on what may pass, with our patience."""
+        """Return Google's default retry policy with our time limit and delays."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
         return DEFAULT_RETRY.with_timeout(self.patience).with_delay(initial=0.1, maximum=5.0, multiplier=2.0)
 
     def ask(self, request: Callable[[], Result], unsure: list[Exception] | None = None) -> Result:
-        """The answer to ``request``; NotThere, NotMet, or an error of ours.
+        """Call ``request``, with retries, and return its result. Raises NotThere, NotMet or StorageError.
 
-        Each failure that was met by trying again is added to ``unsure``: the request may have been carried out.
+        Each failure that was retried is added to ``unsure``: that attempt may have succeeded on the server.
         """
         self.bucket()
         from google.api_core import exceptions as google
@@ -125,7 +125,7 @@ class Requests:
         return StorageUnavailableError(self.name, problem, "Try again when the network is back.")
 
     def no_bucket(self) -> StorageError:
-        """The error for a bucket that does not exist."""
+        """Return the error for a bucket that does not exist."""
         problem = f"There is no bucket {self.name}, or these credentials may not see it."
         return StorageError(self.name, problem, "Check the bucket's name; `gcloud storage buckets list` shows yours.")
 

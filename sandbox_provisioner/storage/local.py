@@ -1,4 +1,4 @@
-"""LocalStore: objects in a folder of a local disk, the store that needs nothing to be set up."""
+"""LocalStore: objects in a folder on a local disk, the default store, which needs no setup."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .folder import GENERATION, Check, FolderStore
 
 
 class LocalStore(FolderStore):
-    """Objects in a folder of a local disk, shared by any number of this machine's processes.
+    """A store in a folder on a local disk, shared by any number of processes of this machine.
 
-    Writers take turns by a lock that the kernel gives back when its holder dies. One that was stopped (SIGSTOP) in its
-    turn, which lasts a fraction of a millisecond, holds up the others: after ``patience`` seconds they give up.
+    Writers exclude each other by a flock, which the operating system releases when its holder exits. Each write holds
+    it for a fraction of a millisecond. A process that is stopped (SIGSTOP) in that time blocks the others; they give up
+    after ``patience`` seconds.
     """
 
     kind = "local"
@@ -46,4 +47,4 @@ class LocalStore(FolderStore):
 
 
 def _never_lost() -> None:
-    """The kernel takes no lock away from a process that lives."""
+    """Do nothing: the operating system never takes a flock away from a live process."""

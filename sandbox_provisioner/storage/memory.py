@@ -1,4 +1,4 @@
-"""MemoryStore: objects in this process's memory, for the tests of those who use this package."""
+"""MemoryStore: objects in this process's memory, for the tests of users of this package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Object(NamedTuple):
 
 
 class MemoryStore(ObjectStore):
-    """Objects that are gone with the process; files are held whole, so it is for small ones."""
+    """A store in memory, lost when the process exits. Only for small files: each is held as a whole."""
 
     kind = "memory"
     where = "memory"
@@ -32,7 +32,7 @@ class MemoryStore(ObjectStore):
         self._lock = threading.Lock()
 
     def read(self, name: str) -> tuple[bytes, ObjectInfo]:
-        """An object's bytes, and which generation they are."""
+        """Return an object's bytes and its properties."""
         valid_name(self.where, name)
         with self._lock:
             if name not in self._objects:
@@ -40,7 +40,7 @@ class MemoryStore(ObjectStore):
             return self._objects[name]
 
     def info(self, name: str) -> ObjectInfo:
-        """What is known of an object."""
+        """Return an object's properties."""
         return self.read(name)[1]
 
     def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
@@ -64,7 +64,7 @@ class MemoryStore(ObjectStore):
             return True
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """The objects below ``prefix``, by name."""
+        """Return the objects below ``prefix``, sorted by name."""
         if prefix:
             valid_prefix(self.where, prefix)
         with self._lock:
@@ -89,7 +89,7 @@ class MemoryStore(ObjectStore):
         return record
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
-        """Write a file that was proven."""
+        """Verify a file and write it to ``target``."""
         data = self._proven(name, record)
         with disk_errors(self.where, f"copy {name} to {target}"), landing(target, len(data)) as file:
             write_to(file, advance)(0, data)

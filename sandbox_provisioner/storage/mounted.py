@@ -1,4 +1,4 @@
-"""MountedStore: objects in a folder that several machines see, where the kernel's locks cannot be relied on."""
+"""MountedStore: objects in a folder that several machines share, where flock is not reliable."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LOCK = ".lock"
 
 
 class MountedStore(FolderStore):
-    """Objects in a shared or FUSE-mounted folder.
+    """A store in a shared or FUSE-mounted folder.
 
-    Writers take turns by creating a lock file, which only one of them can do. One that is the same for ``stale``
-    seconds is a dead writer's, and is broken. This needs of the file system that creating a file with O_EXCL and
-    renaming one are atomic for all that see it. NFS is so. gcsfuse is not quite: it renames by copying, and two
-    machines may both create a file before either closes it. There, use this for files that are written once
-    (checkpoints, snapshots), and the bucket itself for metadata and locks. And a writer that is paused for longer
-    than ``stale`` in the instant between its last look at the lock and its rename is not stopped by anything.
+    Writers exclude each other by a lock file, which only one of them can create. A lock file that is unchanged for
+    ``stale`` seconds belongs to a dead writer, and is broken. The file system must create files with O_EXCL, and rename
+    files, atomically for all machines. NFS does. gcsfuse does not: it renames by copying, and two machines may both
+    create a file before either closes it. With gcsfuse, use this store for files that are written once (checkpoints,
+    snapshots), and the bucket itself for metadata and locks. One race remains: a writer that is paused for longer than
+    ``stale`` between its last check of the lock and its rename still renames.
     """
 
     kind = "mounted"
@@ -75,7 +75,7 @@ def _take(root: int, mine: bytes) -> bool:
 
 
 def _holder(root: int) -> bytes | None:
-    """Who has the lock; None if nobody has it."""
+    """Return the id of the writer that holds the lock; None if it is free."""
     try:
         with closing(os.open(LOCK, READ, dir_fd=root)) as lock:
             return os.read(lock, 64)
@@ -84,7 +84,7 @@ def _holder(root: int) -> bytes | None:
 
 
 def _break(root: int, holder: bytes, attempt: int) -> None:
-    """Remove the lock of ``holder``: one process does in each attempt, so that nobody removes the next one's lock."""
+    """Remove the lock of ``holder``. Only one process does per attempt, so that none removes the next holder's lock."""
     with parent_of(root, f"{TEMPORARY}/", create=True) as folder:
         claim = f"break-{hashlib.sha256(holder).hexdigest()}-{attempt}"
         try:

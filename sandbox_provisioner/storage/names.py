@@ -1,4 +1,4 @@
-"""Which names objects can have: checked here, and nowhere else, before one becomes part of a path or a request."""
+"""Validate object names. Only this module does, before a name becomes part of a path or a request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NAME = re.compile(rf"{SEGMENT}(?:/{SEGMENT})*")
 
 
 def is_name(name: str) -> bool:
-    """Whether ``name`` can be an object's: what a store finds under any other one is not ours."""
+    """Return True if ``name`` is a valid object name. Objects with other names are not ours, and are ignored."""
     return len(name) <= LONGEST and NAME.fullmatch(name) is not None
 
 
 def valid_name(where: str, name: str) -> str:
-    """``name`` itself, if it can be an object's in ``where``."""
+    """Return ``name``. Raises StorageError if it is not a valid object name."""
     if not is_name(name):
         raise StorageError(
             where,
@@ -29,7 +29,7 @@ def valid_name(where: str, name: str) -> str:
 
 
 def valid_prefix(where: str, prefix: str) -> str:
-    """``prefix`` itself, if it ends in a slash and what is before that can be a name."""
+    """Return ``prefix``. Raises StorageError unless it is a valid object name followed by a slash."""
     if not prefix.endswith("/"):
         raise StorageError(where, f"{prefix!r} cannot be a prefix of names in {where}.", "A prefix ends in a slash.")
     valid_name(where, prefix[:-1])

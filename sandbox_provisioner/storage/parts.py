@@ -1,7 +1,6 @@
-"""Large files in parts: each with its CRC32C and SHA-256, several at a time, a piece of each in memory.
+"""Process large files in parts: compute the CRC32C and SHA-256 of each, several in parallel, with bounded memory.
 
-A file of any size is moved, proven and taken up again part by part, with as many megabytes of memory as there are
-threads.
+A file of any size is transferred, verified and resumed part by part, with a few megabytes of memory per thread.
 """
 
 from __future__ import annotations
@@ -20,19 +19,21 @@ from ..workers import Workers
 from .base import Advance, FileRecord
 
 PART = 32 * 1024 * 1024
+"""Bytes of a part."""
 PIECE = 1024 * 1024
+"""Bytes of an object that are read at a time, or of a download that are buffered."""
 READ_SIZE = 64 * 1024
-"""Bytes that are read at once: each thread that frees larger ones keeps megabytes of them (glibc's arenas)."""
+"""Bytes that are read at a time: with larger reads, each thread keeps megabytes of freed memory (glibc's arenas)."""
 THREADS = 4
 
 Each = Callable[[int, bytes], None]
-"""Given each piece of a file that was read, with its offset, from any thread."""
+"""Callback, from any thread, with the offset and the bytes of each piece of a file that was read."""
 
 Result = TypeVar("Result")
 
 
 class Span(NamedTuple):
-    """Where a part is in its file."""
+    """The number, offset and length of a part in its file."""
 
     number: int
     offset: int
@@ -40,43 +41,43 @@ class Span(NamedTuple):
 
 
 def spans(size: int, part_size: int) -> list[Span]:
-    """The parts of a file; an empty one has one, too, so that there is something to be found missing."""
+    """Return the parts of a file. An empty file has one empty part, so that its loss can be detected."""
     starts = range(0, max(size, 1), part_size)
     return [Span(number, start, min(part_size, size - start)) for number, start in enumerate(starts)]
 
 
 def spans_of(where: str, name: str, record: FileRecord) -> list[Span]:
-    """The parts that ``record`` speaks of; CorruptObjectError if it contradicts itself."""
+    """Return the parts of the file of ``record``. Raises CorruptObjectError if the record is inconsistent."""
     if record.problem:
         raise CorruptObjectError(where, name, record.problem)
     return spans(record.size, record.part_size)
 
 
 class Sums:
-    """The CRC32C and, unless ``digested`` is false, the SHA-256 of bytes that come piece by piece."""
+    """The running CRC32C and, unless ``digested`` is false, SHA-256 of a sequence of pieces."""
 
     def __init__(self, digested: bool = True) -> None:
         self.crc = 0
         self._sha256 = hashlib.sha256() if digested else None
 
     def add(self, piece: bytes) -> None:
-        """Count further bytes in."""
+        """Add further bytes."""
         self.crc = google_crc32c.extend(self.crc, piece)
         if self._sha256:
             self._sha256.update(piece)
 
     @property
     def digest(self) -> str:
-        """The SHA-256 in hexadecimal digits; empty if it was not asked for."""
+        """SHA-256 in hexadecimal digits; empty if ``digested`` was false."""
         return self._sha256.hexdigest() if self._sha256 else ""
 
     def match(self, record: FileRecord, number: int) -> bool:
-        """Return whether the bytes are those of a part of ``record``, as far as that can tell."""
+        """Return True if the checksums match those of a part in ``record``, which may have no digests."""
         return self.crc == record.parts[number] and (not record.digests or self.digest == record.digests[number])
 
 
 def checksum(file: int, span: Span, each: Each, digested: bool = True) -> Sums:
-    """Read a part and return its sums; those of a shorter one if the file is shorter."""
+    """Read a part, up to the end of the file, and return its checksums."""
     found, offset, end = Sums(digested), span.offset, span.offset + span.length
     while offset < end and (piece := os.pread(file, min(READ_SIZE, end - offset), offset)):
         found.add(piece)
@@ -86,13 +87,16 @@ def checksum(file: int, span: Span, each: Each, digested: bool = True) -> Sums:
 
 
 def recorded(size: int, sums: Sequence[Sums]) -> FileRecord:
-    """Return the record of a file from the sums of its parts."""
+    """Return the record of a file from the checksums of its parts."""
     return FileRecord(size, PART, tuple(part.crc for part in sums), tuple(part.digest for part in sums))
 
 
 def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
-    """Run tasks in a few threads; what the first to fail raised, when those under way have ended."""
-    pool = Workers("sandbox-storage", THREADS)  # which, unlike ThreadPoolExecutor's, do not delay a server's exit
+    """Run tasks in a few threads, and return their results.
+
+    If one raises, cancel those that have not begun, wait for the others, and raise the error of the first failed task.
+    """
+    pool = Workers("sandbox-storage", THREADS)  # unlike ThreadPoolExecutor, does not delay a server's exit
     futures = [pool.submit(task) for task in tasks]
     wait(futures, return_when=FIRST_EXCEPTION)
     wait([future for future in futures if not future.cancel()])
@@ -104,13 +108,13 @@ def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
 
 
 def record_of(file: int, each: Each) -> FileRecord:
-    """The record of an open file."""
+    """Return the record of an open file."""
     size = os.fstat(file).st_size
     return recorded(size, at_once([partial(checksum, file, span, each) for span in spans(size, PART)]))
 
 
 def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> None:
-    """CorruptObjectError unless an open file is what ``record`` says."""
+    """Raise CorruptObjectError unless an open file matches ``record``."""
     expected = spans_of(where, name, record)
     size = os.fstat(file).st_size
     if size != record.size:
@@ -124,16 +128,16 @@ def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> N
 
 
 def wrong_part(where: str, name: str, span: Span, record: FileRecord) -> CorruptObjectError:
-    """The error for a part whose bytes are not those that were stored."""
+    """Return the error for a part whose checksum does not match."""
     return CorruptObjectError(where, name, f"part {span.number + 1} of {len(record.parts)} has a wrong checksum")
 
 
 def ignore(offset: int, piece: bytes) -> None:
-    """An ``Each`` for those who want the checksums alone."""
+    """Do nothing: an ``Each`` for callers that need only the checksums."""
 
 
 def write_to(file: int, advance: Advance) -> Each:
-    """An ``Each`` that copies into an open file and tells of the progress."""
+    """Return an ``Each`` that copies into an open file and reports progress."""
 
     def each(offset: int, piece: bytes) -> None:
         view = memoryview(piece)

@@ -1,6 +1,7 @@
-"""The files of a store's folder, reached from its root one folder at a time, so that no link leads out of it.
+"""Open the files of a store's folder one folder at a time from its root, so that no link can lead out of it.
 
-New files grow up in ``.tmp``, and folders are taken there to be deleted; what is left there by the dead is collected.
+New files are written in ``.tmp``, and folders are moved there to be deleted. ``collect`` deletes those that dead
+processes left there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .disk import CREATE, FOLDER, closing, sync
 
 TEMPORARY = ".tmp"
 ABANDONED = 3600.0
-"""So many seconds after its last change a temporary file is taken for a dead writer's."""
+"""Seconds since its last change after which a temporary file belongs to a dead writer."""
 
 
 class Draft(NamedTuple):
-    """An open file that is to get another name: the one it has now, in which folder if that is not in the name."""
+    """An open file that will be renamed: its present name, its folder (None if ``name`` is a path), its descriptor."""
 
     name: str
     folder: int | None
@@ -32,7 +33,7 @@ class Draft(NamedTuple):
 
 @contextmanager
 def root_of(path: Path, create: bool = False) -> Iterator[int]:
-    """A store's folder, open; FileNotFoundError if there is none and it is not to be made."""
+    """Yield a store's open folder. Raises FileNotFoundError if it does not exist and ``create`` is false."""
     if create:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
@@ -41,7 +42,7 @@ def root_of(path: Path, create: bool = False) -> Iterator[int]:
 
 @contextmanager
 def parent_of(root: int, name: str, create: bool = False) -> Iterator[int]:
-    """The folder in which ``name`` is, open; FileNotFoundError or NotADirectoryError if there is none."""
+    """Yield the open folder that contains ``name``. Raises FileNotFoundError or NotADirectoryError."""
     here = os.dup(root)
     try:
         for segment in name.split("/")[:-1]:
@@ -56,7 +57,7 @@ def parent_of(root: int, name: str, create: bool = False) -> Iterator[int]:
 
 
 def leaf(name: str) -> str:
-    """The last segment of a name."""
+    """Return the last segment of a name."""
     return name.rpartition("/")[2]
 
 
@@ -70,7 +71,7 @@ def _make(folder: int, name: str) -> None:
 
 @contextmanager
 def temporary(root: int) -> Iterator[Draft]:
-    """A new file without a proper name, which goes away unless it gets one."""
+    """Yield a new file in ``.tmp``, which is deleted after the block unless it was renamed."""
     with parent_of(root, f"{TEMPORARY}/", create=True) as folder:
         name = uuid.uuid4().hex
         with closing(os.open(name, CREATE, 0o600, dir_fd=folder)) as file:
@@ -84,7 +85,7 @@ def temporary(root: int) -> Iterator[Draft]:
 
 
 def prune(root: int, name: str) -> None:
-    """Remove the folders above ``name`` that are empty."""
+    """Remove the empty folders above ``name``."""
     for folder in PurePosixPath(name).parents:
         try:
             with parent_of(root, str(folder)) as parent:
@@ -94,7 +95,7 @@ def prune(root: int, name: str) -> None:
 
 
 def files(top: int, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files below an open folder, hidden ones aside, and their names, which begin with ``prefix``."""
+    """Yield the name, with ``prefix``, and the stat result of each regular, not hidden file below an open folder."""
     for path, folders, names, folder in os.fwalk(".", onerror=_unless_gone, dir_fd=top):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
@@ -112,7 +113,10 @@ def _unless_gone(error: OSError) -> None:
 
 
 def withdraw(root: int, name: str) -> str:
-    """Take the folder ``name`` out of sight in one step; where it is now: where it was, if it cannot be moved."""
+    """Move the folder ``name`` to ``.tmp`` in one step, and return its new name; its old one if it cannot be moved.
+
+    Raises FileNotFoundError or NotADirectoryError if it is not a folder.
+    """
     with parent_of(root, name) as parent, parent_of(root, f"{TEMPORARY}/", create=True) as trash:
         if not stat.S_ISDIR(os.stat(leaf(name), dir_fd=parent, follow_symlinks=False).st_mode):
             raise NotADirectoryError(name)
@@ -127,7 +131,7 @@ def withdraw(root: int, name: str) -> str:
 
 
 def destroy(root: int, name: str) -> int:
-    """Delete a folder and all that is in it; how many bytes that was."""
+    """Delete a folder with its content. Return the size of its files in bytes, without hidden ones."""
     with parent_of(root, f"{name}/") as top:
         size = sum(found.st_size for _, found in files(top, ""))
     with parent_of(root, name) as parent:
@@ -137,7 +141,7 @@ def destroy(root: int, name: str) -> int:
 
 
 def collect(root: int) -> None:
-    """Delete what dead writers left behind."""
+    """Delete the temporary files and folders of dead writers."""
     try:
         with parent_of(root, f"{TEMPORARY}/") as folder:
             for name in os.listdir(folder):

@@ -1,7 +1,8 @@
-"""Making a template: start the kernel in a sandbox of its own, stop it before it serves, checkpoint it, publish that.
+"""Make a template: start the kernel in a separate sandbox, stop it before it serves, checkpoint it and publish it.
 
-A server does it in a process of its own, ``python -m sandbox_provisioner.templatebuild``, which reads the recipe from
-its standard input, waits until the start that found no template is over, gives way to everybody, and ends with it.
+A server runs this in a separate process, ``python -m sandbox_provisioner.templates.build``. The process reads the
+recipe from its standard input, waits for the start that found no template, runs at the lowest priority, and ends with
+the server.
 """
 
 from __future__ import annotations
@@ -19,30 +20,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .activation import tell
-from .bundle import BundleSpec, Mount, windows
-from .checkpoints import now
-from .errors import GuestError, LinkClosedError, SandboxError, UnsettledError
-from .folders import within
-from .guest.powers import CARRIED
-from .gvisor import GVisorSandbox
-from .interpreter import frozen
-from .kernel import FIRST_PROCESS
-from .launch import targets
-from .recipes import CONNECTION_FILE, Recipe
-from .templates import Template, TemplateShelf, mark
-from .words import printable
+from .._text import printable
+from ..errors import GuestError, LinkClosedError, SandboxError, UnsettledError
+from ..guest.capabilities import CARRIED
+from ..gvisor.bundle import BundleSpec, Mount, windows
+from ..gvisor.interpreter import frozen
+from ..gvisor.mounts import within
+from ..gvisor.sandbox import GVisorSandbox
+from ..kernel.kernel import FIRST_PROCESS
+from ..kernel.launch_plan import targets
+from ..mux.activation import tell
+from ..persistence.checkpoints import now
+from .spec import CONNECTION_FILE, Recipe
+from .store import Template, TemplateShelf, mark
 
 STARTING = 120.0
-"""Seconds that a kernel has to come to where it can be frozen."""
+"""Longest time, in seconds, until a kernel must have stopped for the checkpoint."""
 SERVING = 10.0
-"""Seconds after its sockets are there in which it must have come to where it serves."""
+"""Seconds after its first socket answers until a kernel that did not stop is considered serving."""
 PRELOADING = 600.0
+"""Longest time for the import of one module, in seconds."""
 SETTLED = 1.0
-"""Seconds for which the files that a template depends on must have been left alone when it was begun."""
+"""Seconds for which the files of a template must have been unchanged before a build starts."""
 TRIES = 3
 LATER = 5.0
-"""Seconds for which a server's own start goes before."""
+"""Delay in seconds before a background build, so that the kernel's start comes first."""
 LOOK_EVERY = 0.2
 WORDS_KEPT = 2000
 
@@ -50,10 +52,10 @@ Say = Callable[[str], None]
 
 
 def in_background(recipe: Recipe) -> None:
-    """Have it made by a process of its own. Blocks for milliseconds."""
-    command = [sys.executable, "-P", "-m", "sandbox_provisioner.templatebuild", str(os.getpid())]
+    """Start a process that makes the template. Blocks for milliseconds."""
+    command = [sys.executable, "-P", "-m", "sandbox_provisioner.templates.build", str(os.getpid())]
     quiet = subprocess.DEVNULL
-    process = subprocess.Popen(  # nothing is imported from a folder that a notebook may write to
+    process = subprocess.Popen(  # -P, cwd: never import from a folder that a notebook can write to
         command, cwd="/", stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
     )
     assert process.stdin
@@ -64,11 +66,11 @@ def in_background(recipe: Recipe) -> None:
 
 
 _background: list[subprocess.Popen[bytes]] = []
-"""Builders that may not have been waited for yet."""
+"""Build processes that may not have been waited for yet."""
 
 
 def main() -> None:
-    """What that process does."""
+    """Make the template whose recipe is on stdin, for the server whose process id is the first argument."""
     server, recipe = int(sys.argv[1]), Recipe.from_json(json.load(sys.stdin))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.nice(19)
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 async def _build_for(server: int, recipe: Recipe) -> None:
-    """Build for as long as the process ``server`` lives: what ends soon may clean up behind itself."""
+    """Build, but cancel the build when the process ``server`` ends; it then cleans up."""
     work = asyncio.create_task(_build_later(recipe))
     while not work.done() and os.getppid() == server:
         await asyncio.wait({work}, timeout=LOOK_EVERY)
@@ -89,15 +91,15 @@ async def _build_later(recipe: Recipe) -> None:
     shelf = TemplateShelf()
     try:
         await build(recipe, shelf, wait=False)
-    except SandboxError as error:  # `jupyter sandbox template list` tells it; it is tried again, but not at each start
+    except SandboxError as error:  # shown by `jupyter sandbox template list`; retried later, but not at each start
         failure = f"it could not be made: {error}"
         shelf.fail(Template(recipe.kernel_name, recipe.key, now(), unfit=failure, failed=True))
 
 
 async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lambda step: None) -> Template | None:
-    """Make the template and publish it; None if somebody else is at it, and we do not ``wait``.
+    """Make the template, publish it and return it. Without ``wait``, return None if another process is making it.
 
-    It may be one without an image, which says why this kernelspec can have none. SandboxError if making it failed.
+    A template without an image records why the kernel cannot have one. Raises SandboxError if the build failed.
     """
     async with shelf.building(recipe.kernel_name, wait) as draft:
         if draft is None:
@@ -126,7 +128,7 @@ async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lam
 
 
 async def _freeze_settled(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
-    """An attempt, and further ones if files were changed meanwhile, or just before, as when pip has just ended."""
+    """Call ``_freeze``, again if files have changed during the build or just before, such as by pip. TRIES at most."""
     for _ in range(TRIES - 1):
         with suppress(UnsettledError):
             return await _freeze(recipe, modules, draft, say)
@@ -135,7 +137,7 @@ async def _freeze_settled(recipe: Recipe, modules: list[str], draft: Path, say: 
 
 
 async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
-    """One attempt: what the kernel reports, with the marks of its files, and if it is fit the image in ``draft``."""
+    """Start the kernel and return its report with the marks of its files. Write the image to ``draft`` if it is fit."""
     begun = time.time()
     empty = draft.with_name(f"{draft.name}-folder")
     empty.mkdir(mode=0o700, exist_ok=True)
@@ -159,7 +161,7 @@ async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> 
 
 
 async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) -> dict[str, Any]:
-    """Start the kernel and have it import ``modules``; what it says of itself."""
+    """Start the kernel, make it import ``modules``, and return why it is unfit, the modules left out, and its files."""
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
     process = await sandbox.execute(frozen(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
     if process.number != FIRST_PROCESS:
@@ -185,7 +187,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
 
 
 async def _preload(sandbox: GVisorSandbox, name: str) -> str:
-    """Have the kernel import a module; why that, or freezing it then, is not possible."""
+    """Make the kernel import a module. Return why the module cannot be part of a template, or an empty string."""
     try:
         async with asyncio.timeout(PRELOADING):
             said = await tell(sandbox.link, op="preload", modules=[name])
@@ -199,7 +201,7 @@ async def _preload(sandbox: GVisorSandbox, name: str) -> str:
 
 
 async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tuple[bytes, bytes]]) -> str:
-    """Why the kernel cannot be frozen: it says so, it ends, or it serves already."""
+    """Return why the kernel cannot be frozen: its own report, its end, or that it already serves; empty if it can."""
     answer = asyncio.create_task(tell(sandbox.link, op="report"))
     serving = asyncio.create_task(_serves(sandbox, recipe))
     try:
@@ -218,7 +220,7 @@ async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tup
 
 
 async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
-    """Returns when the kernel must have begun to serve: some time after its sockets answer, or a long one anyway."""
+    """Return when the kernel must be serving: SERVING after its shell socket answers, after STARTING in any case."""
     up = asyncio.Event()
     stream = sandbox.link.open(targets(recipe.connection)["shell"])
     stream.on_data = lambda data: up.set()
@@ -233,7 +235,7 @@ async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
 
 
 def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, Mount]]:
-    """Where the host has the files that a sandbox of ``spec`` knows by these paths, as far as they are the host's."""
+    """Yield the host path and the mount of each sandbox path that a sandbox of ``spec`` has from the host."""
     views = sorted(windows(spec), key=lambda mount: len(mount.destination), reverse=True)
     for path in map(str, paths):
         view = next((mount for mount in views if within(path, mount.destination)), None)
@@ -242,7 +244,7 @@ def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, M
 
 
 def _marks(paths: Iterable[str], begun: float) -> dict[str, list[int]]:
-    """By what the files are known; UnsettledError if one of them may have been changed while it was read."""
+    """Return the mark of each file. Raises UnsettledError if a file may have changed while it was read."""
     marks = {path: found for path in paths if (found := mark(path))}
     for path, found in marks.items():
         if found[-1] > (begun - SETTLED) * 1e9:

@@ -1,4 +1,4 @@
-"""Prospect: the template that a start could come of, if there is one and nothing that it depends on has changed."""
+"""Find the template that a start can use, if it exists and nothing that it depends on has changed."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 from traitlets.config import Config
 
-from . import recipes, templatebuild
-from .bundle import BundleSpec
-from .errors import SandboxError
-from .launch import Launch, plan
-from .recipes import Recipe
-from .restore_plan import Grant
-from .runsc import Runsc
-from .runsc import find as find_runsc
-from .settings import SandboxSettings
-from .templates import Template, TemplateShelf
-from .variables import filtered
+from ..errors import SandboxError
+from ..gvisor.bundle import BundleSpec
+from ..gvisor.restore_plan import Grant
+from ..gvisor.runsc import Runsc
+from ..gvisor.runsc import find as find_runsc
+from ..kernel.env_filter import filtered
+from ..kernel.launch_plan import Launch, plan
+from ..kernel.settings import SandboxSettings
+from . import build
+from . import spec as recipes
+from .spec import Recipe
+from .store import Template, TemplateShelf
 
 log = logging.getLogger(__name__)
 
 UNFIT_FOR = timedelta(days=1)
+"""Time until another build for a kernelspec that could have no template."""
 FAILED_FOR = timedelta(minutes=5)
-"""For how long it is believed that a kernelspec can have no template, or that making one fails."""
+"""Time until another build after one that failed."""
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """How a kernel could be started as a copy of ``template``, in a sandbox of ``spec``; if there is none, build it."""
+    """A possible start as a copy of ``template``, in a sandbox of ``spec``; the template is None until it is built."""
 
     recipe: Recipe
     spec: BundleSpec
@@ -48,28 +50,28 @@ class Prospect:
 
     @contextmanager
     def image(self) -> Iterator[Path]:
-        """The template's image, which stays for as long as the block lasts. OSError if it is gone."""
+        """Provide the template's image; it is not deleted during the block. Raises FileNotFoundError if it is gone."""
         assert self.template is not None
         with self.shelf.using(self.template) as image:
             yield image
 
     def outdated(self) -> bool:
-        """Whether the template does not fit any more. Blocks."""
+        """Return True if there is no template or one of its files has changed. Blocks."""
         return self.template is None or bool(self.template.changed)
 
     def drop(self) -> None:
-        """Forget the template, if that can be done; else it is passed over again."""
+        """Delete the template. An OSError is ignored: the next start skips the template again."""
         if self.template:
             with suppress(OSError):
                 self.shelf.drop(self.recipe.kernel_name, self.template.image)
 
     def build(self) -> None:
-        """Have a template made in the background. Blocks for milliseconds."""
-        templatebuild.in_background(self.recipe)
+        """Start a background build of the template. Blocks for milliseconds."""
+        build.in_background(self.recipe)
 
 
 def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Prospect | None:
-    """What ``launch`` could come of; None if it has to start from nothing, and no new template would help. Blocks."""
+    """Return the prospect for ``launch``; None if it can use no template, not even a new one. Blocks."""
     recipe = recipe_of(launch, runsc, settings)
     folder = launch.start.folder
     if recipe is None or folder is None or not recipes.suits(launch.bare, launch.spec, folder):
@@ -98,7 +100,7 @@ def grant_of(launch: Launch, platform: str) -> Grant:
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:
-    """The recipe for a kernel like this one; None if there can be no template of it, or it is an unusual one."""
+    """Return the recipe for this kernel; None if it can have no template or its environment is not the usual one."""
     kernelspec, manager = settings.kernel_spec, settings.parent
     if settings.template == "none" or kernelspec is None or manager is None:
         return None
@@ -118,7 +120,7 @@ def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe
 
 
 def recipe_for(kernel_name: str, config: Config) -> Recipe:
-    """The recipe for a kernelspec, as a server with this configuration has it; SandboxError if it can have none."""
+    """Return a kernelspec's recipe under a server's configuration. Raises SandboxError if it can have no template."""
     with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-template-") as folder:
         manager = KernelManager(kernel_name=kernel_name, config=config, connection_file=f"{folder}/kernel.json")
         try:
@@ -132,7 +134,7 @@ def recipe_for(kernel_name: str, config: Config) -> Recipe:
             raise SandboxError(
                 f"Kernel {kernel_name} does not run in a sandbox.", "`jupyter sandbox setup` adds a twin."
             )
-        settings.template = "use"  # somebody wants it: whether servers use it is another matter
+        settings.template = "use"  # requested explicitly, even if servers with this setting do not use it
         given = asyncio.run(KernelProvisionerBase.pre_launch(settings, env=dict(os.environ)))
         env = filtered(given["env"], [*settings.kernel_spec.env, *settings.pass_environment])
         manager.write_connection_file()

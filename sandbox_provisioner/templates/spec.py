@@ -1,8 +1,8 @@
-"""Recipe: all that a template is made from, and depends on, so that a start can tell whether a template is its own.
+"""Describe everything that a template is made from and depends on, so that a start can recognise its template.
 
-A template belongs to a kernelspec, and is made without anything of a user's or of a notebook's. Of the environment it
-gets what an interpreter or a library reads when it starts, by name; the rest, and so every secret, is given to each
-copy. A start that differs in what was frozen uses no template.
+A template belongs to a kernelspec and contains nothing of a user or a notebook. From the environment it gets only the
+variables, listed by name, that an interpreter or a library reads when it starts. All others, and so every secret, are
+given to each copy. A start with other values for the listed variables uses no template.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .bundle import GUEST, BundleSpec, Mount, all_mounts
-from .environment import cpu_features
-from .errors import MetadataError
-from .folders import within
-from .guest.powers import CARRIED
-from .interpreter import frozen
-from .kernel import Start
-from .metadata import spec_from_json
-from .relay import CHANNELS
-from .runsc import Runsc
-from .templates import mark
+from .. import __version__
+from ..errors import MetadataError
+from ..guest.capabilities import CARRIED
+from ..gvisor.bundle import GUEST, BundleSpec, Mount, all_mounts
+from ..gvisor.interpreter import frozen
+from ..gvisor.mounts import within
+from ..gvisor.runsc import Runsc
+from ..kernel.kernel import Start
+from ..kernel.relay import CHANNELS
+from ..persistence.compatibility import cpu_features
+from ..persistence.metadata import spec_from_json
+from .store import mark
 
 FORMAT = 1
 FROZEN = {
     "LANG", "LANGUAGE", "TZ", "HOME", "USER", "LOGNAME", "TMPDIR", "JPY_PARENT_PID", "IPYTHONDIR", "MPLBACKEND",
     "MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME",
 }  # fmt: skip
-"""The variables that a template is made with, besides those whose names begin so:"""
+"""Variables that a template is made with, in addition to those with FROZEN_PREFIXES."""
 FROZEN_PREFIXES = ("LC_", "PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_")
 PROFILE = re.compile("profile|ipython[-_]dir|config", re.IGNORECASE)
-"""In an option: a folder or a file of the user's that IPython is to read."""
+"""Matches command-line options that give IPython a folder or a file of the user."""
 CONNECTION_FILE = "/run/jupyter/kernel-template.json"
 _PUBLIC = {"transport", "ip", "signature_scheme", "kernel_name", *(f"{channel}_port" for channel in CHANNELS)}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a template of the kernelspec ``kernel_name`` is made from; its spec's ``carried`` folder is an empty one."""
+    """Everything that a kernelspec's template is made from. The ``carried`` folder of its spec has no source."""
 
     kernel_name: str
     argv: tuple[str, ...]
-    """As Jupyter would start it, with CONNECTION_FILE."""
+    """The command as Jupyter would start it, but with CONNECTION_FILE."""
     env: Mapping[str, str]
     connection: Mapping[str, Any]
-    """What is in the connection file; there is no key yet."""
+    """Content of the connection file; the key is empty."""
     spec: BundleSpec
     platform: str
     runsc: Runsc
     preload: tuple[str, ...]
     settings: str
-    """A digest of the kernelspec's whole environment."""
+    """Digest of the kernelspec's whole environment."""
 
     @property
     def key(self) -> str:
-        """What the template is known by: a digest of all this and of what it implies."""
-        program = self.argv[0]  # Jupyter names an interpreter as it was itself called, by one of several links
+        """Digest that identifies the template: of the recipe, and of the code, runsc and machine that it depends on."""
+        program = self.argv[0]  # the same interpreter may be named by different links
         facts = {
             **self.to_json(),
             "argv": [os.path.dirname(program), os.path.realpath(program), *self.argv[1:]],
@@ -77,12 +77,12 @@ class Recipe:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """For the process that makes the template."""
+        """Return the recipe as JSON data for the build process."""
         return asdict(self) | {"runsc": [str(self.runsc.path), self.runsc.version]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Recipe:
-        """What ``to_json`` made; MetadataError if it did not."""
+        """Return the recipe from the result of ``to_json``. Raises MetadataError if it is invalid."""
         try:
             path, version = value["runsc"]
             fields = value | {
@@ -97,15 +97,15 @@ class Recipe:
 
 
 def frozen_part(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a template is made with, of those that its copies have."""
+    """Return the variables in ``env`` that a template is made with."""
     return {name: value for name, value in env.items() if name in FROZEN or name.startswith(FROZEN_PREFIXES)}
 
 
 def suits(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> bool:
-    """Whether a sandbox that shows ``folder`` differs from the ``bare`` one by that alone.
+    """Return True if ``spec`` has the mounts of ``bare`` and ``folder``, and no mount is inside ``folder``.
 
-    If something of the host's lies in the folder, or has to be kept from a kernel that can write there, a folder that
-    is bound to its place later would cover that.
+    The folder of a copy is bound after the restore: it would cover mounts inside it, such as those that protect files
+    from a kernel that can write to the folder.
     """
     mounts, without = {*all_mounts(spec)} - {folder}, {*all_mounts(bare)}
     inside = any(within(mount.destination, folder.destination) for mount in without)
@@ -113,7 +113,7 @@ def suits(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> bool:
 
 
 def carrying(bare: BundleSpec, folder: Mount) -> BundleSpec:
-    """The spec of a copy that has ``folder``."""
+    """Return the spec of a copy that carries ``folder``."""
     return replace(bare, carried=folder)
 
 
@@ -126,7 +126,7 @@ def recipe(
     preload: tuple[str, ...],
     kernelspec_env: Mapping[str, str],
 ) -> Recipe | None:
-    """The recipe of the template that ``start`` could come of; None if no such kernel can be frozen."""
+    """Return the recipe of the template for ``start``; None if such a kernel cannot be frozen."""
     connection = json.loads(start.files[start.connection_file])
     if not frozen(start.argv) or "curve_secretkey" in connection or _profiled(start, bare):
         return None
@@ -145,7 +145,7 @@ def recipe(
 
 
 def _profiled(start: Start, spec: BundleSpec) -> bool:
-    """Whether IPython's folder may be a user's own: history and all would be opened in the template."""
+    """Return True if IPython's folder may be the user's own: the template would open its history and other files."""
     place = start.env.get("IPYTHONDIR", f"{start.env['HOME']}/.ipython")
     named = any(part.startswith("-") and PROFILE.search(part) for part in start.argv)
     return named or any(mount.source and within(place, mount.destination) for mount in all_mounts(spec))

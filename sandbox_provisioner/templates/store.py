@@ -1,8 +1,8 @@
-"""Templates on this user's disk: at most one for each kernelspec, looked for, published and dropped in single steps.
+"""Store the templates on this user's disk: at most one per kernelspec, published and deleted atomically.
 
-A kernelspec has a folder with images, of which ``template.json`` names the one that counts. An image is used under a
-shared lock, and deleted only under an exclusive one, so that no server takes it away from another; what dead builders
-left, the next one collects.
+Each kernelspec has a folder with images; ``template.json`` names the current one. An image is used under a shared lock
+and deleted only under an exclusive one, so that no server deletes an image that another one uses. The next build
+removes the leftovers of builds that died.
 """
 
 from __future__ import annotations
@@ -22,50 +22,51 @@ from uuid import uuid4
 
 from jupyter_core.paths import jupyter_data_dir
 
-from .staging import locked
+from ..persistence.staging import locked
 
 DOCUMENT = "template.json"
 LOCK = ".building"
 IMAGE = "image-"
 POLL = 0.1
+"""Seconds between two attempts to get the build lock."""
 ALONE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 Mark = list[int]
-"""By what a file is known again: device, inode, size and both times; of a folder, without its size and ctime."""
+"""Values that show if a file has changed: device, inode, size, mtime and ctime; for a folder no size and ctime."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """One template, or, if it has no ``image``, why this kernelspec can have none."""
+    """A template or, if ``image`` is empty, the record that this kernelspec can have none and why (``unfit``)."""
 
     kernel_name: str
     key: str
     created: str
     image: str = ""
-    """The name of the folder that has it."""
+    """Name of the image's folder."""
     size: int = 0
     preloaded: list[str] = field(default_factory=list)
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Modules that were to be preloaded, and why they were not."""
+    """Modules that could not be preloaded, with the reasons."""
     unfit: str = ""
     failed: bool = False
-    """Whether it is unfit because making it failed, which may be different the next time."""
+    """True if the build failed; another attempt may succeed."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
-    """The host's files that it depends on, the image's own among them."""
+    """Marks of the host files that the template depends on, including those of the image."""
 
     @property
     def changed(self) -> str:
-        """The first file that is not what it was; empty if all are. Blocks for some milliseconds."""
+        """Path of the first file that has changed; empty if none has. Blocks for some milliseconds."""
         return next((path for path, before in self.marks.items() if mark(path) != before), "")
 
     @property
     def age(self) -> timedelta:
-        """How long ago it was made."""
+        """Time since the template was made."""
         return datetime.now(UTC) - datetime.fromisoformat(self.created)
 
 
 def mark(path: str) -> Mark | None:
-    """By what the file is known; None if it is not there."""
+    """Return the mark of a file or folder; None if it cannot be read."""
     try:
         found = os.stat(path)
     except OSError:
@@ -76,13 +77,13 @@ def mark(path: str) -> Mark | None:
 
 
 class TemplateShelf:
-    """The templates in ``folder``, which is made on demand."""
+    """The templates in ``folder``, by default the user's. The folder is created when a template is built."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or Path(jupyter_data_dir(), "sandbox", "templates")).absolute()
 
     def get(self, kernel_name: str) -> Template | None:
-        """The template that this kernelspec has, current or not; None if none, or none that can be understood."""
+        """Return the kernelspec's template, even if outdated; None if it has none or the document is invalid."""
         try:
             document = json.loads((self.folder / kernel_name / DOCUMENT).read_bytes())
             found = Template(**document)
@@ -91,18 +92,18 @@ class TemplateShelf:
         return found if found.kernel_name == kernel_name and os.path.basename(found.image) == found.image else None
 
     def list(self) -> list[Template]:
-        """All that there are."""
+        """Return all templates, sorted by kernelspec."""
         names = sorted(path.parent.name for path in self.folder.glob(f"*/{DOCUMENT}"))
         return [found for name in names if (found := self.get(name))]
 
     @contextmanager
     def using(self, template: Template) -> Iterator[Path]:
-        """Its image, which stays for as long as the block lasts. FileNotFoundError if it is gone, or cannot be had."""
+        """Provide the image; it is not deleted during the block. Raises FileNotFoundError if it is gone or locked."""
         image = self.folder / template.kernel_name / template.image
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(image, fcntl.LOCK_SH | fcntl.LOCK_NB))
-            except OSError as error:  # somebody may be deleting it
+            except OSError as error:  # another process may be deleting it
                 raise FileNotFoundError(f"{image} cannot be had: {error.strerror}") from error
             if not (image / "checkpoint.img").exists():
                 raise FileNotFoundError(f"{image} is gone")
@@ -110,7 +111,7 @@ class TemplateShelf:
 
     @asynccontextmanager
     async def building(self, kernel_name: str, wait: bool) -> AsyncIterator[Path | None]:
-        """A new folder for an image, while nobody else makes one for this kernelspec; None if somebody does."""
+        """Hold the kernelspec's build lock and provide a path for an image; None if it is taken and not ``wait``."""
         place = self.folder / kernel_name
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         (place / LOCK).mkdir(mode=0o700, exist_ok=True)
@@ -130,7 +131,7 @@ class TemplateShelf:
                 self._collect(place)
 
     def publish(self, template: Template, draft: Path | None = None) -> Template:
-        """Make it the one that counts, with the image in ``draft`` if it has one; within ``building``."""
+        """Make the template current, with the image in ``draft`` if given, and return it. Needs the build lock."""
         place = self.folder / template.kernel_name
         if draft:
             name = f"{IMAGE}{uuid4().hex[:12]}"
@@ -145,7 +146,7 @@ class TemplateShelf:
         return template
 
     def fail(self, failure: Template) -> None:
-        """Say that none could be made, unless there is one, or somebody is at it."""
+        """Record a failed build, unless the kernelspec has an image or another process is building."""
         place = self.folder / failure.kernel_name
         with suppress(OSError), locked(place / LOCK, ALONE):
             found = self.get(failure.kernel_name)
@@ -153,17 +154,17 @@ class TemplateShelf:
                 self.publish(failure)
 
     def drop(self, kernel_name: str, image: str = "") -> bool:
-        """Forget a kernelspec's template, or only if it has this image; whether there was one."""
+        """Delete a kernelspec's template, if ``image`` is given only that one. Return True if it was deleted."""
         found, place = self.get(kernel_name), self.folder / kernel_name
         if not (place / DOCUMENT).exists() or (image and found and found.image != image):
             return False
         (place / DOCUMENT).unlink(missing_ok=True)
-        with suppress(OSError), locked(place / LOCK, ALONE):  # who builds another one collects, too
+        with suppress(OSError), locked(place / LOCK, ALONE):  # if a build holds the lock, it collects at its end
             self._collect(place)
         return True
 
     def _collect(self, place: Path) -> None:
-        """Remove the images that do not count and that nobody uses."""
+        """Remove the drafts and images that are neither current nor in use."""
         current = self.get(place.name)
         for path in (*place.glob(f"{IMAGE}*"), *(place / LOCK).glob("*")):
             if current and path.name == current.image:

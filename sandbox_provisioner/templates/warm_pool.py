@@ -1,7 +1,7 @@
-"""Standby: copies of templates that run already and that nobody has claimed, so that a start costs only the hand-over.
+"""Keep a warm pool: running copies of templates without an owner, so that a start only has to activate one.
 
-A copy's folder is chosen when it is restored. So those that stand by are for the folder in which a kernel of their
-kernelspec was started last; one that is started elsewhere comes of the template, and the next ones stand by there.
+A copy's folder is fixed when it is restored. The pool therefore has copies for the folder of the last start of their
+kernelspec. A start in another folder uses the template itself, and the pool is then refilled for that folder.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from .activation import ACTIVATING, tell
-from .bundle import Mount
-from .errors import GuestError, SandboxError
-from .folders import identity, replaced
-from .guest.powers import CARRIED
-from .gvisor import GVisorSandbox
-from .iothread import IO
-from .kernel import IDENTIFY_TRIES
-from .prospects import Prospect
-from .states import State
+from ..errors import GuestError, SandboxError
+from ..guest.capabilities import CARRIED
+from ..gvisor.bundle import Mount
+from ..gvisor.mounts import identity, replaced
+from ..gvisor.sandbox import GVisorSandbox
+from ..gvisor.state import State
+from ..io_thread import IO
+from ..kernel.kernel import IDENTIFY_TRIES
+from ..mux.activation import ACTIVATING, tell
+from .match import Prospect
 
 log = logging.getLogger(__name__)
 
 LATER = 1.0
-"""Seconds for which the kernel that was started just now goes before."""
+"""Delay in seconds before the pool is filled, so that the kernel that has just started comes first."""
 LOOK_EVERY = 5.0
+"""Seconds between two checks of a full pool."""
 SCARCE = 0.1
-"""The part of the memory below which nothing stands by."""
+"""Fraction of free memory below which the pool is emptied."""
 
 
 Place = tuple[tuple[int, int], ...]
-"""By what the folders that a sandbox sees are known for as long as it has them: their devices and inodes."""
+"""Device and inode of each host folder that a sandbox sees: a replaced folder has other numbers."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One that stands by, with the folders of this place."""
+    """A running copy in the warm pool, and the folders that it was restored with."""
 
     prospect: Prospect
     sandbox: GVisorSandbox
@@ -52,11 +53,11 @@ class Copy:
 
     @property
     def kernel_name(self) -> str:
-        """The kernelspec that it is for."""
+        """Name of the copy's kernelspec."""
         return self.prospect.recipe.kernel_name
 
     def fits(self, prospect: Prospect) -> bool:
-        """Whether it is what ``prospect`` would make."""
+        """Return True if the copy runs, and has the image and the folders that a start of ``prospect`` would have."""
         template, own = prospect.template, self.prospect.template
         same = template is not None and own is not None and template.image == own.image
         same = same and prospect.spec.carried == self.prospect.spec.carried and self.sandbox.state == State.RUNNING
@@ -64,7 +65,7 @@ class Copy:
 
 
 class Standby:
-    """What stands by in this process. All methods belong to the I/O thread, unless they say otherwise."""
+    """The warm pool of this process. I/O thread only, unless a method states otherwise."""
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []
@@ -72,11 +73,11 @@ class Standby:
 
     @property
     def copies(self) -> list[Copy]:
-        """Those that there are; for any thread."""
+        """The copies in the pool. Any thread."""
         return list(self._copies)
 
     def take(self, prospect: Prospect) -> GVisorSandbox | None:
-        """One that is what ``prospect`` would make, which is the caller's from now on; None if there is none."""
+        """Remove a copy that fits ``prospect`` and return its sandbox, now owned by the caller; None if none fits."""
         for copy in self._copies:
             if copy.fits(prospect):
                 self._copies.remove(copy)
@@ -84,7 +85,7 @@ class Standby:
         return None
 
     def aim(self, prospect: Prospect, count: int) -> None:
-        """Have ``count`` copies stand by for the next start like this one, and no others of its kernelspec."""
+        """Keep ``count`` copies for the next start like this one, and end other copies of the kernelspec."""
         name = prospect.recipe.kernel_name
         if not count and not any(copy.kernel_name == name for copy in self._copies):
             return
@@ -95,7 +96,7 @@ class Standby:
         self._tasks[name] = asyncio.create_task(self._keep(prospect, count, before))
 
     async def close(self) -> None:
-        """End them all."""
+        """Stop refilling the pool and end all copies."""
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
@@ -103,21 +104,25 @@ class Standby:
         await self._end(self.copies)
 
     async def drop(self, sandbox_id: str) -> None:
-        """End one; another takes its place."""
+        """End a copy; the pool is refilled later."""
         await self._end([copy for copy in self._copies if copy.sandbox.sandbox_id == sandbox_id])
 
     async def end(self) -> None:
-        """End them all, from any other thread; the I/O thread may end then."""
+        """End all copies and release the I/O thread. Any thread but that one."""
         if IO.held_by(self):
             await IO.run(self.close())
             await IO.release(self)
 
     def forget(self) -> None:
-        """Called in a forked child: they are its parent's."""
+        """Empty the pool in a forked child: the copies belong to the parent. Called by ``os.fork``."""
         self._copies, self._tasks = [], {}
 
     async def _keep(self, prospect: Prospect, count: int, before: asyncio.Task[None] | None) -> None:
-        """See to it, for as long as nobody else is told to, that there are so many; none if memory is scarce."""
+        """Keep ``count`` fitting copies until cancelled.
+
+        End all copies of the kernelspec and stop if memory is scarce, the template is outdated or a restore fails.
+        ``before`` is the cancelled task that kept them until now.
+        """
         if before:
             await asyncio.gather(before, return_exceptions=True)
         await asyncio.sleep(LATER)
@@ -141,7 +146,7 @@ class Standby:
         await self._end([copy for copy in self._copies if copy.kernel_name == name])
 
     async def _add(self, prospect: Prospect) -> None:
-        """Restore a copy, and have done all that does not depend on whose it will be."""
+        """Restore a copy and add it to the pool. Raises SandboxError or OSError if that fails."""
         sandbox = GVisorSandbox(str(uuid4()), prospect.spec, prospect.recipe.runsc, prospect.recipe.platform)
         folder, place = prospect.spec.carried, _place(prospect)
         if folder is None or place is None:
@@ -161,14 +166,14 @@ class Standby:
 
     @staticmethod
     async def _rehearse(sandbox: GVisorSandbox, folder: Mount) -> None:
-        """Have its folder in its place, and hear that its kernel listens."""
+        """Bind the folder in the sandbox and wait until the kernel listens; both do not depend on the later owner."""
         for _ in range(IDENTIFY_TRIES):
             expected = identity(folder._replace(destination=CARRIED))
             try:
                 await sandbox.link.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
                 break
             except GuestError as error:
-                if error.errno != errno.ESTALE:  # somebody writes into the folder
+                if error.errno != errno.ESTALE:  # ESTALE: a write of others changed the time that identifies the folder
                     raise
         else:
             raise replaced(folder)
@@ -182,7 +187,7 @@ class Standby:
 
 
 def _place(prospect: Prospect) -> Place | None:
-    """By what the folders that ``prospect`` shows are known now; None if one is gone."""
+    """Return the device and inode of each folder that ``prospect`` shows now; None if one is gone."""
     shown = [prospect.spec.carried, *prospect.spec.mounts]
     try:
         found = [os.stat(mount.source) for mount in shown if mount and mount.source]
@@ -192,12 +197,12 @@ def _place(prospect: Prospect) -> Place | None:
 
 
 def scarce(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Whether little memory is left, on this machine or in a control group that this process is in."""
+    """Return True if little memory is left, on this machine or in a control group of this process."""
     return any(left < SCARCE * total for left, total in _memory(proc, cgroups))
 
 
 def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """What is left of what there is, in bytes, for each limit that is known."""
+    """Yield free and total memory for the machine (kilobytes) and each control group with a limit (bytes)."""
     with suppress(OSError, ValueError, LookupError):
         sizes = _numbers(proc / "meminfo")
         yield sizes["MemAvailable:"], sizes["MemTotal:"]
@@ -209,7 +214,7 @@ def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _left(cgroup: Path) -> tuple[int, int] | None:
-    """What a control group has left of its limit; what its files keep in memory can be had back."""
+    """Return a control group's free memory, with reclaimable file cache, and its limit; None if it has no limit."""
     try:
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         return limit - used + _numbers(cgroup / "memory.stat").get("inactive_file", 0), limit

@@ -17,6 +17,8 @@ from notebooks import Notebook as ServerNotebook
 from notebooks import until
 from servers import Server
 
+from sandbox_provisioner.cli.app import main
+
 pytestmark = pytest.mark.runsc
 
 TIMER = {"enable_checkpoint_at_idle": True, "idle_timeout": 1.0}
@@ -185,7 +187,7 @@ def test_keep_awake_magic_and_context_manager(open_notebook: Open) -> None:
         "threading.Thread(target=work).start()\ntime.sleep(0.5)"
     )
     watch(notebook, 2.5)
-    assert notebook.km.provisioner.busy_reasons() == ["It is kept awake"]
+    assert notebook.km.provisioner.busy_reasons() == ["It is still kept awake by keep_awake() in the notebook"]
     settled(notebook)
     assert notebook.run("done") == "True"
     with pytest.raises(AssertionError):
@@ -243,6 +245,29 @@ def test_keep_awake_through_the_api(serve: Serve, sandboxed: Sandboxed, runtime:
     assert server.ask("POST", f"sandboxes/{identity}/keep-awake", {"seconds": 0})[1]["busy"] is False
     until(lambda: [line for line in leftovers(runtime) if line.startswith("folder")] == [])
     assert server.ask("POST", f"sandboxes/{identity}/keep-awake", {"seconds": -1})[0] == 400
+    notebook.close()
+
+
+def test_off_ends_what_was_turned_on_elsewhere(
+    serve: Serve, sandboxed: Sandboxed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve()
+    notebook = ServerNotebook(server, sandboxed())
+    notebook.run("%sandbox keep-awake on")
+    identity = server.ask("GET", "sandboxes")[1]["items"][0]["id"]
+    reach = ["--server", server.url, "--token", "t"]
+    assert main(["keep-awake", identity, "off", *reach]) == 0
+    assert capsys.readouterr().out.endswith(": The kernel is not kept awake.\n")
+    notebook.run("%sandbox keep-awake 2h")
+    assert server.ask("POST", f"sandboxes/{identity}/keep-awake", {"seconds": 0})[1]["busy_reasons"] == []
+    assert main(["keep-awake", identity, "on", *reach]) == 0
+    assert notebook.run("%sandbox keep-awake off") == "The kernel is not kept awake.\n"
+    notebook.run("from jupyter_sandbox import keep_awake\nwork = keep_awake()\nwork.__enter__()")
+    still = "It is still kept awake by keep_awake() in the notebook.\n"
+    assert notebook.run("%sandbox keep-awake off") == still
+    capsys.readouterr()
+    assert main(["keep-awake", identity, "off", *reach]) == 0
+    assert capsys.readouterr().out.endswith(f": {still}")
     notebook.close()
 
 

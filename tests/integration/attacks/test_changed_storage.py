@@ -12,19 +12,20 @@ import google_crc32c
 import pytest
 from cell import start_cell, tell
 
-from sandbox_provisioner import estates, metadata, records
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import CorruptObjectError, SandboxError, SignatureError
-from sandbox_provisioner.handle import SandboxHandle
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.kernel.env_filter import filtered
 from sandbox_provisioner.lock.base import Owner
-from sandbox_provisioner.names import metadata_name, snapshot_prefix
-from sandbox_provisioner.registry import PersistentSandboxRegistry
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.snapshots import MANIFEST
+from sandbox_provisioner.persistence import metadata, records
+from sandbox_provisioner.persistence.backends import Stores, open_stores
+from sandbox_provisioner.persistence.names import metadata_name, snapshot_prefix
+from sandbox_provisioner.persistence.snapshots import MANIFEST
+from sandbox_provisioner.sandbox import detached
+from sandbox_provisioner.sandbox.handle import SandboxHandle
+from sandbox_provisioner.sandbox.registry import PersistentSandboxRegistry
 from sandbox_provisioner.storage.local import LocalStore
-from sandbox_provisioner.stores import Stores, open_stores
-from sandbox_provisioner.variables import filtered
 
 pytestmark = pytest.mark.runsc
 
@@ -83,13 +84,13 @@ async def refused(attach: Open, stores: Stores, match: str) -> None:
     owner = Owner.here("second")
     for attempt in (
         lambda: attach(stores),
-        lambda: estates.revert_persistent(stores, "box", owner),
-        lambda: estates.drop_savepoint(stores, "box", "a", owner),
-        lambda: estates.fork_persistent(stores, "box", metadata.GCSSandboxMetadata("new", "", ""), owner),
+        lambda: detached.revert_persistent(stores, "box", owner),
+        lambda: detached.drop_savepoint(stores, "box", "a", owner),
+        lambda: detached.fork_persistent(stores, "box", metadata.GCSSandboxMetadata("new", "", ""), owner),
     ):
         with pytest.raises(SignatureError, match=match):
             await attempt()
-    for look in (estates.describe_persistent, estates.summarise_persistent):
+    for look in (detached.describe_persistent, detached.summarise_persistent):
         with pytest.raises(SignatureError, match=match):
             look(stores, "box")
     assert stores.metadata.read(BOX) == before
@@ -122,7 +123,7 @@ async def test_foreign_document_is_refused_with_the_variable(
     stores.metadata.write(BOX, theirs.sign(BOX, unsign(data)))
     await refused(attach, stores, r"signed with the key [0-9a-f]{16} .* set SANDBOX_SIGNING_KEY on all of them")
     with pytest.raises(SignatureError):
-        await estates.destroy_persistent(stores, "box", Owner.here("second"))
+        await detached.destroy_persistent(stores, "box", Owner.here("second"))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["in-registry", "unknown"])
@@ -150,7 +151,7 @@ async def test_earlier_document_is_accepted_unsigned_once(
         store.write(name, unsign(store.read(name)[0]))
     unsigned, _ = stores.metadata.read(BOX)
 
-    assert estates.describe_persistent(stores, "box").checkpoint
+    assert detached.describe_persistent(stores, "box").checkpoint
     handle = await attach()
     await handle.restore()
     assert await tell(handle, "get") == "mine"
@@ -208,7 +209,7 @@ def forge(data: bytes, wanted: bytes) -> bytes:
 
 
 async def test_changed_image_with_the_same_checksum_is_refused(saved: None, attach: Open, stores: Stores) -> None:
-    document = estates.describe_persistent(stores, "box")
+    document = detached.describe_persistent(stores, "box")
     assert document.checkpoint is not None
     artifact = document.checkpoint.artifact
     image = Path(stores.metadata.where, artifact.name, "pages.img")
@@ -228,7 +229,7 @@ async def test_changed_image_with_the_same_checksum_is_refused(saved: None, atta
 
 
 async def test_old_record_without_digests_is_restored(saved: None, attach: Open, stores: Stores) -> None:
-    document = estates.describe_persistent(stores, "box")
+    document = detached.describe_persistent(stores, "box")
     assert document.checkpoint is not None
     artifact = document.checkpoint.artifact
     files = {name: replace(record, digests=()) for name, record in artifact.files.items()}

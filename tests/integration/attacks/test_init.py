@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sandbox_provisioner.bundle import BundleSpec
-from sandbox_provisioner.environment import inventory
-from sandbox_provisioner.fingerprints import Fingerprints
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+from sandbox_provisioner.persistence.compatibility import inventory
+from sandbox_provisioner.persistence.digest_cache import Fingerprints
 
 LONG = 60
 

@@ -15,7 +15,7 @@ from notebooks import Notebook
 from servers import Server
 
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
-from sandbox_provisioner.runsc import Runsc
+from sandbox_provisioner.gvisor.runsc import Runsc
 
 pytestmark = pytest.mark.runsc
 

@@ -16,7 +16,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from servers import Server, hears
 
-from sandbox_provisioner.kernel_output import BURST
+from sandbox_provisioner.kernel.output_log import BURST
 
 LONG = 60
 FORGED = "[E 2026-11-18 12:00:00.000 ServerApp] forged by a guest"

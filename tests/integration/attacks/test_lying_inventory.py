@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from cell import local_stores, start_cell, tell
 
-from sandbox_provisioner import capture, environment, handle
-from sandbox_provisioner.bundle import BundleSpec, Mount
 from sandbox_provisioner.errors import UnsaveableError
-from sandbox_provisioner.handle import SandboxHandle
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
+from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.gvisor.state import State
 from sandbox_provisioner.lock.base import Owner
-from sandbox_provisioner.names import metadata_name
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.states import State
-from sandbox_provisioner.stores import Stores
+from sandbox_provisioner.persistence import capture, compatibility
+from sandbox_provisioner.persistence.backends import Stores
+from sandbox_provisioner.persistence.names import metadata_name
+from sandbox_provisioner.sandbox import handle
+from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 pytestmark = pytest.mark.runsc
 
@@ -48,7 +49,7 @@ async def sandbox(spec: BundleSpec, runsc: Runsc, stores: Stores, tmp_path: Path
 async def lie(sandbox: SandboxHandle, count: int, length: int) -> None:
     """Replace the guest's tool that lists the files in use."""
     script = LIE.format(count=count, length=length)
-    change = ["sh", "-c", 'printf %s "$1" > /.sandbox/inventory.py', "sh", script]
+    change = ["sh", "-c", 'printf %s "$1" > /.sandbox/open_files.py', "sh", script]
     assert await (await sandbox.instance.execute(change)).wait() == 0
 
 
@@ -86,7 +87,7 @@ async def test_savepoints_leave_room_for_checkpoint(
 
 
 async def test_as_many_files_as_are_examined_can_be_recorded(sandbox: SandboxHandle, stores: Stores) -> None:
-    await lie(sandbox, environment.MOST_FILES, 200)
+    await lie(sandbox, compatibility.MOST_FILES, 200)
     await sandbox.checkpoint()
     assert document_size(stores) < capture.MOST_RECORDED + 100_000
     await sandbox.restore()

@@ -16,20 +16,20 @@ import pytest
 from apis import KERNEL, Api, serving
 from gcs_server import GCS
 
-from sandbox_provisioner import estates
-from sandbox_provisioner.bundle import BundleSpec
-from sandbox_provisioner.claims import Claim, Wanted
-from sandbox_provisioner.cli import main
+from sandbox_provisioner.cli.app import main
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import ForeignSandboxError, SandboxError, SignatureError
-from sandbox_provisioner.handle import Identity, SandboxHandle
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.lock.base import Owner
-from sandbox_provisioner.manager import Features
-from sandbox_provisioner.metadata import GCSSandboxMetadata
-from sandbox_provisioner.names import metadata_name
-from sandbox_provisioner.persistence import registry, settings
-from sandbox_provisioner.runsc import Runsc
-from sandbox_provisioner.stores import open_stores
+from sandbox_provisioner.persistence.backends import open_stores
+from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
+from sandbox_provisioner.persistence.names import metadata_name
+from sandbox_provisioner.sandbox import detached
+from sandbox_provisioner.sandbox.claims import Claim, Wanted
+from sandbox_provisioner.sandbox.handle import Identity, SandboxHandle
+from sandbox_provisioner.sandbox.manager import Features
+from sandbox_provisioner.sandbox.user_sandboxes import registry, settings
 
 BUCKETS = ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT")
 KEYS = {"one key": ("k" * 32, "k" * 32), "a key each": ("a" * 32, "b" * 32)}
@@ -94,16 +94,17 @@ def test_no_operation_accepts_another_users_id(
     before = stores.metadata.read(metadata_name("box"))
     record = registry().record("box", stores)  # as an older version left it
     for attempt in (
-        lambda: estates.destroy_persistent(stores, "box", owner),
-        lambda: estates.revert_persistent(stores, "box", owner),
-        lambda: estates.drop_savepoint(stores, "box", "a", owner),
-        lambda: estates.fork_persistent(stores, "box", GCSSandboxMetadata("new", "", ""), owner),
+        lambda: detached.destroy_persistent(stores, "box", owner),
+        lambda: detached.destroy_persistent(stores, "box", owner, unverified=True),
+        lambda: detached.revert_persistent(stores, "box", owner),
+        lambda: detached.drop_savepoint(stores, "box", "a", owner),
+        lambda: detached.fork_persistent(stores, "box", GCSSandboxMetadata("new", "", ""), owner),
     ):
         with pytest.raises((ForeignSandboxError, SignatureError)):
             asyncio.run(attempt())
     capsys.readouterr()
-    for command in ("delete", "revert", "fork"):
-        assert main([command, str(record.id)]) == 5, command
+    for command in (["delete"], ["delete", "--unverified"], ["revert"], ["fork"]):
+        assert main([*command, str(record.id)]) == 5, command
         assert "alice" in (said := capsys.readouterr().err) or "signed with the key" in said
     assert main(["list", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)["sandboxes"]
@@ -215,7 +216,7 @@ def config_of(shared: Path, uid: int, prefix: str) -> GCSConfig:
     return GCSConfig(home / "local", own=home / "data", prefix=prefix, signing_key="", **places)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
+@pytest.mark.root  # no other user can become two other users
 def test_two_user_ids_in_one_folder(shared: Path) -> None:
     def create(uid: int, prefix: str) -> Any:
         async def run() -> str:
@@ -230,13 +231,13 @@ def test_two_user_ids_in_one_folder(shared: Path) -> None:
 
     def read(uid: int, prefix: str) -> Any:
         return as_user(
-            uid, lambda: estates.describe_persistent(open_stores(config_of(shared, uid, prefix)), "box").user
+            uid, lambda: detached.describe_persistent(open_stores(config_of(shared, uid, prefix)), "box").user
         )
 
     def delete(uid: int, prefix: str) -> Any:
         stores = config_of(shared, uid, prefix)
         return as_user(
-            uid, lambda: asyncio.run(estates.destroy_persistent(open_stores(stores), "box", Owner.here("server")))
+            uid, lambda: asyncio.run(detached.destroy_persistent(open_stores(stores), "box", Owner.here("server")))
         )
 
     assert create(ALICE, "alice") == create(BOB, "bob") == ["result", "box"]

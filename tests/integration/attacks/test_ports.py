@@ -7,7 +7,9 @@ import os
 import socket
 import stat
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from conftest import Notebook, Open
 from jupyter_client.session import Session
 from notebooks import until
 
-from sandbox_provisioner.apology import _encode
-from sandbox_provisioner.handshake import GREETING, command, ready
+from sandbox_provisioner.kernel.handshake import GREETING, command, ready
+from sandbox_provisioner.kernel.synthetic_replies import _encode
 
 pytestmark = pytest.mark.runsc
 
@@ -58,6 +60,14 @@ def serve():
             pass
 threading.Thread(target=serve, daemon=True).start()
 """
+
+
+@pytest.fixture(autouse=True)
+def short_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep sockets in a folder whose path is short enough for them, however long the user's name is."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("JUPYTER_RUNTIME_DIR", folder)
+        yield
 
 
 def memory() -> int:

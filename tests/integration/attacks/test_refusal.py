@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +16,16 @@ from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
 from servers import Server, hears
 
-from sandbox_provisioner import gvisor
-from sandbox_provisioner.bundle import BundleSpec
 from sandbox_provisioner.errors import UnresponsiveError
-from sandbox_provisioner.gvisor import GVisorSandbox
-from sandbox_provisioner.runsc import Runsc, find
-from sandbox_provisioner.states import State
+from sandbox_provisioner.gvisor import sandbox as gvisor
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.runsc import Runsc, find
+from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+from sandbox_provisioner.gvisor.state import State
 
 LONG = 60
 DEADLINE = "--SandboxKernelManager.hibernate_deadline=30"
-MANAGER = "--ServerApp.kernel_manager_class=sandbox_provisioner.kernelmanager.SandboxKernelManager"
+MANAGER = "--ServerApp.kernel_manager_class=sandbox_provisioner.server.kernel_manager.SandboxKernelManager"
 
 STALLED_SAVEPOINTS = """
 import subprocess, sys
@@ -49,7 +50,7 @@ while True:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in (1, os.getpid()):
             try:
-                if "inventory" in open(f"/proc/{entry}/cmdline").read():
+                if "open_files" in open(f"/proc/{entry}/cmdline").read():
                     os.kill(int(entry), signal.SIGSTOP)
             except OSError:
                 pass
@@ -60,8 +61,8 @@ import time; time.sleep(3)
 
 REFUSALS = {
     "savepoints that never end": STALLED_SAVEPOINTS,
-    "no list of files": "open('/.sandbox/inventory.py', 'w').write('import time; time.sleep(1000)')",
-    "forged list of files": "open('/.sandbox/inventory.py', 'w').write('print(\"nonsense\" * 100)')",
+    "no list of files": "open('/.sandbox/open_files.py', 'w').write('import time; time.sleep(1000)')",
+    "forged list of files": "open('/.sandbox/open_files.py', 'w').write('print(\"nonsense\" * 100)')",
 }
 
 Sandboxed = Callable[..., str]
@@ -159,6 +160,26 @@ def test_kernel_that_refuses_outlives_a_full_disk(
     assert reopened(serve(MANAGER, DEADLINE), kernel) == "42"
 
 
+MANY_MAPPED_FILES = """
+import mmap
+maps = []
+for number in range(40):
+    with open(f'sparse{number}', 'w+b') as file:
+        file.truncate((1 << 30) - 1)
+        maps.append(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
+"""
+
+
+def test_many_large_mapped_files_do_not_hold_up_a_stop(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+    kernel = sandboxed()
+    server = serve(MANAGER, DEADLINE)
+    open_refusing(server, kernel, MANY_MAPPED_FILES)
+    server.stop()
+    assert sandboxes(runtime) == []
+    assert "is saved without its help" not in server.log.read_text()
+    assert reopened(serve(MANAGER, DEADLINE), kernel) == "42"
+
+
 async def stop_init(sandbox: GVisorSandbox) -> None:
     """Have a process stop PID 1; returns when PID 1 does not answer any more."""
     code = "import os, signal; os.kill(1, signal.SIGSTOP)"
@@ -190,6 +211,7 @@ async def test_stopped_init_is_an_error_for_a_savepoint(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 1.0)
+    monkeypatch.setattr(gvisor, "CARRY_ON_TIMEOUT", 1.0)
     sandbox = GVisorSandbox("stopped", replace(spec, outlives=True), runsc)
     await sandbox.start()
     try:
@@ -197,5 +219,59 @@ async def test_stopped_init_is_an_error_for_a_savepoint(
         with pytest.raises(UnresponsiveError, match="did not come to rest"):
             await sandbox.copy(tmp_path / "image")
         assert not (tmp_path / "image").exists()
+    finally:
+        await sandbox.delete()
+
+
+@pytest.mark.usefixtures("open_init")
+async def test_init_that_is_slow_to_go_on_is_waited_for(
+    spec: BundleSpec,
+    runsc: Runsc,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 0.2)
+    sandbox = GVisorSandbox("slow", spec, runsc)
+    await sandbox.start()
+    code = "import os, signal, time; os.kill(1, signal.SIGSTOP); time.sleep(4); os.kill(1, signal.SIGCONT)"
+    try:
+        await sandbox.execute([sandbox.spec.python, "-I", "-c", code])
+        for number in range(LONG):  # PID 1 is stopped at some time of one of these, or before
+            with suppress(UnresponsiveError):
+                await asyncio.wait_for(sandbox.copy(tmp_path / str(number)), LONG)
+            if "It is not saved, so it is waited for" in caplog.text:
+                break
+        assert "It is not saved, so it is waited for" in caplog.text
+        assert sandbox.state == State.RUNNING
+        hello = await sandbox.execute([sandbox.spec.python, "-I", "-c", "print('hello')"])
+        assert (await asyncio.wait_for(hello.read(), LONG))[0] == b"hello\n"
+    finally:
+        await sandbox.delete()
+
+
+@pytest.mark.usefixtures("open_init")
+async def test_stopped_init_that_a_savepoint_waits_for_is_saved_when_the_server_stops(
+    spec: BundleSpec,
+    runsc: Runsc,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 1.0)
+    sandbox = GVisorSandbox("stopped", replace(spec, outlives=True), runsc)
+    await sandbox.start()
+    try:
+        await stop_init(sandbox)
+        copying = asyncio.create_task(sandbox.copy(tmp_path / "copy"))
+        async with asyncio.timeout(LONG):
+            while "It is not saved, so it is waited for" not in caplog.text:
+                await asyncio.sleep(0.05)
+        sandbox.hurry()
+        with pytest.raises(UnresponsiveError, match="did not come to rest"):
+            await asyncio.wait_for(copying, LONG)
+        await sandbox.checkpoint(tmp_path / "image", insist=True)
+        assert sandbox.state == State.CHECKPOINTED
+        assert os.listdir(tmp_path / "image")
     finally:
         await sandbox.delete()

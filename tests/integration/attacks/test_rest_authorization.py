@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from apis import Api, serving
 
-from sandbox_provisioner import contract
+from sandbox_provisioner.server import openapi
 
 pytestmark = pytest.mark.runsc
 
@@ -50,7 +50,7 @@ def api(tmp_path_factory: pytest.TempPathFactory, allowed: Path) -> Iterator[Api
 
 
 def test_documented_actions_cover_all_routes() -> None:
-    paths = contract.spec()["paths"]
+    paths = openapi.spec()["paths"]
     methods = ("get", "post", "put", "patch", "delete")
     routes = {(method.upper(), path) for path in paths for method in methods if method in paths[path]}
     assert set(documented()) == routes

@@ -12,7 +12,7 @@ from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from sandbox_provisioner import runtime
+from sandbox_provisioner.gvisor import runtime_dir
 
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 
@@ -30,13 +30,13 @@ if os.geteuid() == 0:  # only root can make a folder of another user's
         squatted = Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
         if squatted.exists():
             squatted = tmp_path / "squatted"
-            monkeypatch.setattr(runtime, "_fixed_root", lambda: squatted)
+            monkeypatch.setattr(runtime_dir, "_fixed_root", lambda: squatted)
         squatted.mkdir()
         request.addfinalizer(lambda: shutil.rmtree(squatted))
         os.chown(squatted, 65534, 65534)
         monkeypatch.delenv("SANDBOX_RUNTIME_DIR")
         monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
-        root = runtime.runtime_root()
+        root = runtime_dir.runtime_root()
         request.addfinalizer(lambda: shutil.rmtree(root, ignore_errors=True))
         km, kc = start_kernel(sandboxed())
         assert run(kc, "1 + 1") == "2"

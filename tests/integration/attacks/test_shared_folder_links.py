@@ -21,7 +21,7 @@ from notebooks import Notebook
 from servers import READY, Server
 from tornado.web import HTTPError
 
-from sandbox_provisioner.guarded_contents import (
+from sandbox_provisioner.contents.managers import (
     GuardedAsyncFileContentsManager,
     GuardedAsyncGenericFileCheckpoints,
     GuardedAsyncLargeFileManager,
@@ -29,6 +29,7 @@ from sandbox_provisioner.guarded_contents import (
     GuardedGenericFileCheckpoints,
     GuardedLargeFileManager,
 )
+from sandbox_provisioner.kernel.shared_folders import list_file, remember
 
 SECRET = "the-user's-secret"
 FORGED = "written-by-the-guest"
@@ -395,6 +396,82 @@ def test_invalid_notebook_is_not_repaired_from_outside(manager: Manager, home: P
         asyncio.run(read(manager, "a.ipynb"))
 
 
+def make_project(root: Path) -> Path:
+    """Make a folder that a sandbox can write to, with links that would lead to the user's files from elsewhere."""
+    project = root / "project"
+    (project / "deep" / "folder").mkdir(parents=True)
+    (root / "private").mkdir()
+    (root / "private" / "a.txt").write_text(SECRET)
+    (project / "link.txt").symlink_to("private/a.txt")
+    (project / "deep" / "link.txt").symlink_to("../private/a.txt")
+    (project / "deep" / "folder" / "link.txt").symlink_to("../../private/a.txt")
+    (project / "deep" / "folder" / "second.txt").symlink_to("../private/a.txt")
+    (project / "deep" / "folder" / "own.txt").write_text(FORGED)
+    remember([str(project)], list_file())
+    return project
+
+
+async def move_to_root(cm: Manager, path: str) -> Any:
+    return await ensure_async(cm.rename(path, path.rpartition("/")[2]))
+
+
+async def copy_to_root(cm: Manager, path: str) -> Any:
+    return await ensure_async(cm.copy(path, ""))
+
+
+async def rename_project(cm: Manager, path: str) -> Any:
+    await ensure_async(cm.rename("project", "renamed"))
+    return await ensure_async(cm.rename(path.replace("project", "renamed"), path.rpartition("/")[2]))
+
+
+OUT_WAYS = {"move": move_to_root, "copy": copy_to_root, "rename the project and move": rename_project}
+
+
+@pytest.mark.parametrize("way", ["move", "rename the project and move"])
+def test_link_is_not_carried_out_of_the_folder(manager: Manager, way: str) -> None:
+    root = Path(manager.root_dir)
+    make_project(root)
+    error = refusal(OUT_WAYS[way], manager, "project/link.txt")
+    assert "link.txt" in str(error)
+    assert not os.path.lexists(root / "link.txt")
+
+
+@pytest.mark.parametrize("way", OUT_WAYS)
+def test_links_in_a_folder_that_is_carried_out_lead_nowhere(manager: Manager, way: str) -> None:
+    root = Path(manager.root_dir)
+    make_project(root)
+    manager.always_delete_dir = True
+    asyncio.run(OUT_WAYS[way](manager, "project/deep"))
+    assert (root / "deep" / "link.txt").is_symlink()
+    assert asyncio.run(read(manager, "deep/folder/own.txt"))["content"] == FORGED
+    operations = (read, save, upload(1), create_checkpoint, move_to_root)
+    for path in ("deep/link.txt", "deep/folder/link.txt"):
+        assert (root / path).read_text() == SECRET
+        assert all(path in str(refusal(operation, manager, path)) for operation in operations)
+    asyncio.run(ensure_async(manager.rename("deep/folder", "folder")))
+    assert (root / "folder" / "second.txt").read_text() == SECRET
+    assert all("folder/second.txt" in str(refusal(operation, manager, "folder/second.txt")) for operation in operations)
+    assert (root / "private" / "a.txt").read_text() == SECRET
+
+
+def test_race_while_a_file_is_moved_out(manager: Manager, home: Path) -> None:
+    root = Path(manager.root_dir)
+    project = make_project(root)
+
+    async def move_again_and_again() -> int:
+        moved, deadline = 0, time.monotonic() + RACE_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(HTTPError):
+                await ensure_async(manager.rename("project/moving.txt", "moved.txt"))
+                moved += 1
+            assert not (root / "moved.txt").is_symlink()
+            (root / "moved.txt").unlink(missing_ok=True)
+        return moved
+
+    with swapping(swap_file, project / "moving.txt", home / "a.txt"):
+        assert asyncio.run(move_again_and_again())
+
+
 Swap = Callable[[Path, Path], None]
 
 
@@ -622,4 +699,30 @@ def test_kernel_that_makes_links(
     fill_folder(project)
     for method, path, content in steps:
         assert server.ask(method, path, content)[0] < 300
+    kernel.close()
+
+
+@pytest.mark.runsc
+def test_kernel_makes_links_in_a_folder_that_the_user_has_moved_away(
+    serve: Serve, sandboxed: Callable[..., str], notebook_folder: Path
+) -> None:
+    (notebook_folder / "project" / "results").mkdir(parents=True)
+    (notebook_folder / "private.txt").write_text(SECRET)
+    server = serve()
+    kernel = Notebook(server, sandboxed(), "project/a.ipynb")
+    kernel.run("import os; folder = os.open('results', os.O_RDONLY)")
+    assert server.ask("PATCH", "contents/project/results", {"path": "results"})[0] == 200
+    kernel.run("os.symlink('../private.txt', 'link.txt', dir_fd=folder)")
+    assert (notebook_folder / "results" / "link.txt").read_text() == SECRET
+    body = {"type": "file", "format": "text", "content": FORGED}
+    for path in ("results/link.txt", "kept/link.txt"):
+        for method, content in (("GET", None), ("PUT", body)):
+            status, answer = server.ask(method, f"contents/{path}", content)
+            assert status == 403, (method, path, answer)
+            assert path in answer["message"]
+        server.ask("PATCH", "contents/results", {"path": "kept"})
+    assert (notebook_folder / "private.txt").read_text() == SECRET
+    status, answer = server.ask("PATCH", "contents/kept/link.txt", {"path": "link.txt"})
+    assert status == 403
+    assert "is a symbolic link to ../private.txt" in answer["message"]
     kernel.close()

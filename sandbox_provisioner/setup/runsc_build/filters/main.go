@@ -1,10 +1,10 @@
-// Filters writes what an ordinary `go build` of runsc lacks: seccomp programs that were compiled beforehand.
+// Filters adds precompiled seccomp programs to the source of runsc. An ordinary `go build` has none.
 //
-// gVisor's own build has them; without them every start and every restore of a sandbox compiles its rules anew. They
-// come of the very rules that runsc would compile, and runsc chooses by all that those depend on: where no program
-// fits, it compiles one as before.
+// gVisor's own build has them. Without them, runsc compiles its rules at every start and restore of a sandbox. The
+// programs are compiled from the same rules. runsc looks them up by all options that the rules depend on, and compiles
+// the rules itself if no program matches.
 //
-// `filters GVISOR` adds them to the copy of gVisor's module in the folder GVISOR.
+// `filters GVISOR` changes the copy of gVisor's module in the folder GVISOR.
 package main
 
 import (
@@ -22,13 +22,13 @@ import (
 	gofer "gvisor.dev/gvisor/runsc/fsgofer/filter/config"
 )
 
-// gVisor compiles hundreds of programs, for all kinds of devices; of those we want the ones without any, and the function
-// that its own choice is made with is not exported.
+// gVisor precompiles hundreds of programs, for all kinds of devices. We need only those without devices, but gVisor's
+// function that makes the rules for one set of options is not exported.
 //
 //go:linkname rules gvisor.dev/gvisor/runsc/boot/filter/config.rules
 func rules(sentry.Options, precompiledseccomp.Values) (seccomp.SyscallRules, seccomp.SyscallRules)
 
-// Where a file begins to have programs.
+// The line before which the programs are inserted.
 const place = "\tprecompiledPrograms = programs\n"
 
 func main() {
@@ -66,7 +66,7 @@ func add(file string, compile func() ([]precompiledseccomp.Program, error)) erro
 	return os.WriteFile(file, []byte(strings.Replace(string(text), place, all.String()+place, 1)), 0o644)
 }
 
-// sentryPrograms are those for every platform, with and without the host's network and its files.
+// sentryPrograms returns a program for each platform, with and without the host's network and files.
 func sentryPrograms() (programs []precompiledseccomp.Program, err error) {
 	for _, name := range platform.List() {
 		constructor, err := platform.Lookup(name)

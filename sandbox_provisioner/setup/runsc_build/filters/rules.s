@@ -1,1 +1,1 @@
-// Nothing: a function without a body, as main.go has one, is allowed only beside a file of assembly.
+// Empty on purpose: Go allows a function without a body, as in main.go, only in a package with an assembly file.

@@ -1,0 +1,13 @@
+"""The command ``jupyter sandbox``.
+
+- ``app``: the parser, ``setup`` and ``doctor``; ``sandboxes``: list, show, revert, delete, prune
+- ``kernels``: hibernate, wake, restart, exec, savepoints, snapshots; ``forks``: fork; ``templates``: templates
+- ``targets``: find sandboxes in storage and on running servers; ``options``, ``completion``: arguments
+- ``output``, ``progress``: tables, JSON and progress lines; ``exit_codes``: the exit status of each failure
+"""
+
+from __future__ import annotations
+
+from .app import main
+
+__all__ = ["main"]

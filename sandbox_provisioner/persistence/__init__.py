@@ -1,0 +1,10 @@
+"""The stored state of a sandbox: its document, checkpoints and file snapshots.
+
+- ``metadata``: the contents of metadata.json; ``document``: read and change it by fenced compare-and-swap
+- ``signing``: sign documents with the user's key; ``records``: the local record of a sandbox
+- ``checkpoints``: store and load images; ``capture``: record the files that an image depends on
+- ``compatibility``: whether an image fits this machine; ``digest_cache``: remembered hashes of files
+- ``snapshots``, ``archive``, ``tar_check``: the files that a sandbox wrote
+- ``backends``: choose stores and leases from the settings; ``names``: ids and object names
+- ``staging``: temporary folders for images
+"""

@@ -1,0 +1,6 @@
+"""Templates: kernels that are checkpointed before they serve, and restored as a copy for each start.
+
+- ``spec``: everything that a template is made from; ``match``: find the current template for a start
+- ``build``: make a template in a separate process; ``store``: the templates on this user's disk
+- ``warm_pool``: copies that already run and wait for a start
+"""

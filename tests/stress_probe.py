@@ -1,0 +1,168 @@
+"""A server extension for test_stress.py: it measures a server's loops, counts what is open, and cancels calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from jupyter_server.base.handlers import APIHandler
+from jupyter_server.serverapp import ServerApp
+from tornado.web import authenticated
+
+from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.io_thread import IO
+from sandbox_provisioner.sandbox.claims import Claim
+
+LONGEST = 0.05
+LOOK_EVERY = 0.02
+
+
+class Loops:
+    """Measures every callback of all event loops of this process.
+
+    ``slow`` has those that took over 50 ms of processor time. ``blocked`` has those that stood still for over 50 ms
+    without being ready to run, and where: Linux counts the time that a thread waits for a processor.
+    """
+
+    def __init__(self) -> None:
+        self.slow: list[str] = []
+        self.blocked: list[str] = []
+        self._running: dict[int, float] = {}
+        self._seen: dict[int, list[str]] = {}
+        self._run = asyncio.events.Handle._run
+        self._own = threading.local()
+
+    def start(self) -> None:
+        """Begin to measure."""
+        probe = self
+
+        def measured(handle: asyncio.events.Handle) -> None:
+            probe._measure(handle)
+
+        asyncio.events.Handle._run = measured  # type: ignore[method-assign]
+        threading.Thread(target=self._watch, name="stress-watch", daemon=True).start()
+
+    def _waited(self) -> float:
+        if not hasattr(self._own, "statistics"):
+            self._own.statistics = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
+        return int(os.pread(self._own.statistics.fileno(), 99, 0).split()[1]) / 1e9
+
+    def _measure(self, handle: asyncio.events.Handle) -> None:
+        me = threading.get_ident()
+        waited, used, began = self._waited(), time.thread_time(), time.perf_counter()
+        self._running[me] = began
+        try:
+            self._run(handle)
+        finally:
+            del self._running[me]
+            used = time.thread_time() - used
+            stood = time.perf_counter() - began - used - (self._waited() - waited)
+            seen = self._seen.pop(me, [])
+            where = f"in {threading.current_thread().name}: {handle!r:.300}\n{''.join(seen)}"
+            if used > LONGEST:
+                self.slow.append(f"{used:.3f} s of processor time {where}")
+            if stood > LONGEST:
+                self.blocked.append(f"stood still for {stood:.3f} s {where}")
+
+    def _watch(self) -> None:
+        """Look where a loop's thread is when its callback has taken too long."""
+        while True:
+            time.sleep(LOOK_EVERY)
+            for thread, began in list(self._running.items()):
+                if time.perf_counter() - began > LONGEST and (frame := sys._current_frames().get(thread)):
+                    self._seen.setdefault(thread, traceback.format_stack(frame)[-6:])
+
+
+LOOPS = Loops()
+
+
+def census() -> dict[str, Any]:
+    """Count what this process has open, without the threads of asyncio's own pool, of which there may be a few."""
+    gc.collect()
+    found: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found[re.sub(r"\d+", "", os.readlink(entry))] += 1
+    own = psutil.Process()
+    return {
+        "descriptors": dict(found),
+        "threads": sorted(name for thread in threading.enumerate() if not (name := thread.name).startswith("asyncio_")),
+        "children": sorted(" ".join(child.cmdline())[:200] for child in own.children(recursive=True)),
+        "listening": sum(item.status == psutil.CONN_LISTEN for item in own.net_connections("tcp")),
+        "sockets": sorted(item.laddr for item in own.net_connections("unix") if "kernel-" in str(item.laddr)),
+        "holders": len(IO._holders),
+    }
+
+
+class Census(APIHandler):
+    """Reports what the server has open, and the callbacks that were too slow since it was last asked."""
+
+    @authenticated
+    async def get(self) -> None:
+        """Called by tornado."""
+        found = await asyncio.to_thread(census)
+        self.finish(json.dumps({**found, "slow": LOOPS.slow, "blocked": LOOPS.blocked}))
+        LOOPS.slow, LOOPS.blocked = [], []
+
+
+class Cancel(APIHandler):
+    """Begins something with a kernel and cancels it after some seconds; says how that ended."""
+
+    @authenticated
+    async def post(self) -> None:
+        """Called by tornado."""
+        asked = json.loads(self.request.body)
+        if asked["action"] == "start":
+            path, name = asked["path"], asked["kernel"]
+            work = self.session_manager.create_session(path=path, name=path, type="notebook", kernel_name=name)
+        else:
+            work = getattr(self.kernel_manager.get_kernel(asked["kernel_id"]).provisioner, asked["action"])()
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task}, timeout=asked["after"])
+        task.cancel()
+        ending = "done"
+        try:
+            await task
+        except asyncio.CancelledError:
+            ending = "cancelled"
+        except SandboxError as error:
+            ending = str(error)
+        self.finish(json.dumps({"ending": ending}))
+
+
+class IsWanted(APIHandler):
+    """Says whether a listed kernel was handed to another server, or is about to be."""
+
+    @authenticated
+    async def get(self) -> None:
+        """Called by tornado."""
+        kernel_id = self.get_argument("kernel_id")
+        provisioner = (
+            self.kernel_manager.get_kernel(kernel_id).provisioner if kernel_id in self.kernel_manager else None
+        )
+        claim = provisioner.claim if provisioner else None
+        wanted = provisioner is not None and (claim is None or _is_leaving(claim))
+        self.finish(json.dumps({"wanted": wanted}))
+
+
+def _is_leaving(claim: Claim) -> bool:
+    handle = claim.manager.handles.get(claim.record.sandbox_id)
+    return handle is None or handle.lease.wanted.is_set() or claim.manager._lock(handle.sandbox_id).locked()
+
+
+def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
+    LOOPS.start()
+    routes = [("/api/stress/census", Census), ("/api/stress/cancel", Cancel), ("/api/stress/wanted", IsWanted)]
+    serverapp.web_app.add_handlers(".*$", routes)
