@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,18 @@ def test_a_damaged_savepoint_leaves_the_present_as_it_is(open_notebook: Open, da
         rewind(notebook, "one")
     notebook.kc.wait_for_ready(timeout=LONG)
     assert notebook.run("print(x)") == "2\n"
+
+
+def test_rewind_cancelled_at_any_moment_leaves_one_of_both_states(open_notebook: Open) -> None:
+    notebook = open_notebook()
+    notebook.run("x = 'then'")
+    savepoint(notebook, "one")
+    for turn in range(6):
+        notebook.run("x = 'now'")
+        with suppress(TimeoutError):
+            asyncio.run(asyncio.wait_for(notebook.km.provisioner.rewind("one"), turn * 0.15))
+        notebook.kc.wait_for_ready(timeout=LONG)
+        assert notebook.run("print(x)") in ("now\n", "then\n")
 
 
 def test_a_fork_goes_its_own_way_with_other_random_numbers(

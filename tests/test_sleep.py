@@ -10,9 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -348,6 +350,42 @@ def test_request_sent_during_cancelled_hibernate_is_answered(notebook: Notebook)
 
     request = asyncio.run(hibernate_and_cancel())
     assert notebook.reply(request)["status"] == "ok"
+
+
+@pytest.mark.parametrize("moment", ["_record_restored", "_restore"])
+def test_wake_cancelled_during_or_after_the_restore_loses_no_state(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    notebook.run("x = 40")
+    notebook.hibernate()
+    provisioner = notebook.km.provisioner
+    step, reached = getattr(handle.SandboxHandle, moment), threading.Event()
+
+    async def watched(self: handle.SandboxHandle, *given: Any) -> None:
+        reached.set()
+        await asyncio.sleep(0.1)  # the cancellation arrives here
+        await step(self, *given)
+
+    async def wake_and_cancel() -> None:
+        waking = asyncio.create_task(provisioner.wake())
+        await asyncio.to_thread(reached.wait, LONG)
+        waking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waking
+
+    monkeypatch.setattr(handle.SandboxHandle, moment, watched)
+    asyncio.run(wake_and_cancel())
+    assert notebook.run("x + 2") == "42"
+
+
+def test_wake_cancelled_at_any_moment_loses_no_state(notebook: Notebook) -> None:
+    notebook.run("x = 0")
+    provisioner = notebook.km.provisioner
+    for turn in range(1, 13):
+        notebook.hibernate()
+        with suppress(TimeoutError):
+            asyncio.run(asyncio.wait_for(provisioner.wake(), turn * 0.03))
+        assert notebook.run("x += 1; x") == str(turn)
 
 
 def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:

@@ -182,7 +182,9 @@ class SandboxedKernel:
             except StateError:  # another task already restored it
                 if self.handle.instance.state != State.RUNNING:
                     raise
-            self.relay.awake()
+            finally:
+                if self.handle.instance.state == State.RUNNING:  # also if the caller was cancelled during the restore
+                    self.relay.awake()
 
     def keep_awake(self, name: str, seconds: float | None) -> str:
         """Prevent hibernation for idleness for ``seconds``, on behalf of ``name``: None for no limit, 0 to stop.

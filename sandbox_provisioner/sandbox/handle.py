@@ -54,7 +54,7 @@ from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, 
 from ..persistence.names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
 from ..persistence.staging import staging
 from ..storage.base import Advance, nothing
-from ..workers import bulk, control
+from ..workers import bulk, control, finished
 from . import detached
 from .detached import RESEED, leased
 
@@ -314,6 +314,7 @@ class SandboxHandle:
 
         Raises CorruptObjectError if the checkpoint is damaged; the error offers the previous one if it exists, and
         nothing has changed. If storage cannot record that the sandbox runs, it runs all the same and is recorded later.
+        Once runsc has the image, a cancellation is raised only after that: clients may already use the sandbox.
         """
         stores, source = self._kept_in(), self._source
         if source is None:
@@ -336,9 +337,7 @@ class SandboxHandle:
                 except CorruptObjectError as error:
                     error.offer_older(self.metadata.previous not in (None, source))
                     raise
-                with self._reseeding():
-                    await self.instance.restore(image)
-                await self._record_restored(source)
+                await finished(self._restore(image, source))
 
     async def checkpoint(self, insist: float | None = None) -> Checkpoint:
         """Save its memory and end it. If that fails, it continues to run, and the latest checkpoint is kept.
@@ -543,6 +542,11 @@ class SandboxHandle:
         await self._delete(garbage)
         return made
 
+    async def _restore(self, image: Path, source: Checkpoint) -> None:
+        with self._reseeding():
+            await self.instance.restore(image)
+        await self._record_restored(source)
+
     @contextmanager
     def _reseeding(self) -> Iterator[None]:
         """Reseed a fork at its first restore: the original sandbox has the same random state."""
@@ -560,8 +564,8 @@ class SandboxHandle:
     async def _record_restored(self, source: Checkpoint) -> None:
         """Record that it runs again; if storage fails, retry in the background, because clients already use it.
 
-        The sandbox is ended and the error raised only if this server may no longer change the document, or if the
-        caller is cancelled.
+        The sandbox is ended and the error raised only if this server may no longer change the document, or if the I/O
+        thread ends.
         """
         last = self.metadata.last
         try:

@@ -247,28 +247,32 @@ class SandboxManager:
         """Keep the current state as a savepoint, restore the savepoint ``name``, and return the new savepoint's name.
 
         If the restore fails, the current state is restored and the error raised. The handle has a new ``instance`` in
-        either case.
+        either case. A cancellation is raised only after that.
         """
         async with self._lock(sandbox_id):
             handle = self.get(sandbox_id)
             target = await handle.find_savepoint(name)
-            with JOURNAL.doing(handle.entry(What.REWOUND)) as work:
-                work.size = target.size
-                present = handle.metadata.checkpoint
-                if handle.instance.state == State.RUNNING:
-                    present = await handle.checkpoint()
-                kept = await handle.keep_present()
-                handle.go_to(target)
-                try:
-                    await handle.restore()
-                except BaseException:
-                    assert present is not None
-                    handle.go_to(present)
-                    await handle.restore()
-                    with suppress(SandboxError):
-                        await handle.drop_savepoint(kept)
-                    raise
+            kept = await finished(self._rewind(handle, target))
             self.touch(sandbox_id)
+            return kept
+
+    async def _rewind(self, handle: SandboxHandle, target: Checkpoint) -> str:
+        with JOURNAL.doing(handle.entry(What.REWOUND)) as work:
+            work.size = target.size
+            present = handle.metadata.checkpoint
+            if handle.instance.state == State.RUNNING:
+                present = await handle.checkpoint()
+            kept = await handle.keep_present()
+            handle.go_to(target)
+            try:
+                await handle.restore()
+            except BaseException:
+                assert present is not None
+                handle.go_to(present)
+                await handle.restore()
+                with suppress(SandboxError):
+                    await handle.drop_savepoint(kept)
+                raise
             return kept
 
     async def fork(self, sandbox_id: str, new_id: str, about: Identity, savepoint: str = "") -> None:
