@@ -82,6 +82,7 @@ async def test_kernels_are_listed_while_one_starts(
     starting = asyncio.create_task(manager.start_kernel(kernel_name=sandboxed(), env=env))
     while not starting.done():
         assert list(sandboxed_kernels(manager)) in ([], manager.list_kernel_ids())
+        assert [model["id"] for model in manager.list_kernels()] == manager.list_kernel_ids()
         await asyncio.sleep(0)
     assert list(sandboxed_kernels(manager)) == [await starting]
     await manager.shutdown_all()

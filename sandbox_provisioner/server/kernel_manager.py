@@ -12,6 +12,7 @@ import asyncio
 import signal
 import threading
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -123,6 +124,14 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         if kernel and not hasattr(kernel, "created"):
             kernel.created = created
         return kernel_id
+
+    async def _add_kernel_when_ready(self, kernel_id: str, km: Any, kernel_awaitable: Awaitable[Any]) -> None:
+        """Add a started kernel to the list. Called by jupyter_client.
+
+        Jupyter Server sets these attributes only after that, and a request for the list in between would fail.
+        """
+        km.execution_state, km.reason, km.last_activity = "starting", "", datetime.now(UTC)
+        await super()._add_kernel_when_ready(kernel_id, km, kernel_awaitable)
 
     def _start_key(self, kwargs: dict[str, Any]) -> StartKey | None:
         """Return the key shared by requests for one notebook and sandboxed kernel; None for other starts."""
