@@ -196,9 +196,9 @@ async def test_a_cell_goes_on_when_its_client_leaves(
         await client.receive(len(KERNEL))
         await client.close()
         await until(lambda: not relay._clients)
-        assert relay.activity.busy and end.closed == 0
+        assert relay.activity.busy and relay.waited_for and end.closed == 0
         end.writers[0].write(reply(msg_id))
-        await until(lambda: not relay.activity.busy)
+        await until(lambda: not relay.activity.busy and not relay.waited_for)
         await until(lambda: end.closed == 1 and not link._streams and not relay.lingering)
 
 

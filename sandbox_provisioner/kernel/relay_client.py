@@ -369,7 +369,8 @@ class ClientConnection(asyncio.Protocol):
         data = self._without_handshake(data)
         self._stream.consumed(len(data))
         try:
-            self._position.follow(data)
+            if self._position.follow(data):
+                self._relay.heeded = self._relay.asked
         except MessageTooLargeError:
             self.unanswered.clear()
         if not self.unanswered:
