@@ -18,6 +18,7 @@ from ..config import own_folder
 from ..contents.managers import CLASSES, GuardedContents
 from ..gvisor.mounts import within
 from . import telemetry
+from .exporters import guard_exporters
 from .handlers import handlers
 from .kernel_manager import SandboxKernelManager
 from .kernel_websocket import SandboxWebsocketConnection
@@ -38,6 +39,7 @@ def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     _guard_contents(serverapp)
     _trust_no_shared_folder(serverapp)
     _keep_virtual_documents_private(serverapp)
+    guard_exporters()
     if "kernel_websocket_connection_class" not in serverapp.config.ServerApp:
         _choose_class(serverapp, "kernel_websocket_connection_class", SandboxWebsocketConnection)
     if "kernel_manager_class" in serverapp.config.ServerApp:
