@@ -41,6 +41,7 @@ from ..sandbox.recovery import Recovered
 from ..setup.kernelspecs import PROVISIONER
 from ..templates.warm_pool import STANDBY
 from ..workers import bulk
+from .offline_messages import OfflineMessages
 
 LOOK_EVERY = 5.0
 """Seconds between two checks for renamed notebooks and for kernels that moved to another server."""
@@ -251,6 +252,12 @@ class SandboxKernelManager(AsyncMappingKernelManager):
                 kernel.execution_state = before
 
         stream.on_recv(hear)
+
+    def start_buffering(self, kernel_id: str, session_key: str, channels: dict[str, Any]) -> None:
+        """Keep a kernel's messages for a client that left, up to a limit. Called by Jupyter Server."""
+        super().start_buffering(kernel_id, session_key, channels)  # type: ignore[no-untyped-call]
+        if kernel_id in self._kernel_buffers:
+            self._kernel_buffers[kernel_id]["buffer"] = OfflineMessages()
 
     def kernel_model(self, kernel_id: str) -> dict[str, Any]:
         """Return the model of a kernel with the corrected state. Called for ``/api/kernels``."""

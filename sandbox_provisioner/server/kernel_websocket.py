@@ -17,6 +17,7 @@ from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebso
 
 from .._text import excerpt
 from ..provisioner import SandboxProvisioner
+from .offline_messages import MOST_KEPT
 
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,3}")
 
@@ -26,6 +27,37 @@ class SandboxWebsocketConnection(ZMQChannelsWebsocketConnection):
 
     _turns: ClassVar[WeakValueDictionary[str, asyncio.Lock]] = WeakValueDictionary()
     """Locks by kernel id, held by the websocket that sends kernel_info requests."""
+
+    _unsent = 0
+    """Bytes that the client has not read yet."""
+    _slow = False
+    """True after messages were dropped because of that."""
+
+    @property
+    def write_message(self) -> Any:
+        """The function that sends a message to the client. Used by Jupyter Server."""
+        return self._write
+
+    def _write(self, message: bytes | str, binary: bool = False) -> None:
+        """Send a message, unless the client reads so slowly that MOST_KEPT bytes wait already: then drop it."""
+        size = len(message)
+        if self._unsent and self._unsent + size > MOST_KEPT:
+            if not self._slow:
+                self.log.warning("Kernel %s: messages for a client that reads too slowly are dropped", self.kernel_id)
+            self._slow = True
+            return
+
+        def sent(done: asyncio.Future[None]) -> None:
+            self._unsent -= size
+            if not done.cancelled():
+                done.exception()  # the client has disconnected
+
+        self._unsent += size
+        try:
+            self.websocket_handler.write_message(message, binary).add_done_callback(sent)
+        except Exception:
+            self._unsent -= size
+            raise
 
     _malformed = False
     """True after the kernel has sent a malformed message."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -13,6 +16,8 @@ from notebooks import Notebook, until
 from servers import Server
 from tornado.httpclient import HTTPRequest
 from tornado.websocket import websocket_connect
+
+from sandbox_provisioner.server.offline_messages import MOST_KEPT
 
 pytestmark = pytest.mark.runsc
 
@@ -29,6 +34,17 @@ def flood():
     kernel.iopub_socket.send_multipart([b"it", b"<IDS|MSG>", b"unsigned", b"x", b"{}", b"{}", b"{}"])
     time.sleep(1)
     for number in range(40):
+        kernel.session.send(kernel.iopub_socket, "display_data", {"data": {"text/plain": "x" * (10 << 20)}})
+        time.sleep(0.1)
+    open("flooded", "w").close()
+threading.Thread(target=flood).start()
+"""
+UNWANTED = """
+import threading, time
+kernel = get_ipython().kernel
+def flood():
+    time.sleep(3)
+    for number in range(60):
         kernel.session.send(kernel.iopub_socket, "display_data", {"data": {"text/plain": "x" * (10 << 20)}})
         time.sleep(0.1)
     open("flooded", "w").close()
@@ -63,6 +79,39 @@ def connect(notebook: Notebook) -> None:
         connection.close()
 
     asyncio.run(once())
+
+
+def deaf(notebook: Notebook) -> socket.socket:
+    """Open a websocket to a kernel, and never read from it."""
+    address = urlsplit(notebook.server.url)
+    peer = socket.create_connection((address.hostname, address.port))
+    peer.sendall(
+        f"GET {address.path}api/kernels/{notebook.kernel_id}/channels?session_id=it&token=t HTTP/1.1\r\n"
+        f"Host: {address.netloc}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        "Sec-WebSocket-Protocol: v1.kernel.websocket.jupyter.org\r\n\r\n".encode()
+    )
+    return peer
+
+
+@pytest.mark.parametrize("client", ["that left", "that does not read"])
+def test_messages_for_a_client_do_not_pile_up(
+    serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, client: str
+) -> None:
+    server = serve()
+    notebook = Notebook(server, sandboxed())
+    notebook.run(UNWANTED)
+    notebook.close()
+    process = psutil.Process(server.process.pid)
+    before = process.memory_info().rss
+    with ExitStack() as open_until_the_end:
+        if client == "that left":
+            connect(notebook)
+        else:
+            open_until_the_end.enter_context(deaf(notebook))
+        until((notebook_folder / "flooded").exists)
+        time.sleep(5)
+        assert process.memory_info().rss - before < MOST_KEPT + (200 << 20)
 
 
 def test_a_malformed_message_does_not_make_later_ones_pile_up(
