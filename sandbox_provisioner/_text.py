@@ -18,3 +18,13 @@ def one_line(said: bytes | str) -> str:
     """Return the text with a question mark for each unprintable character, such as a line end, and spaces for tabs."""
     text = said if isinstance(said, str) else said.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", "    "))
+
+
+def printable_lines(text: str) -> str:
+    """Return the text with its line ends, and with a question mark for each other unprintable character."""
+    return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+
+
+def excerpt(error: Exception) -> str:
+    """Return the beginning of an error's text, which may contain untrusted text of any size, on one line."""
+    return one_line(f"{type(error).__name__}: {error}"[:200])

@@ -23,6 +23,7 @@ from jupyter_server.services.contents.filemanager import FileContentsManager
 from tornado.web import HTTPError
 from traitlets.config import Config
 
+from sandbox_provisioner.config import own_folder
 from sandbox_provisioner.contents import managers
 from sandbox_provisioner.contents.file_functions import guarded_os, guarded_path, guarded_shutil
 from sandbox_provisioner.contents.managers import CLASSES, MODULES, GuardedFileHandler
@@ -227,13 +228,20 @@ if os.geteuid() != 0:  # root may write everywhere
     def test_checkpoint_of_a_file_in_a_read_only_folder(
         manager: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "tmp").mkdir()
+        # Jupyter Server's own place for it, where another user of the machine has put a link to a file of ours.
+        foreign = tmp_path / "tmp" / "jupyter_checkpoints" / "sub"
+        foreign.mkdir(parents=True)
+        (tmp_path / "tmp" / "ours").write_text("ours")
+        (foreign / "a-checkpoint.txt").symlink_to(tmp_path / "tmp" / "ours")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+        monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
         (root / "sub").mkdir()
         (root / "sub" / "a.txt").write_text("first")
         (root / "sub").chmod(0o555)
         do(manager.create_checkpoint("sub/a.txt"))
-        assert (tmp_path / "tmp" / "jupyter_checkpoints" / "sub" / "a-checkpoint.txt").read_text() == "first"
+        assert (tmp_path / "tmp" / "ours").read_text() == "ours"
+        kept = own_folder() / "checkpoints" / "jupyter_checkpoints" / "sub" / "a-checkpoint.txt"
+        assert kept.read_text() == "first"
         (root / "sub" / "a.txt").write_text("second")
         do(manager.restore_checkpoint("checkpoint", "sub/a.txt"))
         assert (root / "sub" / "a.txt").read_text() == "first"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandbox_provisioner.kernel.handshake import GREETING, command, ready
 from sandbox_provisioner.kernel.synthetic_replies import _encode
-from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, Position
+from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, MessageTooLargeError, Position
 
 BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"
 """Of an ordinary connection."""
@@ -61,3 +63,20 @@ def test_on_an_encrypted_connection_whatever_follows_the_handshake_is_a_message(
     position = Position()
     assert position.follow(bytes(GREETING_SIZE) + b"\x04\x08\x07WELCOME" + b"\x04\x06\x05READY") == 0
     assert position.follow(b"\x04\x08\x07MESSAGE") == 1
+
+
+def test_a_command_between_the_frames_of_a_message_does_not_hide_their_size() -> None:
+    position = Position(limit=10_000)
+    position.follow(GREETING + command(ready("iopub")))
+    with pytest.raises(MessageTooLargeError):
+        for _ in range(11):
+            position.follow(b"\x01\x01x" + command(b"\x04PING\x00\x00"))
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_an_old_version_of_the_protocol_is_refused_where_sizes_are_limited(version: int) -> None:
+    with pytest.raises(MessageTooLargeError):
+        Position(limit=10_000).follow(GREETING[:10] + bytes([version, 1, 0, 0]))
+    for unversioned in (b"\x01" + GREETING[1:], GREETING[:9] + b"\x00" + GREETING[10:]):
+        with pytest.raises(MessageTooLargeError):
+            Position(limit=10_000).follow(unversioned)

@@ -10,7 +10,6 @@ import errno
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from tornado.web import HTTPError
 
 from .._text import one_line
+from ..config import own_folder
 from ..gvisor.mounts import within
 from .beneath import AccessRefused, Beneath
 from .trash import home_trash, move_to_trash
@@ -50,11 +50,20 @@ def guard_of(*paths: str) -> Beneath:
     names = [name for name in _guards if all(within(place, name) for place in places)]
     if names:
         return _guards[max(names, key=len)]
-    # Jupyter Server's place for the checkpoints of files in folders that the user cannot write to.
-    temporary = os.path.join(tempfile.gettempdir(), "jupyter_checkpoints")
-    if all(within(place, temporary) for place in places):
-        return Beneath(tempfile.gettempdir())
+    if all(within(place, private := _private_folder()) for place in places):
+        return Beneath(private)
     raise PermissionError(errno.EACCES, "Not in a guarded folder", paths[0])
+
+
+def _private_folder() -> str:
+    """Return the folder for checkpoints of files in folders that the user cannot write to.
+
+    Jupyter Server keeps them in ``jupyter_checkpoints`` in /tmp, where another user can make that folder first, with
+    links to the user's files in it.
+    """
+    private = own_folder() / "checkpoints"
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return str(private)
 
 
 def call(operation: Callable[..., Any], path: str, *arguments: Any) -> Any:
@@ -240,5 +249,6 @@ REPLACEMENTS: dict[str, Any] = {
     "samefile": samefile,
     "ensure_dir_exists": ensure_dir_exists,
     "send2trash": send_to_trash,
+    "tempfile": SimpleNamespace(gettempdir=_private_folder),
 }
 """The replacements for globals of Jupyter Server's modules, by name."""

@@ -12,13 +12,17 @@ FRAME_COST = 1 << 10
 """Bytes that count for each frame besides its own, because a receiver keeps an object for each."""
 UNLIMITED = 1 << 65
 """A number of bytes that no frame can exceed."""
+MAJOR = 10
+"""Offset of the major version in a greeting that begins with FIRST and has the lowest bit set at MAJOR - 1."""
+FIRST = 0xFF
+ZMTP_3 = 3
 MAX_READY = 512
 """Bytes of the first command that are kept."""
 IDENTITY = b"\x08Identity"
 
 
 class MessageTooLargeError(ValueError):
-    """A message has more bytes or frames than the connection allows."""
+    """A message has more bytes or frames than the connection allows, or its size cannot be known."""
 
 
 class Sink(Protocol):
@@ -34,7 +38,8 @@ class Sink(Protocol):
 class Position:
     """The protocol state of one direction of a connection, from the bytes that have passed.
 
-    ``limit`` is the largest message in bytes; each frame counts ``FRAME_COST`` bytes more than it has.
+    ``limit`` is the largest message in bytes; each frame counts ``FRAME_COST`` bytes more than it has. With a limit,
+    the peer must speak ZMTP 3: libzmq also accepts the earlier versions, whose frames begin elsewhere.
     """
 
     def __init__(self, limit: int = UNLIMITED, sink: Sink | None = None) -> None:
@@ -44,6 +49,7 @@ class Position:
         """Size in bytes of greeting and first command together; 0 until it is known."""
         self._rest = GREETING_SIZE
         self._head = b""
+        self._greeting = b""
         self._more = False
         self._in_message = False
         self._commands = 0
@@ -59,7 +65,8 @@ class Position:
     def follow(self, data: bytes) -> int:
         """Process bytes that passed; return how many messages begin in them.
 
-        Raises MessageTooLargeError as soon as a frame's header shows that the limit is exceeded.
+        Raises MessageTooLargeError as soon as a frame's header shows that the limit is exceeded, or a greeting that the
+        version of the protocol is too old.
         """
         messages = 0
         if self._head:
@@ -80,7 +87,8 @@ class Position:
                 self.handshake_size = self.handshake_size or GREETING_SIZE + (start - place) + size
                 self._in_message = False
                 messages += self._commands > HANDSHAKE
-                self._size = 0
+                if not self._more:  # libzmq allows a command between the frames of a message
+                    self._size = 0
             else:
                 messages += not self._more
                 if not self._more:
@@ -106,7 +114,18 @@ class Position:
                     self._sink.end_frame(self._more)
         elif self._commands == 1 and len(self.ready) < MAX_READY:
             self.ready = (self.ready + data[place : place + step])[:MAX_READY]
+        elif self._commands == 0 and self._limit < UNLIMITED:
+            self._greet(data[place : place + step])
         return step
+
+    def _greet(self, data: bytes) -> None:
+        """Check the next bytes of the greeting."""
+        before = len(self._greeting)
+        self._greeting += data
+        for place, byte in enumerate(data, before):
+            old = (place == 0 and byte != FIRST) or (place == MAJOR - 1 and not byte & 1)
+            if old or (place == MAJOR and byte < ZMTP_3):
+                raise MessageTooLargeError("messages in an old version of the protocol, of unknown size")
 
 
 def identity(ready: bytes) -> bytes:

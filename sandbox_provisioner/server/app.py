@@ -7,23 +7,28 @@ server that uses a gateway keeps the gateway's class. ``contents.managers`` guar
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
+from contextlib import suppress
 from typing import Any
 
 from jupyter_server.serverapp import ServerApp
 
+from .._text import printable_lines
 from ..config import own_folder
 from ..contents.managers import CLASSES, GuardedContents
 from ..gvisor.mounts import within
 from . import telemetry
+from .exporters import guard_exporters
 from .handlers import handlers
 from .kernel_manager import SandboxKernelManager
 from .kernel_websocket import SandboxWebsocketConnection
 from .kernels import ServerKernels
 from .service import Sandboxes
 
+FORMATTER = logging.Formatter()
 FILES = 1 << 16
 """Limit of open files to request for the server, up to the hard limit. A notebook uses about 30, even hibernated."""
 
@@ -38,6 +43,7 @@ def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     _guard_contents(serverapp)
     _trust_no_shared_folder(serverapp)
     _keep_virtual_documents_private(serverapp)
+    guard_exporters()
     if "kernel_websocket_connection_class" not in serverapp.config.ServerApp:
         _choose_class(serverapp, "kernel_websocket_connection_class", SandboxWebsocketConnection)
     if "kernel_manager_class" in serverapp.config.ServerApp:
@@ -98,8 +104,25 @@ def _keep_virtual_documents_private(serverapp: ServerApp) -> None:
         serverapp.config.LanguageServerManager.virtual_documents_dir = str(own_folder() / "virtual-documents")
 
 
+def _keep_log_printable(serverapp: ServerApp) -> None:
+    """Keep control characters in the names and contents of files, which kernels choose, out of the server's log."""
+    for handler in serverapp.log.handlers:
+        if _make_printable not in handler.filters:
+            handler.addFilter(_make_printable)
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    """Replace unprintable characters in a record's text; the formatter indents its further lines. Return True."""
+    with suppress(Exception):  # a record that cannot be formatted is reported by the handler
+        record.msg, record.args = printable_lines(record.getMessage()), ()
+    if record.exc_info and not record.exc_text:
+        record.exc_text = printable_lines(FORMATTER.formatException(record.exc_info))
+    return True
+
+
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     """Add the REST API and telemetry. Called by Jupyter Server once its managers exist."""
+    _keep_log_printable(serverapp)
     manager = serverapp.contents_manager
     if not isinstance(manager, GuardedContents):
         serverapp.log.warning(

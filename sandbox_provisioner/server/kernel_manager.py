@@ -30,6 +30,7 @@ from zmq import MAX_SOCKETS
 from zmq.asyncio import Context
 
 from .. import config
+from .._text import excerpt
 from ..errors import SandboxError, UnresponsiveError
 from ..gvisor.programs import note_writable
 from ..gvisor.runsc import find
@@ -40,6 +41,7 @@ from ..sandbox.recovery import Recovered
 from ..setup.kernelspecs import PROVISIONER
 from ..templates.warm_pool import STANDBY
 from ..workers import bulk
+from .offline_messages import OfflineMessages
 
 LOOK_EVERY = 5.0
 """Seconds between two checks for renamed notebooks and for kernels that moved to another server."""
@@ -49,6 +51,9 @@ SOCKETS = 16_384
 
 JUST_NOW = 1.0
 """Seconds after a start in which a request for the same notebook may have been sent before the start had ended."""
+
+EXECUTION_STATES = ("starting", "busy", "idle", "restarting", "autorestarting", "terminating", "dead", "unknown")
+"""The values of a kernel's ``execution_state``; any other is a kernel's own text, of any size."""
 
 StartKey = tuple[str, str, frozenset[tuple[str, str]]]
 """A kernel's name, its notebook, and the environment variables that choose its sandbox."""
@@ -222,6 +227,37 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     def __bool__(self) -> bool:
         """Return True even if all kernels are hibernated: the server tests it before it shuts kernels down."""
         return True
+
+    def start_watching_activity(self, kernel_id: str) -> None:
+        """Record a kernel's activity and state from its messages on iopub. Called for each started kernel.
+
+        A malformed message is dropped: with an exception, the stream would be read no more, and later messages would
+        fill the server's memory.
+        """
+        super().start_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
+        kernel = self._kernels[kernel_id]
+        stream: Any = kernel._activity_stream
+        record, malformed = stream._recv_callback, False
+
+        def hear(frames: list[bytes]) -> None:
+            nonlocal malformed
+            before = kernel.execution_state
+            try:
+                record(frames)
+            except Exception as error:
+                if not malformed:
+                    self.log.warning("Kernel %s: malformed messages are dropped: %s", kernel_id, excerpt(error))
+                malformed = True
+            if kernel.execution_state not in EXECUTION_STATES:
+                kernel.execution_state = before
+
+        stream.on_recv(hear)
+
+    def start_buffering(self, kernel_id: str, session_key: str, channels: dict[str, Any]) -> None:
+        """Keep a kernel's messages for a client that left, up to a limit. Called by Jupyter Server."""
+        super().start_buffering(kernel_id, session_key, channels)  # type: ignore[no-untyped-call]
+        if kernel_id in self._kernel_buffers:
+            self._kernel_buffers[kernel_id]["buffer"] = OfflineMessages()
 
     def kernel_model(self, kernel_id: str) -> dict[str, Any]:
         """Return the model of a kernel with the corrected state. Called for ``/api/kernels``."""

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import CorruptObjectError
+
 DIGEST = re.compile(r"[0-9a-f]{64}")
 """A SHA-256 in a record."""
 
 NEW = 0
 """The generation of an object that does not exist: a write with it creates the object, or fails."""
+
+MOST_READ = 64 << 20
+"""Bytes of the largest object that ``read`` returns. Documents are smaller; other writers can make larger ones."""
 
 Advance = Callable[[int], None]
 """Callback, from any thread, with the number of bytes transferred since the last call."""
@@ -30,6 +35,12 @@ class ObjectInfo(NamedTuple):
     generation: int
     size: int
     updated: float
+
+
+def require_readable(where: str, name: str, size: int) -> None:
+    """Raise CorruptObjectError for an object of more than MOST_READ bytes, which would fill the memory."""
+    if size > MOST_READ:
+        raise CorruptObjectError(where, name, f"it has {size:,} bytes, and no document has more than {MOST_READ:,}")
 
 
 @dataclass(frozen=True)

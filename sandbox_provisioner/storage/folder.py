@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError, StorageError
-from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
+from .base import MOST_READ, NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
 from .disk import OPEN, READ, closing, disk_errors, landing, sync
 from .names import is_name, valid_name, valid_prefix
 from .parts import PIECE, ignore, prove, record_of, spans_of, write_to
@@ -45,7 +45,13 @@ class FolderStore(ObjectStore):
     def read(self, name: str) -> tuple[bytes, ObjectInfo]:
         """Return an object's bytes and its properties."""
         with disk_errors(self.where, f"read {name}"), self._object(name) as (file, info):
-            return b"".join(iter(lambda: os.read(file, PIECE), b"")), info
+            require_readable(self.where, name, info.size)
+            data, left = bytearray(), MOST_READ + 1
+            while left > 0 and (piece := os.read(file, min(PIECE, left))):
+                data += piece
+                left -= len(piece)
+            require_readable(self.where, name, len(data))  # it may have grown
+            return bytes(data), info
 
     def info(self, name: str) -> ObjectInfo:
         """Return an object's properties."""

@@ -18,7 +18,7 @@ from typing import Any
 import google_crc32c
 
 from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
-from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
+from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
 from .disk import READ, closing, disk_errors, landing
 from .gcs_parts import CHUNK, Meter, PartReader, PartWriter
 from .gcs_requests import TIMEOUT, NotMet, NotThere, Requests
@@ -43,6 +43,7 @@ class GCSStore(ObjectStore):
         """Return an object's bytes and its properties."""
         while True:
             blob = self._get(name)
+            require_readable(self.where, name, blob.size or 0)
             try:
                 data = self._requests.ask(partial(_download, blob))
             except (NotMet, NotThere):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
+import psutil
 import pytest
 from cell import start_cell, tell
 
@@ -103,6 +104,22 @@ async def test_changed_document_is_refused(saved: None, attach: Open, stores: St
         stores.metadata.write(BOX, changed)
         await refused(attach, stores, r"does not match its signature and was refused.*Put back the original")
     stores.metadata.write(BOX, data)
+    handle = await attach()
+    await handle.restore()
+    assert await tell(handle, "get") == "mine"
+
+
+async def test_a_document_that_would_fill_the_memory_is_not_read(saved: None, attach: Open, stores: Stores) -> None:
+    path = Path(stores.metadata.where) / BOX
+    data = path.read_bytes()
+    os.truncate(path, 1 << 33)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(CorruptObjectError, match="8,589,934,592 bytes"):
+        await attach()
+    with pytest.raises(CorruptObjectError, match="8,589,934,592 bytes"):
+        detached.describe_persistent(stores, "box")
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+    path.write_bytes(data)
     handle = await attach()
     await handle.restore()
     assert await tell(handle, "get") == "mine"

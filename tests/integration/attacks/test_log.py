@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from notebooks import Notebook
 from servers import Server, hears
 
 from sandbox_provisioner.kernel.output_log import BURST
@@ -76,6 +78,20 @@ def test_output_cannot_be_taken_for_the_servers(
     assert 0 < len(flood) <= BURST + 10 * LONG
     assert any(re.search(r"\* dropped \d+ lines \(\d+ bytes\)", line) for line in lines)
     assert all(SERVER_LINE.match(line) for line in lines)
+
+
+def test_names_of_files_are_printable_in_the_log(
+    serve: Callable[..., Server], sandboxed: Sandboxed, notebook_folder: Path
+) -> None:
+    server, name = serve(), f"it\x1b[2J\r{FORGED}.ipynb"
+    notebook = Notebook(server, sandboxed())
+    notebook.run(f"open({name!r}, 'w').write('no notebook')")
+    status, _ = server.ask("GET", f"contents/{quote(name)}")
+    assert status == 400
+    notebook.close()
+    said = server.log.read_bytes()
+    assert b"forged by a guest" in said
+    assert b"\x1b" not in said and b"\r" not in said
 
 
 def test_terminal_gets_lines_and_a_callers_file_gets_bytes(

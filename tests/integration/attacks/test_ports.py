@@ -48,18 +48,32 @@ def serve():
     while True:
         peer, _ = listener.accept()
         try:
-            peer.sendall(bytes.fromhex("HELLO"))
-            heard = b""
-            while len(heard) <= 64 or b"READY" not in heard:
-                heard += peer.recv(1000)
-            time.sleep(0.5)
+            peer.sendall(HELLO)
+            time.sleep(1)
             while True:
-                peer.sendall(b"\\x03" + (1 << 16).to_bytes(8, "big") + bytes(1 << 16))
+                peer.sendall(bytes(1 << 16).join(PARTS))
                 sent += 1 << 16
         except OSError:
             pass
 threading.Thread(target=serve, daemon=True).start()
 """
+HELLO = GREETING + command(ready("iopub"))
+OLD_HELLO = b"\xff" + bytes(8) + b"\x7f\x01\x01" + bytes(2)
+"""The greeting and the empty identity of a publisher that speaks ZMTP 2, which libzmq also accepts."""
+FIRST_FRAME = b"\x03" + (52).to_bytes(8, "big") + bytes(41) + b"\x04\x00"
+"""Its first frame; to a reader that expects ZMTP 3, the first 41 bytes of the body end the greeting."""
+MORE_FRAME = b"\x03" + (1 << 16).to_bytes(8, "big")
+LONGER_FRAME = b"\x03" + ((1 << 16) + 9).to_bytes(8, "big")
+LAST_FRAME = b"\x02" + ((1 << 16) + 9).to_bytes(8, "big")
+"""The head of a last frame, in the body of another one: its own body reaches to the next such head."""
+ENDLESS_MESSAGES = {
+    "frames": (HELLO, (MORE_FRAME, b"")),
+    "frames with commands between them": (HELLO, (MORE_FRAME, command(b"\x04PING\x00\x00"))),
+    "frames of an old protocol, shifted": (
+        OLD_HELLO + FIRST_FRAME + LAST_FRAME,
+        (LONGER_FRAME, LAST_FRAME),
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -144,10 +158,13 @@ def test_unread_heartbeats_are_not_kept(open_notebook: Open) -> None:
     assert notebook.run("1 + 1") == "2"
 
 
-def test_an_endless_message_of_a_kernel_is_cut_off(open_notebook: Open, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("how", ENDLESS_MESSAGES)
+def test_an_endless_message_of_a_kernel_is_cut_off(
+    open_notebook: Open, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     notebook = open_notebook(max_message_size=4 << 20)
-    hello = (GREETING + command(ready("iopub"))).hex()
-    notebook.run(ENDLESS.replace("HELLO", hello))
+    hello, parts = ENDLESS_MESSAGES[how]
+    notebook.run(f"HELLO, PARTS = {hello!r}, {parts!r}\n{ENDLESS}")
     before, context = memory(), zmq.Context()
     try:
         listener = context.socket(zmq.SUB)

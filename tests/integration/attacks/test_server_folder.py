@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from notebooks import Notebook
@@ -43,10 +45,39 @@ def test_templates_in_the_servers_folder_are_not_used(
     )
     body = {"type": "notebook", "content": {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}}
     assert server.ask("PUT", "contents/a.ipynb", body)[0] in (200, 201)
-    from urllib.request import Request, urlopen
-
     with urlopen(Request(f"{server.url}nbconvert/html/a.ipynb", headers={"Authorization": "token t"})) as answer:
         assert b"OWNED" not in answer.read()
+    notebook.close()
+
+
+def test_a_notebook_does_not_choose_a_module_that_exports_it(
+    serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
+) -> None:
+    server = serve()
+    notebook = Notebook(server, sandboxed())
+    code = f"open({str(tmp_path / 'owned')!r}, 'w').close()"
+    notebook.run(
+        f"import json; open('test_it.py', 'w').write({code!r})\n"
+        "def write(name, exporter):\n"
+        "    info = {'name': 'python', 'file_extension': '.py', 'nbconvert_exporter': exporter}\n"
+        "    document = {'cells': [], 'metadata': {'language_info': info}, 'nbformat': 4, 'nbformat_minor': 5}\n"
+        "    open(name, 'w').write(json.dumps(document))\n"
+        "write('bad.ipynb', 'unittest.__main__.main'); write('good.ipynb', 'python')"
+    )
+
+    def export(name: str) -> tuple[int, bytes]:
+        request = Request(f"{server.url}nbconvert/script/{name}", headers={"Authorization": "token t"})
+        try:
+            with urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read()
+        except HTTPError as error:
+            return error.code, error.read()
+
+    assert export("good.ipynb")[0] == 200
+    status, body = export("bad.ipynb")
+    assert status == 500 and b"not the name of an installed exporter" in body
+    assert export("good.ipynb")[0] == 200
+    assert not (tmp_path / "owned").exists()
     notebook.close()
 
 
