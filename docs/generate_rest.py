@@ -1,4 +1,4 @@
-"""The reference of the REST API, from openapi.yaml and from the table of problems."""
+"""Generate the reference of the REST API from openapi.yaml and from the package's exceptions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import yaml
 from generate_settings import table
 
 import sandbox_provisioner
-from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.server.problem_details import STATUSES
+from sandbox_provisioner.errors import SandboxError, subclasses
 
 SPEC = Path(sandbox_provisioner.__file__).with_name("server") / "openapi.yaml"
+CLIENT_ROOMS = ("sandbox_provisioner.client.", "sandbox_provisioner.cli.")
+"""Packages whose exceptions a server never sends."""
 METHODS = ("get", "post", "put", "patch", "delete")
 Json = Mapping[str, Any]
 
 
 def markdown() -> str:
-    """The operations by their tags, then the schemas, then the problems."""
+    """Return the operations by tag, then the schemas, then the problems."""
     spec = yaml.safe_load(SPEC.read_text())
     lines = [spec["info"]["description"], ""]
     for parameter in spec["components"]["parameters"].values():
@@ -80,7 +81,7 @@ def _schema(name: str, schema: Json) -> list[str]:
 
 
 def _kind(schema: Json) -> str:
-    """What a value is, in words."""
+    """Return the type of a value, in words."""
     if "$ref" in schema:
         return _link(schema["$ref"])
     if "oneOf" in schema:
@@ -114,7 +115,7 @@ def _bounds(schema: Json) -> Iterator[str]:
 
 
 def _content(holder: Json) -> str:
-    """The media type and schema of a body, if there is one."""
+    """Return the media type and schema of a body; empty without one."""
     kinds = holder.get("content", {})
     return ", ".join(
         f"{_kind(body['schema'])} as JSON" if media == "application/json" else f"`{media}`"
@@ -137,21 +138,34 @@ def _resolve(spec: Json, value: Json) -> Json:
 
 
 def _problems(spec: Json) -> Iterable[str]:
-    """What each status means; then what an exception of the package is to a client: the first that fits counts."""
+    """Return a table of HTTP statuses, and one of exceptions with their problem types and exit statuses."""
     answers = {
         status: _resolve(spec, answer)["description"]
         for _, _, operation in _operations(spec)
         for status, answer in operation["responses"].items()
         if status >= "400"
     }
-    kinds = []
-    for error, status, kind in STATUSES:
-        meaning = (error.__doc__ or "").strip().partition("\n")[0].partition(";")[0].rstrip(".").replace("``", "`")
-        meaning = "Anything else" if error is SandboxError else meaning
-        kinds.append((f"{status.value}", f"`{kind}`", f"`{error.__name__}`", meaning))
+    sent = [error for error in subclasses() if not f"{error.__module__}.".startswith(CLIENT_ROOMS)]
+    rows = [
+        (
+            f"{error.kind.status.value}",
+            f"`{error.kind}`",
+            f"{error.kind.exit_status}",
+            f"`{error.__name__}`",
+            about(error),
+        )
+        for error in sorted(sent, key=lambda error: (error.kind.status, error.kind, error.__name__))
+    ]
     return [
         *table(("status", ""), sorted(answers.items())),
         "",
-        *table(("status", "type ends in", "the log names it", ""), kinds),
+        *table(("status", "type ends in", "exit status of the command", "name in the log", ""), rows),
         "",
     ]
+
+
+def about(error: type[SandboxError]) -> str:
+    """Return the first line of an exception's docstring, up to a semicolon."""
+    if error is SandboxError:
+        return "Any other error"
+    return (error.__doc__ or "").strip().partition("\n")[0].partition(";")[0].rstrip(".").replace("``", "`")

@@ -314,7 +314,7 @@ def test_a_storage_that_this_server_does_not_have_is_named(
     record = registry.allocate(elsewhere)
     with pytest.raises(StorageNotHereError) as refusal:
         registry.reattach(str(record.id), stores)
-    assert (refusal.value.kind, refusal.value.where) == ("local", elsewhere.metadata.where)
+    assert (refusal.value.storage, refusal.value.where) == ("local", elsewhere.metadata.where)
     assert elsewhere.metadata.where in refusal.value.problem
     assert registry.list().records == [record]
 

@@ -19,7 +19,13 @@ from jupyter_server.services.contents.largefilemanager import AsyncLargeFileMana
 from jupyter_server.services.sessions.sessionmanager import SessionManager
 from machines import empty_machine
 
-from sandbox_provisioner.errors import ConfigurationError, SandboxNotFoundError, StateError, StorageNotHereError
+from sandbox_provisioner.errors import (
+    BadRequestError,
+    ConfigurationError,
+    SandboxNotFoundError,
+    StateError,
+    StorageNotHereError,
+)
 from sandbox_provisioner.persistence import records
 from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata, Tenancy
 from sandbox_provisioner.persistence.records import SandboxRecord
@@ -27,7 +33,6 @@ from sandbox_provisioner.sandbox.user_sandboxes import Persistence, registry
 from sandbox_provisioner.server import openapi
 from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
 from sandbox_provisioner.server.kernels import ServerKernels
-from sandbox_provisioner.server.openapi import BadRequestError
 from sandbox_provisioner.server.problem_details import describe
 from sandbox_provisioner.server.queries import Inventory
 from sandbox_provisioner.server.service import Sandboxes

@@ -6,7 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 
-from ..errors import ConfigurationError, SandboxError
+from ..errors import ConfigurationError, NotebookInUseError, SandboxError
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import look
 from ..sandbox.registry import Facts
@@ -44,7 +44,7 @@ def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, no
         raise SandboxError(f"There is no folder for {notebook}.", "Make it first.")
     taken = storage.registry.find_notebook(notebook, record.kernel_name) if notebook else ()
     if taken:
-        raise NotebookTakenError(notebook, str(taken[0].id))
+        raise NotebookInUseError(notebook, f"a sandbox already, {taken[0].id}")
     facts = Facts(kernel_name=record.kernel_name, settings=record.settings, notebook_path=notebook)
     new = storage.registry.allocate(storage.stores, **facts)
     try:
@@ -56,10 +56,3 @@ def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, no
             storage.registry.delete(new.id, storage.destroy)
         raise
     return Found(from_sight(look(storage, [new])[0]), new)
-
-
-class NotebookTakenError(SandboxError):
-    """The notebook for a new sandbox already has a sandbox."""
-
-    def __init__(self, notebook: str, identity: str) -> None:
-        super().__init__(f"{notebook} has a sandbox already: {identity}.", "Delete that, or name another notebook.")

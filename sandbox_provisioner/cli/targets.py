@@ -18,6 +18,7 @@ from pathlib import Path
 from ..client import NoServerError, ProblemError, Sandbox, SandboxClient, Stored, running_servers
 from ..client.models import NamedState
 from ..errors import AmbiguousSandboxError, SandboxError, UnknownSandboxError, UnreadableRecordError
+from ..errors.kinds import Kind
 from ..persistence import metadata
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import Sight, look
@@ -31,7 +32,7 @@ UNREAD = ("elsewhere", "unknown")
 """The states of a sandbox whose document could not be read."""
 
 
-class UnreadSandboxError(SandboxError):
+class UnreadSandboxError(SandboxError, kind=Kind.UNREACHABLE):
     """The command needs the document of a sandbox, which could not be read."""
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -39,7 +40,7 @@ class UnreadSandboxError(SandboxError):
         super().__init__(sandbox.problem or f"Sandbox {sandbox.id} is {sandbox.state}: its document was not read.")
 
 
-class NoKernelError(SandboxError):
+class NoKernelError(SandboxError, kind=Kind.WRONG_STATE):
     """The command needs a kernel, and no reachable server has the sandbox's kernel."""
 
     def __init__(self, sandbox: Sandbox) -> None:

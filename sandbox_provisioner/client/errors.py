@@ -6,14 +6,28 @@ All are SandboxErrors, so ``str()`` contains the problem and its remedy.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from .._text import printable
 from ..errors import SandboxError
+from ..errors.kinds import ExitStatus, Kind
+
+KINDS = {kind.type: kind for kind in Kind}
+EXIT_STATUSES: Mapping[int, ExitStatus] = {
+    HTTPStatus.UNAUTHORIZED: ExitStatus.UNABLE,
+    HTTPStatus.FORBIDDEN: ExitStatus.UNABLE,
+    HTTPStatus.NOT_FOUND: ExitStatus.UNABLE,
+    HTTPStatus.CONFLICT: ExitStatus.CONFLICT,
+}
+"""Exit statuses of responses that are not from this package, or that have a problem type of a newer version."""
 
 
 class ProblemError(SandboxError):
-    """A server refused a request; the fields are those of the problem detail (RFC 9457)."""
+    """A server refused a request; the fields are those of the problem detail (RFC 9457).
+
+    ``known`` is False if this version does not know the problem's type; ``kind`` is then ``Kind.SANDBOX``.
+    """
 
     def __init__(self, status: int, type: str, title: str, detail: str, remedy: str = "", variable: str = "") -> None:
         self.status = status
@@ -21,15 +35,17 @@ class ProblemError(SandboxError):
         self.title = title
         self.detail = detail
         self.variable = variable
+        self.known = type in KINDS
+        self.kind = KINDS.get(type, Kind.SANDBOX)
         super().__init__(detail or title, remedy)
 
     @property
-    def kind(self) -> str:
-        """Last part of the problem type, such as ``in-use``; empty for other types."""
-        return self.type.removeprefix("urn:sandbox:") if self.type.startswith("urn:sandbox:") else ""
+    def exit_status(self) -> ExitStatus:
+        """The exit status of the server's error; derived from the HTTP status if this version does not know it."""
+        return self.kind.exit_status if self.known else EXIT_STATUSES.get(self.status, ExitStatus.FAILED)
 
 
-class ServerUnreachableError(SandboxError):
+class ServerUnreachableError(SandboxError, kind=Kind.UNREACHABLE):
     """The server at ``url`` did not answer, or closed the connection."""
 
     def __init__(self, url: str, reason: str) -> None:
@@ -46,7 +62,7 @@ class AnswerError(SandboxError):
         super().__init__(f"The server's answer is {printable(problem)[:300]}.", remedy)
 
 
-class NoServerError(SandboxError):
+class NoServerError(SandboxError, kind=Kind.UNREACHABLE):
     """The request needs a running server, and none was found."""
 
     def __init__(self, problem: str = "No Jupyter Server of yours that has sandboxes runs here.") -> None:

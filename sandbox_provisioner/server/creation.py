@@ -9,7 +9,9 @@ from typing import Any
 from uuid import UUID
 
 from ..errors import (
+    BadRequestError,
     ConfigurationError,
+    NotebookInUseError,
     SandboxError,
     SandboxExistsError,
     SandboxNotFoundError,
@@ -22,9 +24,8 @@ from ..kernel.start_request import ASKED
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import look
 from ..sandbox.user_sandboxes import Persistence
-from .kernels import Live, Notebook, NotebookInUseError
+from .kernels import Live, Notebook
 from .models import Subject
-from .openapi import BadRequestError
 from .queries import Inventory
 
 VARIABLES = {

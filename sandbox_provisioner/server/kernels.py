@@ -18,26 +18,17 @@ from jupyter_core.utils import ensure_async
 from jupyter_server.utils import ApiPath, to_os_path
 from tornado.web import HTTPError
 
-from ..errors import SandboxError, SandboxNotFoundError
+from ..errors import BadRequestError, SandboxError, SandboxNotFoundError
 from ..gvisor.mounts import planted_link, within
 from ..persistence.records import SandboxRecord
 from ..provisioner import SandboxProvisioner
 from ..workers import control
 from .kernel_manager import sandboxed_kernels, sandboxed_names
-from .openapi import BadRequestError
 
 LOOK_EVERY = 0.2
 """Seconds between two checks that a restarting kernel was not ended."""
 LONGEST = 255
 """Maximum bytes of a file name."""
-
-
-class NotebookInUseError(SandboxError):
-    """A notebook already has a kernel, on this server or saved; ``path`` is the notebook's."""
-
-    def __init__(self, path: str, kernel: str = "a kernel on this server") -> None:
-        self.path = path
-        super().__init__(f"Notebook {path} has {kernel}.", "Shut it down or delete it, or name another notebook.")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
-from ..errors import SandboxError
+from ..errors import BadRequestError
 
 SPEC = Path(__file__).with_name("openapi.yaml")
 
@@ -25,14 +25,6 @@ JUPYTERS = ("token", "no_track_activity", "_xsrf")
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")
 INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,30})")
-
-
-class BadRequestError(SandboxError):
-    """The request is invalid; ``field`` names the invalid part, if known."""
-
-    def __init__(self, problem: str, remedy: str = "", field: str = "") -> None:
-        self.field = field
-        super().__init__(problem, remedy)
 
 
 @cache

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tornado.ioloop import IOLoop
 
-from ..errors import SandboxError
+from ..errors import subclasses
 from ..events import JOURNAL, Entry, What
 from ..templates.warm_pool import STANDBY
 from .kernel_manager import sandboxed_kernels
@@ -140,8 +140,5 @@ def _start_counting() -> None:
 def failure(entry: Entry) -> tuple[str, str]:
     """Return the labels of a failure: what failed, and the name of the SandboxError, both from fixed sets."""
     doing = entry.doing if entry.doing in set(What) else OTHER
-    return doing, entry.reason if entry.reason in _reasons(SandboxError) | {INTERNAL} else OTHER
-
-
-def _reasons(root: type[SandboxError]) -> set[str]:
-    return {root.__name__}.union(*(_reasons(below) for below in root.__subclasses__()))
+    reasons = {INTERNAL, *(error.__name__ for error in subclasses())}
+    return doing, entry.reason if entry.reason in reasons else OTHER
