@@ -155,7 +155,7 @@ def test_for_everybody_who_uses_this_environment(
 
 def test_removing_where_nothing_is_says_so(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["setup", "--remove"]) == 0
-    assert f"nothing to remove in {data / 'kernels'}" in capsys.readouterr().out
+    assert f"Nothing to remove in {data / 'kernels'}" in capsys.readouterr().out
 
 
 def test_doctor_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def objects(data: Path) -> list[str]:
 
 def test_where_nothing_is_kept_that_is_said(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
     assert main(["list"]) == 0
-    assert capsys.readouterr().out == "There are no sandboxes.\n"
+    assert capsys.readouterr().out == "No sandboxes.\n"
     assert ask("list") == {"sandboxes": [], "unreadable": []}
 
 
@@ -241,7 +241,7 @@ def test_a_list_can_be_of_some_only(keep: Keep, ask: Ask, capsys: pytest.Capture
     assert listed("--notebook", "b.ipynb") == listed("--notebook", str(tmp_path / "b.ipynb")) == [str(empty.id)]
     assert listed("--older-than", "2d") == [str(saved.id)]
     assert main(["list", "--older-than", "9d"]) == 0
-    assert capsys.readouterr().out == "No sandbox is like that.\n"
+    assert capsys.readouterr().out == "No matching sandboxes.\n"
     with pytest.raises(SystemExit):
         main(["list", "--state", "lost"])
 
@@ -256,7 +256,7 @@ def test_a_sandbox_is_meant_by_an_id_its_beginning_or_its_notebook(
     twin = keep(notebook_path=path, kernel_name="two")
     assert main(["show", "a.ipynb"]) == 2
     said = capsys.readouterr().err
-    assert "can be 2 sandboxes" in said and str(record.id) in said and str(twin.id) in said
+    assert "matches 2 sandboxes" in said and str(record.id) in said and str(twin.id) in said
     assert main(["show", ""]) == main(["show", "nothing.ipynb"]) == 3
     assert str(other.id) in capsys.readouterr().err
 
@@ -276,10 +276,10 @@ def test_savepoints_are_listed_and_deleted(
     assert [item["name"] for item in ask("savepoint", str(record.id))["items"]] == ["after"]
     assert not any("/before/" in name for name in objects(data))
     assert main(["savepoint", str(record.id), "--delete", "before"]) == 3
-    assert "It has after." in capsys.readouterr().err
+    assert "Its savepoints: after." in capsys.readouterr().err
     assert ask("savepoint", str(record.id), "--delete", "after") == {"deleted": "after"}
     assert main(["savepoint", str(record.id)]) == 0
-    assert capsys.readouterr().out == "There are no savepoints of it.\n"
+    assert capsys.readouterr().out == "No savepoints.\n"
 
 
 def test_snapshots_are_listed_and_deleted(keep: Keep, ask: Ask, data: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_fork_is_a_second_sandbox_with_the_same_memory_and_a_notebook_of_its_o
     assert (early["size"], early["notebook_path"]) == (300, None)
     assert len(ask("list")["sandboxes"]) == 3
     assert main(["fork", "a.ipynb", "--notebook", "b.ipynb"]) == 4
-    assert f"{tmp_path / 'b.ipynb'} has a sandbox already: {fork['id']}." in capsys.readouterr().err
+    assert f"{tmp_path / 'b.ipynb'} already has the sandbox {fork['id']}." in capsys.readouterr().err
     assert main(["fork", "a.ipynb", "--savepoint", "never"]) == 3
     assert main(["fork", "a.ipynb", "--notebook", "no/such/folder.ipynb"]) == 1
     assert "no/such/folder.ipynb" in capsys.readouterr().err
@@ -335,7 +335,7 @@ def test_hibernating_what_is_saved_is_done_already(keep: Keep, ask: Ask, capsys:
     assert [shown["state"] for shown in ask("hibernate", str(record.id))["sandboxes"]] == ["saved"]
     running = keep(running=True)
     assert main(["hibernate", str(running.id)]) == 5
-    assert "is running, and no Jupyter Server of yours" in capsys.readouterr().err
+    assert "is running, and this needs a running Jupyter Server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_a_server_that_is_named_and_not_there_is_an_error(capsys: pytest.Capture
     assert main(["list", "--server", "http://127.0.0.1:1/"]) == 5
     assert "http://127.0.0.1:1/ does not answer" in capsys.readouterr().err
     assert main(["list", "--server", "nonsense"]) == 5
-    assert "'nonsense' is no address of a Jupyter Server" in capsys.readouterr().err
+    assert "'nonsense' is not the address of a Jupyter Server" in capsys.readouterr().err
 
 
 def completions(line: str) -> list[str]:
@@ -440,8 +440,8 @@ def test_a_dry_run_says_what_would_be_refused(
     dry = ["prune", "--older-than", "30d", "--dry-run"]
     assert main(dry) == 5
     said = capsys.readouterr()
-    assert f"Would not delete {old.id}, unknown: it would be refused" in said.out
-    assert "0 sandboxes, 0 B in all. Nothing was deleted." in said.out
+    assert f"Would not delete {old.id}, unknown: the deletion would be refused" in said.out
+    assert "0 sandboxes, 0 B in total. Nothing was deleted." in said.out
     assert main([*dry, "--json"]) == 5
     told = json.loads(capsys.readouterr().out)
     assert (told["would_delete"], [each["id"] for each in told["would_keep"]]) == ([], [str(old.id)])
@@ -640,7 +640,7 @@ def test_a_dry_run_says_what_would_go_and_deletes_nothing(
     assert main(["prune", "--older-than", "30d", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert f"Would delete {stale.id} (/old.ipynb), saved, 2.0 kB" in said
-    assert "1 sandbox, 2.0 kB in all. Nothing was deleted." in said
+    assert "1 sandbox, 2.0 kB in total. Nothing was deleted." in said
     assert [shown["id"] for shown in ask("prune", "--older-than", "30d", "--dry-run")["would_delete"]] == [
         str(stale.id)
     ]

@@ -86,7 +86,7 @@ def test_an_ephemeral_kernel_is_listed_too(
     (shown,) = ask(capsys, "list")["sandboxes"]
     assert (shown["id"], shown["persistent"], shown["storage"]) == (made.id, False, None)
     assert main(["show", made.id]) == 0
-    assert "running, and not kept" in capsys.readouterr().out
+    assert "running, ephemeral" in capsys.readouterr().out
     assert main(["hibernate", made.id]) == 4
     assert ask(capsys, "delete", made.id)["deleted"][0]["id"] == made.id
 
@@ -111,7 +111,7 @@ def test_a_kernel_goes_back_to_a_savepoint_and_on_from_it_twice(
     assert main(["savepoint", "a.ipynb", "one"]) == 4
     said = capsys.readouterr()
     assert said.out.endswith(f"Savepoint one of {sandbox.id[:8]} a.ipynb: failed\n")
-    assert said.err.count("\n") == 1 and "has a savepoint one" in said.err and "Choose another name" in said.err
+    assert said.err.count("\n") == 1 and "already has a savepoint one" in said.err and "Choose another name" in said.err
     kept = ask(capsys, "rewind", "a.ipynb", "one")["kept"]
     kc.stop_channels()
     kc = server.ready_client(str(sandbox.kernel_id))
@@ -170,7 +170,7 @@ def test_an_interrupted_exec_takes_its_command_with_it(client: SandboxClient, sa
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"up\n"
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == b"jupyter sandbox: interrupted; so is the command.\n"
+        assert process.stderr.read() == b"jupyter sandbox: interrupted; the command was interrupted, too.\n"
     assert process.returncode == 130
     until(lambda: b"sleep" not in execute(sandbox.id, "--", "sh", "-c", "cat /proc/[0-9]*/comm").stdout)
 

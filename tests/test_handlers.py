@@ -146,7 +146,7 @@ FORBIDDEN = {
     "type": "about:blank",
     "title": "Forbidden",
     "status": 403,
-    "detail": "You are not logged in, or not allowed to do that.",
+    "detail": "You are not logged in or not authorized.",
 }
 
 
@@ -203,7 +203,7 @@ def test_a_sandbox_that_cannot_be_is_refused_by_what_is_wrong(api: Api, body: di
 
 
 def test_a_refusal_names_the_kernels_there_are(api: Api) -> None:
-    assert f"There are: {BROKEN}, {KEEPER}, {KERNEL}" in api.bad(400, "POST", "", {"kernel_name": "no-such"})["remedy"]
+    assert f"Sandboxed kernels: {BROKEN}, {KEEPER}, {KERNEL}" in api.bad(400, "POST", "", {"kernel_name": "no-such"})["remedy"]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_one_that_is_only_kept_is_shown_and_woken(api: Api, create: Callable[...
     assert api.good("POST", f"{here}/hibernate")["kernel_id"] is None
     for action, body in (("restart", None), ("execute", {"command": ["true"]}), ("savepoints", {"name": "a"})):
         assert "not open on this server" in api.bad(409, "POST", f"{here}/{action}", body)["detail"]
-    assert "without a checkpoint before" in api.bad(409, "POST", f"{here}/revert")["detail"]
+    assert "without a previous checkpoint" in api.bad(409, "POST", f"{here}/revert")["detail"]
     woken = api.good("POST", f"{here}/wake")
     assert woken["state"] == "running"
     assert api.run(woken, "print(x + 1)") == "42\n"

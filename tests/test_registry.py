@@ -365,10 +365,16 @@ def test_pruning_goes_by_the_last_use_and_by_nothing_else(
     os.utime(folder / f"{fresh.id}.json", (1, 1))
     os.utime(folder, (1, 1))
     storage = Storage()
-    assert [record.id for record in registry.unused(MONTH)] == [stale.id]
     assert [(removal.record, removal.freed) for removal in registry.prune(MONTH, storage.destroy)] == [(stale, 1000)]
     assert storage.destroyed == [stale.id]
     assert registry.list().records == [fresh]
+
+
+def test_prune_among_given_records(registry: PersistentSandboxRegistry, old: Callable[..., SandboxRecord]) -> None:
+    first, second, fresh = old(40), old(41), old(1)
+    removals = registry.prune(MONTH, Storage().destroy, {second.id, fresh.id})
+    assert [removal.record for removal in removals] == [second]
+    assert {record.id for record in registry.list().records} == {first.id, fresh.id}
 
 
 def test_one_that_must_stay_does_not_stop_the_pruning(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from sandbox_provisioner.errors import (
 from sandbox_provisioner.persistence import records
 from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata, Tenancy
 from sandbox_provisioner.persistence.records import SandboxRecord
+from sandbox_provisioner.sandbox.model import Deleted, encode
 from sandbox_provisioner.sandbox.user_sandboxes import Persistence, registry
 from sandbox_provisioner.server import openapi
 from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
@@ -102,13 +102,13 @@ async def pages(sandboxes: Sandboxes, **query: Any) -> list[list[str]]:
     """The ids of all pages."""
     found, after = [], {}
     while True:
-        page = await sandboxes.list({"limit": 2, **query, **after})
-        openapi.check({"$ref": "#/components/schemas/SandboxPage"}, page, "page")
-        found.append([one["id"] for one in page["items"]])
-        if page["next"] is None:
+        page = await sandboxes.list_sandboxes(**{"limit": 2, **query, **after})
+        openapi.check({"$ref": "#/components/schemas/SandboxPage"}, encode(page), "page")
+        found.append([one.id for one in page.items])
+        if page.next is None:
             return found
-        openapi.check({"$ref": "#/components/schemas/Cursor"}, page["next"], "next")
-        after = {"after": page["next"]}
+        openapi.check({"$ref": "#/components/schemas/Cursor"}, page.next, "next")
+        after = {"after": page.next}
 
 
 async def test_pages_have_those_that_were_used_last_first(sandboxes: Sandboxes, keep: Keep) -> None:
@@ -129,10 +129,10 @@ async def test_where_nothing_is_kept_there_is_one_empty_page(sandboxes: Sandboxe
 
 async def test_a_page_goes_on_though_the_last_one_of_the_page_before_is_gone(sandboxes: Sandboxes, keep: Keep) -> None:
     kept = [keep(days=days) for days in range(4)]
-    first = await sandboxes.list({"limit": 2})
-    await sandboxes.delete(str(kept[1].id))
-    second = await sandboxes.list({"limit": 2, "after": first["next"]})
-    assert [one["id"] for one in second["items"]] == [str(record.id) for record in kept[2:]]
+    first = await sandboxes.list_sandboxes(limit=2)
+    await sandboxes.delete_sandbox(str(kept[1].id))
+    second = await sandboxes.list_sandboxes(limit=2, after=first.next)
+    assert [one.id for one in second.items] == [str(record.id) for record in kept[2:]]
 
 
 async def test_those_in_a_state_are_found_in_pages(
@@ -159,38 +159,38 @@ async def test_those_of_a_notebook_are_found_by_its_path_below_the_root(
 
 async def test_no_path_of_the_machine_is_shown(sandboxes: Sandboxes, keep: Keep, root: Path, data: Path) -> None:
     inside, outside = keep(notebook_path=str(root / "a.ipynb")), keep(notebook_path="/home/me/b.ipynb")
-    shown = [await sandboxes.show(str(record.id)) for record in (inside, outside)]
-    assert [one["notebook_path"] for one in shown] == ["a.ipynb", None]
-    assert not [one for one in shown if "/home" in json.dumps(one) or str(data) in json.dumps(one)]
+    shown = [await sandboxes.show_sandbox(str(record.id)) for record in (inside, outside)]
+    assert [one.notebook_path for one in shown] == ["a.ipynb", None]
+    assert not [one for one in shown if "/home" in str(encode(one)) or str(data) in str(encode(one))]
 
 
 async def test_a_sandbox_is_known_by_its_whole_id_only(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
     record = replace(keep(), sandbox_id="mine")
     write(data, record)
     for known in (str(record.id), "mine"):
-        assert (await sandboxes.show(known))["id"] == str(record.id)
+        assert (await sandboxes.show_sandbox(known)).id == str(record.id)
     for unknown in (str(record.id)[:8], "min", "other"):
         with pytest.raises(SandboxNotFoundError):
-            await sandboxes.show(unknown)
+            await sandboxes.show_sandbox(unknown)
 
 
 async def test_one_that_storage_has_no_more_is_gone(sandboxes: Sandboxes) -> None:
     kept = Persistence.open()
     record = kept.registry.allocate(kept.stores)
-    assert (await sandboxes.show(str(record.id)))["state"] == "gone"
+    assert (await sandboxes.show_sandbox(str(record.id))).state == "gone"
     with pytest.raises(SandboxNotFoundError):
-        await sandboxes.wake(str(record.id))
-    assert await sandboxes.delete(str(record.id)) == {"id": str(record.id), "freed": 0}
+        await sandboxes.wake_sandbox(str(record.id))
+    assert await sandboxes.delete_sandbox(str(record.id)) == Deleted(str(record.id), 0)
     assert registry().list().records == []
 
 
 async def test_one_that_is_kept_in_another_storage_is_elsewhere(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
     record = replace(keep(), where="/mnt/other storage")
     write(data, record)
-    shown = await sandboxes.show(str(record.id))
-    assert shown["state"] == "elsewhere"
-    assert "/mnt" not in shown["problem"]
-    for action in (sandboxes.wake, sandboxes.delete):
+    shown = await sandboxes.show_sandbox(str(record.id))
+    assert shown.state == "elsewhere"
+    assert shown.problem and "/mnt" not in shown.problem
+    for action in (sandboxes.wake_sandbox, sandboxes.delete_sandbox):
         with pytest.raises(StorageNotHereError):
             await action(str(record.id))
 
@@ -198,16 +198,16 @@ async def test_one_that_is_kept_in_another_storage_is_elsewhere(sandboxes: Sandb
 async def test_a_record_that_cannot_be_read_is_counted(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
     record = keep()
     LocalStore(data / "sandbox" / "registry").write("0f8a6e0e-8a54-4e0c-9d0a-3f2f2d1b7c11.json", b"nonsense")
-    page = await sandboxes.list({"limit": 10})
-    assert ([one["id"] for one in page["items"]], page["unreadable"]) == ([str(record.id)], 1)
+    page = await sandboxes.list_sandboxes(limit=10)
+    assert ([one.id for one in page.items], page.unreadable) == ([str(record.id)], 1)
 
 
 async def test_what_needs_a_kernel_is_refused_where_there_is_none(sandboxes: Sandboxes, keep: Keep) -> None:
     empty, busy = str(keep().id), str(keep(running=True).id)
     with pytest.raises(StateError, match="empty, and not open on this server"):
-        await sandboxes.hibernate(empty)
+        await sandboxes.hibernate_sandbox(empty)
     with pytest.raises(StateError, match="running on another server"):
-        await sandboxes.restart(busy)
+        await sandboxes.restart_sandbox(busy)
 
 
 async def test_a_server_that_can_keep_nothing_has_no_kept_ones(
@@ -217,9 +217,9 @@ async def test_a_server_that_can_keep_nothing_has_no_kept_ones(
     monkeypatch.setenv("FILESYSTEM_SNAPSHOT_BUCKET", "bucket")
     assert await pages(sandboxes) == [[]]
     with pytest.raises(SandboxNotFoundError):
-        await sandboxes.show(str(record.id))
-    able = await sandboxes.capabilities()
-    assert (able["storage"], able["persistent"], able["checkpoints"], able["snapshots"]) == (None, False, False, True)
+        await sandboxes.show_sandbox(str(record.id))
+    able = await sandboxes.get_capabilities()
+    assert (able.storage, able.persistent, able.checkpoints, able.snapshots) == (None, False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ async def test_settings_that_cannot_be_used_are_told_by_the_variable(
     sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    for asked in (sandboxes.list({"limit": 1}), sandboxes.show("any"), sandboxes.delete("any")):
+    for asked in (sandboxes.list_sandboxes(limit=1), sandboxes.show_sandbox("any"), sandboxes.delete_sandbox("any")):
         with pytest.raises(ConfigurationError) as raised:
             await asked
         assert raised.value.setting == variable
@@ -244,8 +244,12 @@ async def test_stores_are_opened_once(kernels: ServerKernels) -> None:
 
 async def test_one_whose_kernelspec_is_gone_cannot_be_started(sandboxes: Sandboxes, keep: Keep) -> None:
     identity = str(keep(kernel_name="no-such").id)
-    for asked in (sandboxes.wake(identity), sandboxes.fork(identity, {}), sandboxes.create({"sandbox_id": identity})):
-        with pytest.raises(StateError, match="of kernel 'no-such', which this server has not"):
+    for asked in (
+        sandboxes.wake_sandbox(identity),
+        sandboxes.fork_sandbox(identity, {}),
+        sandboxes.create_sandbox({"sandbox_id": identity}),
+    ):
+        with pytest.raises(StateError, match="of kernel 'no-such', which is not installed on this server"):
             await asked
 
 
@@ -298,6 +302,6 @@ async def test_what_a_server_is_not_set_up_for_is_refused_by_the_name_of_the_var
     for place in has.split():
         monkeypatch.setenv(f"{place}_BUCKET", "bucket")
     with pytest.raises(ConfigurationError) as raised:
-        await sandboxes.create(asked)
+        await sandboxes.create_sandbox(asked)
     assert describe(raised.value)["variable"] == missing
     assert describe(raised.value)["status"] == 400

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 
-from ..client import NoServerError, ProblemError, Sandbox, SandboxClient, Stored, running_servers
-from ..client.models import NamedState
-from ..errors import AmbiguousSandboxError, SandboxError, UnknownSandboxError, UnreadableRecordError
+from ..client import NoServerError, ProblemError, SandboxClient, running_servers
+from ..errors import SandboxError, UnreadableRecordError
 from ..errors.kinds import Kind
-from ..persistence import metadata
 from ..persistence.records import SandboxRecord
-from ..sandbox.listing import Sight, look
+from ..sandbox.listing import look
+from ..sandbox.lookup import look_up
+from ..sandbox.model import Sandbox
 from ..sandbox.registry import Listing
 from ..sandbox.user_sandboxes import Persistence
 
@@ -37,7 +35,7 @@ class UnreadSandboxError(SandboxError, kind=Kind.UNREACHABLE):
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
-        super().__init__(sandbox.problem or f"Sandbox {sandbox.id} is {sandbox.state}: its document was not read.")
+        super().__init__(sandbox.problem or f"Sandbox {sandbox.id} is {sandbox.state}: its document could not be read.")
 
 
 class NoKernelError(SandboxError, kind=Kind.WRONG_STATE):
@@ -47,8 +45,10 @@ class NoKernelError(SandboxError, kind=Kind.WRONG_STATE):
         self.sandbox = sandbox
         remedy = f"`jupyter sandbox wake {sandbox.id}` starts one."
         if sandbox.state == "running":
-            remedy = "Name the server that has it with --server."
-        super().__init__(f"Sandbox {sandbox.id} is {sandbox.state}: no server of yours here has its kernel.", remedy)
+            remedy = "Use --server to name the server that has it."
+        super().__init__(
+            f"Sandbox {sandbox.id} is {sandbox.state}: none of your servers on this machine has its kernel.", remedy
+        )
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,10 @@ class Reach:
 
         Raises UnknownSandboxError with all ids, or AmbiguousSandboxError with the matching ones.
         """
-        known = {
-            **{identity: (each.sandbox_id, each.notebook_path) for identity, each in self._records.items()},
-            **{
-                identity: (each.sandbox.sandbox_id, each.sandbox.notebook_path) for identity, each in self._told.items()
-            },
-        }
-        return self._look(dict.fromkeys(choose(each, known, self.unreadable) for each in wanted))
+        told = {identity: each.sandbox for identity, each in self._told.items()}
+        known: Mapping[str, SandboxRecord | Sandbox] = {**self._records, **told}
+        found = [look_up(each, known.values(), self.unreadable) for each in wanted]
+        return self._look(dict.fromkeys(str(each.id) for each in found))
 
     def server_of(self, found: Found) -> Server:
         """Return the server that has its kernel. Raises NoServerError if none runs, NoKernelError if none has it."""
@@ -139,8 +136,8 @@ class Reach:
             return found.server
         if not self.servers:
             self._complain()
-            state = f"Sandbox {found.sandbox.id} is {found.sandbox.state}"
-            raise NoServerError(f"{state}, and no Jupyter Server of yours that could do this runs here.")
+            problem = f"Sandbox {found.sandbox.id} is {found.sandbox.state}, and this needs a running Jupyter Server."
+            raise NoServerError(problem)
         raise NoKernelError(found.sandbox)
 
     def starter_of(self, found: Found) -> Server:
@@ -148,7 +145,7 @@ class Reach:
         if server := self.any_server(found):
             return server
         self._complain()
-        raise NoServerError(f"No Jupyter Server of yours runs here that could start sandbox {found.sandbox.id}.")
+        raise NoServerError(f"None of your Jupyter Servers on this machine can start sandbox {found.sandbox.id}.")
 
     def any_server(self, found: Found) -> Server | None:
         """Return the server that has its kernel, or one that lists it; or None."""
@@ -163,8 +160,8 @@ class Reach:
         """Return these sandboxes in order, from servers, else from storage."""
         ids = list(ids)
         kept = [self._records[identity] for identity in ids if identity not in self._told]
-        sights = look(self.storage, kept) if self.storage and kept else []
-        seen = {str(sight.record.id): Found(from_sight(sight), sight.record) for sight in sights}
+        listed = look(self.storage, kept) if self.storage and kept else []
+        seen = {found.sandbox.id: Found(found.sandbox, found.record) for found in listed}
         return [self._told.get(identity) or seen[identity] for identity in ids]
 
 
@@ -203,63 +200,6 @@ def _greet(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[San
         except SandboxError as error:
             complaints.append(error)
     return servers, complaints
-
-
-def choose(
-    wanted: str, known: Mapping[str, tuple[str, str | None]], unreadable: Iterable[UnreadableRecordError]
-) -> str:
-    """Return the id that ``wanted`` refers to; ``known`` maps ids to ids in storage and notebooks.
-
-    Raises AmbiguousSandboxError, UnknownSandboxError, or the error of an unreadable record with that id.
-    """
-    beginning = wanted.lower().replace("-", "")
-    here = os.path.abspath(wanted)
-    attempts: tuple[Callable[[str], bool], ...] = (
-        lambda identity: wanted in (identity, known[identity][0]),
-        lambda identity: bool(beginning) and identity.replace("-", "").startswith(beginning),
-        lambda identity: bool(wanted) and known[identity][1] in (wanted, here),
-    )
-    for fits in attempts:
-        found = [identity for identity in known if fits(identity)]
-        if len(found) > 1:
-            raise AmbiguousSandboxError(wanted, found)
-        if found:
-            return found[0]
-    for report in unreadable:
-        if beginning and Path(report.path).stem.replace("-", "").startswith(beginning):
-            raise report
-    raise UnknownSandboxError(wanted, list(known))
-
-
-def from_sight(sight: Sight) -> Sandbox:
-    """Return a stored sandbox in the format of the REST API's client."""
-    record, summary = sight.record, sight.summary
-    return Sandbox(
-        id=str(record.id),
-        sandbox_id=record.sandbox_id,
-        state=sight.state,
-        persistent=True,
-        kernel_id=None,
-        kernel_name=record.kernel_name,
-        notebook_path=record.notebook_path or None,
-        created=record.created,
-        last_used=sight.last_used,
-        size=sight.size,
-        checkpoint=_stored(summary.checkpoint) if summary else None,
-        previous=_stored(summary.previous) if summary else None,
-        savepoints=_named(summary.savepoints) if summary else (),
-        snapshots=_named(sight.snapshots),
-        problem=str(sight.problem) if sight.problem else None,
-    )
-
-
-def _stored(kept: metadata.Stored | None) -> Stored | None:
-    return Stored(datetime.fromisoformat(kept.created), kept.size) if kept else None
-
-
-def _named(stored: Mapping[str, metadata.Stored]) -> tuple[NamedState, ...]:
-    states = [NamedState(name, datetime.fromisoformat(each.created), each.size) for name, each in stored.items()]
-    return tuple(sorted(states, key=lambda state: state.created))
 
 
 def placed(sandbox: Sandbox, record: SandboxRecord | None, server: Server) -> Sandbox:

@@ -50,24 +50,26 @@ class ServerUnreachableError(SandboxError, kind=Kind.UNREACHABLE):
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
-        problem = f"The Jupyter Server at {url} does not answer: {printable(reason).rstrip('.') or 'it hung up'}."
-        super().__init__(problem, "`jupyter server list` shows those of yours that run here.")
+        problem = (
+            f"The Jupyter Server at {url} does not answer: {printable(reason).rstrip('.') or 'connection closed'}."
+        )
+        super().__init__(problem, "`jupyter server list` shows your servers on this machine.")
 
 
 class AnswerError(SandboxError):
     """A server sent a response that this client does not understand."""
 
     def __init__(self, problem: str) -> None:
-        remedy = "The server may have another version of sandbox_provisioner than this client."
-        super().__init__(f"The server's answer is {printable(problem)[:300]}.", remedy)
+        remedy = "The server and this client may have different versions of sandbox_provisioner."
+        super().__init__(f"The server's response is invalid: {printable(problem)[:300]}.", remedy)
 
 
 class NoServerError(SandboxError, kind=Kind.UNREACHABLE):
     """The request needs a running server, and none was found."""
 
-    def __init__(self, problem: str = "No Jupyter Server of yours that has sandboxes runs here.") -> None:
+    def __init__(self, problem: str = "None of your Jupyter Servers on this machine has sandboxes.") -> None:
         super().__init__(
-            problem, "Start one with `jupyter lab` or `jupyter server`, or name another one with `--server URL`."
+            problem, "Start one with `jupyter lab` or `jupyter server`, or name a server with `--server URL`."
         )
 
 
@@ -82,10 +84,10 @@ def refusal(url: str, status: int, body: Any) -> ProblemError:
     said = printable(str(problem.get("message") or ""))[:300].rstrip(".")
     if status == 404:
         detail = f"The Jupyter Server at {url} has no sandboxes."
-        remedy = "Install sandbox-provisioner in its environment, and see that its server extension is enabled."
+        remedy = "Install sandbox-provisioner in its environment and check that its server extension is enabled."
     elif status in (401, 403) or 300 <= status < 400:
-        detail, remedy = "The Jupyter Server did not let you in.", f"Check the token for {url}."
+        detail, remedy = "The Jupyter Server denied access.", f"Check the token for {url}."
     else:
         detail = f"The Jupyter Server at {url} answered with status {status}{f': {said}' if said else ''}."
-        remedy = "Its log says more."
+        remedy = "See its log."
     return ProblemError(status, "about:blank", f"Status {status}", detail, remedy)

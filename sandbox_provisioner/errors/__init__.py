@@ -377,7 +377,7 @@ class NotebookInUseError(SandboxError, kind=Kind.IN_USE):
 
     def __init__(self, path: str, kernel: str = "a kernel on this server") -> None:
         self.path = path
-        super().__init__(f"Notebook {path} has {kernel}.", "Shut it down or delete it, or name another notebook.")
+        super().__init__(f"Notebook {path} already has {kernel}.", "Shut it down, delete it, or name another notebook.")
 
 
 class AmbiguousSandboxError(SandboxError, kind=Kind.AMBIGUOUS):
