@@ -50,7 +50,7 @@ def example(kind: type[SandboxError]) -> SandboxError:
     return kind(**{name: ARGUMENTS.get(name, SECRET) for name in names})
 
 
-def test_a_refused_signature_says_what_helps_without_a_path() -> None:
+def test_signature_problem_has_remedy_without_path() -> None:
     error = errors.SignatureError.other_key("sandboxes/box/metadata.json", SECRET, "a" * 16, "b" * 16)
     body = describe(error)
     assert body["variable"] == "SANDBOX_SIGNING_KEY"
@@ -68,14 +68,14 @@ def test_a_refused_signature_says_what_helps_without_a_path() -> None:
         (errors.DiskFullError(f"could not write in {SECRET}"), "SANDBOX_STORAGE_DIR"),
     ],
 )
-def test_a_problem_whose_path_is_hidden_names_the_setting(error: SandboxError, setting: str) -> None:
+def test_problem_with_hidden_path_names_the_setting(error: SandboxError, setting: str) -> None:
     body = describe(error)
     assert setting in body["remedy"]
     assert SECRET not in str(body)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_exception_has_a_problem_without_a_path(kind: type[SandboxError]) -> None:
+def test_problems_contain_no_path(kind: type[SandboxError]) -> None:
     error = example(kind)
     for text in (str(describe(error)), public(error)):
         for part in ("/home", "files/storage", "/root", "/etc", "/var", "jupyter/z", "/srv", "/run", "/usr"):
@@ -83,14 +83,14 @@ def test_every_exception_has_a_problem_without_a_path(kind: type[SandboxError]) 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_problem_is_as_described(kind: type[SandboxError]) -> None:
+def test_problems_match_the_schema(kind: type[SandboxError]) -> None:
     problem = describe(example(kind))
     check(PROBLEM, problem, "problem")
     assert problem["type"].startswith("urn:sandbox:")
     assert problem["detail"]
 
 
-def test_a_problem_names_the_variable_that_is_missing() -> None:
+def test_problem_names_the_missing_variable() -> None:
     problem = describe(ConfigurationError("SANDBOX_LOCK_BUCKET", "It is not set.", "Set it."))
     assert problem == {
         "type": "urn:sandbox:not-set-up",
@@ -102,17 +102,17 @@ def test_a_problem_names_the_variable_that_is_missing() -> None:
     }
 
 
-def test_what_is_no_path_stays() -> None:
+def test_text_without_paths_is_unchanged() -> None:
     text = "Set a/b.ipynb, 1/2, and/or `jupyter sandbox list`; see https://gvisor.dev/docs."
     assert public(BadRequestError(text)) == text
 
 
-def test_a_refusal_says_nothing_of_its_reason() -> None:
+def test_forbidden_gives_no_reason() -> None:
     told = describe(HTTPError(403, "User is not authorized to read on resource: sandboxes."))
     assert told == describe(HTTPError(403)) == describe(None, 403)
 
 
-def test_what_should_not_have_happened_is_not_told() -> None:
+def test_unexpected_errors_are_not_disclosed() -> None:
     problem = describe(ValueError(f"{SECRET} and a password"))
     assert problem["status"] == 500
     assert "password" not in str(problem)

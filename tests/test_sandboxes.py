@@ -111,23 +111,23 @@ async def pages(sandboxes: Sandboxes, **query: Any) -> list[list[str]]:
         after = {"after": page.next}
 
 
-async def test_pages_have_those_that_were_used_last_first(sandboxes: Sandboxes, keep: Keep) -> None:
+async def test_pages_are_sorted_by_last_use(sandboxes: Sandboxes, keep: Keep) -> None:
     ids = [str(keep(days=days).id) for days in (3, 1, 5, 2, 4)]
     in_order = [ids[number] for number in (1, 3, 0, 4, 2)]
     assert await pages(sandboxes) == [in_order[:2], in_order[2:4], in_order[4:]]
 
 
-async def test_the_last_page_is_the_last_also_if_it_is_full(sandboxes: Sandboxes, keep: Keep) -> None:
+async def test_full_last_page_has_no_next_page(sandboxes: Sandboxes, keep: Keep) -> None:
     for days in range(4):
         keep(days=days)
     assert [len(page) for page in await pages(sandboxes)] == [2, 2]
 
 
-async def test_where_nothing_is_kept_there_is_one_empty_page(sandboxes: Sandboxes) -> None:
+async def test_empty_list_is_one_empty_page(sandboxes: Sandboxes) -> None:
     assert await pages(sandboxes) == [[]]
 
 
-async def test_a_page_goes_on_though_the_last_one_of_the_page_before_is_gone(sandboxes: Sandboxes, keep: Keep) -> None:
+async def test_next_page_after_deletion(sandboxes: Sandboxes, keep: Keep) -> None:
     kept = [keep(days=days) for days in range(4)]
     first = await sandboxes.list_sandboxes(limit=2)
     await sandboxes.delete_sandbox(str(kept[1].id))
@@ -135,36 +135,32 @@ async def test_a_page_goes_on_though_the_last_one_of_the_page_before_is_gone(san
     assert [one.id for one in second.items] == [str(record.id) for record in kept[2:]]
 
 
-async def test_those_in_a_state_are_found_in_pages(
-    sandboxes: Sandboxes, keep: Keep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_list_by_state(sandboxes: Sandboxes, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_provisioner.server.queries.BATCH", 2)
     ids = [str(keep(days=days, running=days % 3 == 0).id) for days in range(10)]
     assert await pages(sandboxes, state="running") == [[ids[0], ids[3]], [ids[6], ids[9]]]
     assert await pages(sandboxes, state="saved") == [[]]
 
 
-async def test_those_that_nobody_used_are_found(sandboxes: Sandboxes, keep: Keep) -> None:
+async def test_list_by_unused_time(sandboxes: Sandboxes, keep: Keep) -> None:
     ids = [str(keep(days=days).id) for days in range(4)]
     assert await pages(sandboxes, unused_for=1.5 * 86400) == [ids[2:]]
 
 
-async def test_those_of_a_notebook_are_found_by_its_path_below_the_root(
-    sandboxes: Sandboxes, keep: Keep, root: Path
-) -> None:
+async def test_list_by_relative_notebook_path(sandboxes: Sandboxes, keep: Keep, root: Path) -> None:
     mine = keep(notebook_path=str(root / "f" / "a.ipynb"))
     keep(notebook_path="/elsewhere/f/a.ipynb")
     assert await pages(sandboxes, notebook="f/a.ipynb") == [[str(mine.id)]]
 
 
-async def test_no_path_of_the_machine_is_shown(sandboxes: Sandboxes, keep: Keep, root: Path, data: Path) -> None:
+async def test_absolute_paths_are_hidden(sandboxes: Sandboxes, keep: Keep, root: Path, data: Path) -> None:
     inside, outside = keep(notebook_path=str(root / "a.ipynb")), keep(notebook_path="/home/me/b.ipynb")
     shown = [await sandboxes.show_sandbox(str(record.id)) for record in (inside, outside)]
     assert [one.notebook_path for one in shown] == ["a.ipynb", None]
     assert not [one for one in shown if "/home" in str(encode(one)) or str(data) in str(encode(one))]
 
 
-async def test_a_sandbox_is_known_by_its_whole_id_only(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
+async def test_only_a_complete_id_is_accepted(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
     record = replace(keep(), sandbox_id="mine")
     write(data, record)
     for known in (str(record.id), "mine"):
@@ -174,7 +170,7 @@ async def test_a_sandbox_is_known_by_its_whole_id_only(sandboxes: Sandboxes, kee
             await sandboxes.show_sandbox(unknown)
 
 
-async def test_one_that_storage_has_no_more_is_gone(sandboxes: Sandboxes) -> None:
+async def test_sandbox_missing_in_storage_is_gone(sandboxes: Sandboxes) -> None:
     kept = Persistence.open()
     record = kept.registry.allocate(kept.stores)
     assert (await sandboxes.show_sandbox(str(record.id))).state == "gone"
@@ -184,7 +180,7 @@ async def test_one_that_storage_has_no_more_is_gone(sandboxes: Sandboxes) -> Non
     assert registry().list().records == []
 
 
-async def test_one_that_is_kept_in_another_storage_is_elsewhere(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
+async def test_sandbox_in_other_storage_is_elsewhere(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
     record = replace(keep(), where="/mnt/other storage")
     write(data, record)
     shown = await sandboxes.show_sandbox(str(record.id))
@@ -195,14 +191,14 @@ async def test_one_that_is_kept_in_another_storage_is_elsewhere(sandboxes: Sandb
             await action(str(record.id))
 
 
-async def test_a_record_that_cannot_be_read_is_counted(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
+async def test_unreadable_records_are_counted(sandboxes: Sandboxes, keep: Keep, data: Path) -> None:
     record = keep()
     LocalStore(data / "sandbox" / "registry").write("0f8a6e0e-8a54-4e0c-9d0a-3f2f2d1b7c11.json", b"nonsense")
     page = await sandboxes.list_sandboxes(limit=10)
     assert ([one.id for one in page.items], page.unreadable) == ([str(record.id)], 1)
 
 
-async def test_what_needs_a_kernel_is_refused_where_there_is_none(sandboxes: Sandboxes, keep: Keep) -> None:
+async def test_actions_that_need_a_kernel_are_refused_without_one(sandboxes: Sandboxes, keep: Keep) -> None:
     empty, busy = str(keep().id), str(keep(running=True).id)
     with pytest.raises(StateError, match="empty, and not open on this server"):
         await sandboxes.hibernate_sandbox(empty)
@@ -210,7 +206,7 @@ async def test_what_needs_a_kernel_is_refused_where_there_is_none(sandboxes: San
         await sandboxes.restart_sandbox(busy)
 
 
-async def test_a_server_that_can_keep_nothing_has_no_kept_ones(
+async def test_server_without_storage_lists_no_stored_sandboxes(
     sandboxes: Sandboxes, keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = keep()
@@ -225,7 +221,7 @@ async def test_a_server_that_can_keep_nothing_has_no_kept_ones(
 @pytest.mark.parametrize(
     ("variable", "value"), [("SANDBOX_STORAGE_DIR", "relative"), ("SANDBOX_STORAGE_DIR", "/proc/none"), BAD_BUCKET]
 )
-async def test_settings_that_cannot_be_used_are_told_by_the_variable(
+async def test_unusable_setting_is_named(
     sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -242,7 +238,7 @@ async def test_stores_are_opened_once(kernels: ServerKernels) -> None:
     assert (await inventory.kept()).stores is opened()
 
 
-async def test_one_whose_kernelspec_is_gone_cannot_be_started(sandboxes: Sandboxes, keep: Keep) -> None:
+async def test_missing_kernelspec_prevents_start(sandboxes: Sandboxes, keep: Keep) -> None:
     identity = str(keep(kernel_name="no-such").id)
     for asked in (
         sandboxes.wake_sandbox(identity),
@@ -253,7 +249,7 @@ async def test_one_whose_kernelspec_is_gone_cannot_be_started(sandboxes: Sandbox
             await asked
 
 
-async def test_a_kernel_that_is_asked_for_again_is_as_old_as_it_is(root: Path) -> None:
+async def test_repeated_start_keeps_time_of_creation(root: Path) -> None:
     manager = SandboxKernelManager(root_dir=str(root), kernel_spec_manager=KernelSpecManager())
     try:
         kernel_id = await manager.start_kernel(kernel_name="python3")
@@ -268,7 +264,7 @@ async def test_a_kernel_that_is_asked_for_again_is_as_old_as_it_is(root: Path) -
     "path",
     ["/a.ipynb", "../a.ipynb", "f/../a.ipynb", "./a.ipynb", "f//a.ipynb", ".f/a.ipynb", "none/a.ipynb", "x" * 300],
 )
-def test_a_notebook_lies_in_a_folder_below_the_root(kernels: ServerKernels, root: Path, path: str) -> None:
+def test_invalid_notebook_paths_are_refused(kernels: ServerKernels, root: Path, path: str) -> None:
     (root / ".f").mkdir()
     (root / "f").mkdir()
     assert kernels.notebook("f/a.ipynb").absolute == str(root / "f" / "a.ipynb")
@@ -296,7 +292,7 @@ def test_a_notebook_lies_in_a_folder_below_the_root(kernels: ServerKernels, root
         ("SANDBOX_METADATA", {"notebook_path": "a.ipynb", "enable_handoff": True}, "SANDBOX_LOCK_BUCKET"),
     ],
 )
-async def test_what_a_server_is_not_set_up_for_is_refused_by_the_name_of_the_variable(
+async def test_missing_setting_is_named(
     sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, has: str, asked: dict[str, Any], missing: str
 ) -> None:
     for place in has.split():

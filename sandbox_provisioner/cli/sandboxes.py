@@ -71,8 +71,8 @@ def run_list(arguments: argparse.Namespace) -> int:
                     warn(each.sandbox.problem)
             for error in reached.unreadable:
                 warn(error)
-        for complaint in reached.complaints:
-            warn(complaint)
+        for server_error in reached.server_errors:
+            warn(server_error)
     return 0
 
 

@@ -75,7 +75,8 @@ class Found:
     @property
     def title(self) -> str:
         """Id, kernel and notebook, for messages."""
-        return title(self.sandbox)
+        about = ", ".join(part for part in (self.sandbox.kernel_name, self.sandbox.notebook_path) if part)
+        return f"{self.sandbox.id} ({about})" if about else self.sandbox.id
 
     def after(self, sandbox: Sandbox, server: Server) -> Found:
         """Return it with the new state that ``server`` reported."""
@@ -88,7 +89,7 @@ class Reach:
 
     storage: Persistence | None
     servers: Sequence[Server]
-    complaints: Sequence[SandboxError] = field(default_factory=tuple)
+    server_errors: Sequence[SandboxError] = field(default_factory=tuple)
     """Errors of local servers that could not be listed."""
 
     @cached_property
@@ -105,19 +106,19 @@ class Reach:
         return {str(record.id): record for record in self._listing.records}
 
     @cached_property
-    def _told(self) -> Mapping[str, Found]:
+    def _on_servers(self) -> Mapping[str, Found]:
         """Sandboxes to change through servers, by id: those with a kernel there, and those without a record here."""
-        told: dict[str, Found] = {}
+        found: dict[str, Found] = {}
         for server in self.servers:
             for sandbox in server.sandboxes:
                 record = self._records.get(sandbox.id)
-                if sandbox.kernel_id or not (record or sandbox.id in told):
-                    told[sandbox.id] = Found(placed(sandbox, record, server), record, server)
-        return told
+                if sandbox.kernel_id or not (record or sandbox.id in found):
+                    found[sandbox.id] = Found(placed(sandbox, record, server), record, server)
+        return found
 
     def all(self) -> Sequence[Found]:
         """Return all sandboxes, the last used first."""
-        found = self._look({**self._records, **self._told})
+        found = self._look({**self._records, **self._on_servers})
         return sorted(found, key=lambda each: each.sandbox.last_used, reverse=True)
 
     def find(self, wanted: Iterable[str]) -> Sequence[Found]:
@@ -125,8 +126,8 @@ class Reach:
 
         Raises UnknownSandboxError with all ids, or AmbiguousSandboxError with the matching ones.
         """
-        told = {identity: each.sandbox for identity, each in self._told.items()}
-        known: Mapping[str, SandboxRecord | Sandbox] = {**self._records, **told}
+        on_servers = {identity: each.sandbox for identity, each in self._on_servers.items()}
+        known: Mapping[str, SandboxRecord | Sandbox] = {**self._records, **on_servers}
         found = [look_up(each, known.values(), self.unreadable) for each in wanted]
         return self._look(dict.fromkeys(str(each.id) for each in found))
 
@@ -135,7 +136,7 @@ class Reach:
         if found.server:
             return found.server
         if not self.servers:
-            self._complain()
+            self._raise_server_error()
             problem = f"Sandbox {found.sandbox.id} is {found.sandbox.state}, and this needs a running Jupyter Server."
             raise NoServerError(problem)
         raise NoKernelError(found.sandbox)
@@ -144,31 +145,25 @@ class Reach:
         """Return the server that has its kernel, or one that can start it. Raises NoServerError without one."""
         if server := self.any_server(found):
             return server
-        self._complain()
+        self._raise_server_error()
         raise NoServerError(f"None of your Jupyter Servers on this machine can start sandbox {found.sandbox.id}.")
 
     def any_server(self, found: Found) -> Server | None:
         """Return the server that has its kernel, or one that lists it; or None."""
         return found.server or next((server for server in self.servers if server.knows(found.sandbox.id)), None)
 
-    def _complain(self) -> None:
+    def _raise_server_error(self) -> None:
         """Raise the error of a server that could not be listed: it may be the one that is missing."""
-        if self.complaints:
-            raise self.complaints[0]
+        if self.server_errors:
+            raise self.server_errors[0]
 
     def _look(self, ids: Iterable[str]) -> list[Found]:
         """Return these sandboxes in order, from servers, else from storage."""
         ids = list(ids)
-        kept = [self._records[identity] for identity in ids if identity not in self._told]
+        kept = [self._records[identity] for identity in ids if identity not in self._on_servers]
         listed = look(self.storage, kept) if self.storage and kept else []
         seen = {found.sandbox.id: Found(found.sandbox, found.record) for found in listed}
-        return [self._told.get(identity) or seen[identity] for identity in ids]
-
-
-def title(known: Sandbox | SandboxRecord) -> str:
-    """Return a sandbox's id, kernel and notebook, for messages."""
-    about = ", ".join(words for words in (known.kernel_name, known.notebook_path) if words)
-    return f"{known.id} ({about})" if about else str(known.id)
+        return [self._on_servers.get(identity) or seen[identity] for identity in ids]
 
 
 @contextmanager
@@ -183,23 +178,23 @@ def reach(arguments: argparse.Namespace) -> Iterator[Reach]:
         if arguments.no_server:
             yield Reach(storage, ())
         else:
-            yield Reach(storage, *_greet(stack, arguments.token))
+            yield Reach(storage, *_connect(stack, arguments.token))
 
 
-def _greet(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[SandboxError]]:
+def _connect(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[SandboxError]]:
     """Return this user's servers that have sandboxes, and the errors of those that could not be listed."""
     servers: list[Server] = []
-    complaints: list[SandboxError] = []
+    server_errors: list[SandboxError] = []
     for running in running_servers():
         client = stack.enter_context(SandboxClient(running.url, running.token or token, PATIENCE))
         try:
             servers.append(Server(client, running.root_dir, client.list()))
         except ProblemError as error:
             if error.status != 404:
-                complaints.append(error)
+                server_errors.append(error)
         except SandboxError as error:
-            complaints.append(error)
-    return servers, complaints
+            server_errors.append(error)
+    return servers, server_errors
 
 
 def placed(sandbox: Sandbox, record: SandboxRecord | None, server: Server) -> Sandbox:
