@@ -1,4 +1,4 @@
-"""``jupyter sandbox`` as a person types it."""
+"""Test ``jupyter sandbox setup`` and ``doctor``, and the command line itself."""
 
 from __future__ import annotations
 

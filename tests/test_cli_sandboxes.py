@@ -1,4 +1,4 @@
-"""``jupyter sandbox`` where no server runs: what storage alone can tell and do, in words and as JSON."""
+"""Test ``jupyter sandbox`` without a running server: with storage alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ask = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine where nothing is set and nothing is kept."""
+    """Return the data folder of a machine without settings and stored sandboxes."""
     for name in [*os.environ]:
         if name.startswith(("SANDBOX_", "FILESYSTEM_")) and name != "SANDBOX_RUNTIME_DIR":
             monkeypatch.delenv(name)
@@ -50,7 +50,7 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keep(tmp_path: Path, data: Path) -> Keep:
-    """Keeps a sandbox as a server would have left it: with a checkpoint of ``saved`` bytes, if that is given."""
+    """Return a function that stores a sandbox, with a checkpoint of ``saved`` bytes if given."""
 
     def make(
         days: float = 0, saved: int | None = 2000, running: bool = False, savepoints: tuple[str, ...] = (), **facts: Any
@@ -85,7 +85,7 @@ def checkpoint(kept: Persistence, record: SandboxRecord, file: Path, length: int
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Runs a command that succeeds and returns what it printed as JSON."""
+    """Return a function that runs a command, which must succeed, and returns its JSON output."""
 
     def run(*arguments: str) -> Any:
         assert main([*arguments, "--json"]) == 0
@@ -95,7 +95,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 
 
 def objects(data: Path) -> list[str]:
-    """Whatever is stored."""
+    """Return the names of all stored files."""
     return [info.name for info in LocalStore(data / "sandbox" / "storage").list("")]
 
 
@@ -350,7 +350,7 @@ def test_unreachable_named_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def completions(line: str) -> list[str]:
-    """What a shell offers at the end of a line."""
+    """Return the completions of a command line."""
     with tempfile.NamedTemporaryFile() as answer:
         environment = {
             **os.environ,
@@ -388,7 +388,7 @@ def test_delete_reports_freed_bytes(keep: Keep, ask: Ask, data: Path, capsys: py
 
 
 def lose_key(data: Path) -> None:
-    """Have another key from now on."""
+    """Replace the user's key."""
     (data / "sandbox" / "key").write_text("b" * 64)
 
 
@@ -511,7 +511,7 @@ def test_doctor_reports_unverified_sandboxes(keep: Keep, data: Path) -> None:
 
 
 async def open_and_sign(record: SandboxRecord) -> None:
-    """Sign a sandbox's document with the present key, as a server does that opens it."""
+    """Sign a sandbox's document with the current key, like a server that opens it."""
     stores = Persistence.open().stores
     async with detached.borrowed(record.sandbox_id, stores, Owner.here("a test")) as book:
         await detached.sign(book, stores)

@@ -1,4 +1,4 @@
-"""``jupyter sandbox`` where a server runs: kernels are seen and steered through it, storage tells the rest."""
+"""Test ``jupyter sandbox`` with a running server."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def notebooks(server: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the user whose server it is."""
+    """Return the folder of the server's user."""
     return become_user(server, monkeypatch)
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[SandboxClient]:
-    """A client of the server; every sandbox is deleted in the end."""
+    """Yield a client of the server; delete all sandboxes after the test."""
     with SandboxClient(server.url, "t") as client:
         yield client
         for sandbox in client.list():
@@ -51,14 +51,14 @@ def client(server: Server) -> Iterator[SandboxClient]:
 
 @pytest.fixture
 def sandbox(server: Server, client: SandboxClient) -> Sandbox:
-    """One with a kernel that is up, so that nobody's first question wakes it, and whose notebook is a.ipynb."""
+    """Return a sandbox with a running kernel for the notebook a.ipynb."""
     made = client.create(kernel_name=KERNEL, notebook_path="a.ipynb")
     server.ready_client(str(made.kernel_id)).stop_channels()
     return made
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """What a command that succeeds prints as JSON."""
+    """Run a command, which must succeed, and return its JSON output."""
     capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The Python client: what it makes of a server's answers and refusals, and a sandbox's life through it."""
+"""Test the Python client: decoding, errors, and real sandboxes."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ Answer = Callable[[int, str], str]
 
 @pytest.fixture
 def answering() -> Iterator[Answer]:
-    """Starts a web server that is none of ours: it answers everything with this status and body."""
+    """Start a web server that answers every request with this status and body."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(status: int, body: str) -> str:
@@ -294,7 +294,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxClient]:
-    """A client that found the server; every sandbox is deleted in the end."""
+    """Yield a client of the server; delete all sandboxes after the test."""
     become_user(server, monkeypatch)
     with SandboxClient.from_running_server() as client:
         yield client
@@ -303,7 +303,7 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxC
 
 
 def output(client: SandboxClient, id: str, *command: str) -> tuple[bytes, bytes, int]:
-    """What a command writes, and how it ends."""
+    """Return the output and the exit status of a command."""
     *pieces, end = client.execute(id, command)
     assert isinstance(end, Exit)
     written = {"stdout": b"", "stderr": b""}

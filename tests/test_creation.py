@@ -1,4 +1,4 @@
-"""A request for a sandbox that fails deletes nothing that somebody had saved, whoever's registry knows of it."""
+"""Test that failed requests for a sandbox do not delete saved state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def data(api: Api) -> Path:
 
 
 def save(api: Api, **body: Any) -> dict[str, Any]:
-    """A sandbox that is saved, and that nobody has open."""
+    """Return a saved sandbox that is not open."""
     sandbox: dict[str, Any] = api.good("POST", "", {"kernel_name": KEEPER, **body})
     api.run(sandbox, "x = 1")
     api.good("POST", f"/{sandbox['id']}/hibernate")
@@ -34,7 +34,7 @@ def save(api: Api, **body: Any) -> dict[str, Any]:
 
 
 def forget(api: Api, sandbox: dict[str, Any]) -> None:
-    """As if another server had made it: this one has no record of it."""
+    """Delete the record of a sandbox, as if another server had created it."""
     (data(api) / "registry" / f"{sandbox['id']}.json").unlink()
 
 

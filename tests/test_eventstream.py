@@ -1,4 +1,4 @@
-"""One who listens to the journal in the server's loop: told by any thread, bounded, and gone when it ends."""
+"""Test the delivery of events to a reader on the server's loop."""
 
 from __future__ import annotations
 

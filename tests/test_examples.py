@@ -1,4 +1,4 @@
-"""The examples, run as a reader of the README would run them."""
+"""Run the examples like a reader of the README."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(script: str, *arguments: str) -> str:
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A Jupyter user who has nothing yet, with a runsc and no settings."""
+    """Set up a Jupyter user with runsc, without data and settings."""
     for name in [*os.environ]:
         if name.startswith(("SANDBOX_", "FILESYSTEM_")) and name not in ("SANDBOX_RUNTIME_DIR", "SANDBOX_RUNSC"):
             monkeypatch.delenv(name)

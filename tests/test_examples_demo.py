@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer runs it: with the installed configuration of Jupyter Server, and no settings."""
+"""Run `make demo` with the installed configuration of Jupyter Server and without settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server extension: enabled by what the wheel installs, it chooses the kernel manager unless the user did."""
+"""Test the server extension: the wheel enables it, and it chooses classes unless the user configured them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sandbox_provisioner.server.kernel_websocket import SandboxWebsocketConnecti
 
 @pytest.fixture(autouse=True)
 def no_gateway() -> None:
-    """A gateway is configured once in a process."""
+    """Reset the gateway, which is configured once per process."""
     GatewayClient.clear_instance()
 
 
@@ -55,7 +55,7 @@ print(len(sockets), resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)
 
 
 def server_with_few_files(folder: Path, sockets: int, *options: str) -> list[int]:
-    """How many ZeroMQ sockets it could open, how many files it may open now, and how many it could at most."""
+    """Return the maximum of ZeroMQ sockets, and the soft and the hard limit of open files."""
     folders = {f"JUPYTER_{name}": str(folder / name) for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")}
     command = [sys.executable, "-c", SERVER_WITH_FEW_FILES, str(sockets), f"--ServerApp.root_dir={folder}", *options]
     done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The REST API of a real server with real sandboxes: each operation, who may ask for it, and what a failure leaves."""
+"""Test the REST API of a real server with real sandboxes: operations, authorization and failures."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ PATIENCE = 30
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """One server for all tests; what they make, they delete."""
+    """Yield one server for all tests; each test deletes its sandboxes."""
     with serving(tmp_path_factory.mktemp("api")) as api:
         yield api
 
 
 @pytest.fixture
 def create(api: Api) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Makes sandboxes; after the test none is left, nor a kernel, a session or a record."""
+    """Yield a function that creates sandboxes; check after the test that nothing is left."""
 
     def make(**body: Any) -> dict[str, Any]:
         sandbox: dict[str, Any] = api.good("POST", "", {"kernel_name": KERNEL, **body})
@@ -64,7 +64,7 @@ def notebooks(api: Api) -> Path:
 
 
 def output(answer: HTTPResponse) -> tuple[bytes, bytes, int]:
-    """What a command wrote to stdout and to stderr, and its status."""
+    """Return the stdout, the stderr and the exit status of a command."""
     lines = [json.loads(line) for line in answer]
     streams = {"stdout": b"", "stderr": b""}
     for line in lines[:-1]:
@@ -91,7 +91,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def operations() -> list[tuple[str, str]]:
-    """Every method and path there is, with ids that nobody has."""
+    """Return every method and path, with unknown ids."""
     paths = openapi.spec()["paths"]
     found = [(method, path) for path in paths for method in ("get", "post", "delete") if method in paths[path]]
     short = [(method.upper(), path.removeprefix("/api/sandboxes")) for method, path in found]
@@ -449,7 +449,7 @@ def test_disconnect_during_wake_kills_the_command(api: Api, create: Callable[...
 
 
 def sleepers(api: Api, sandbox: dict[str, Any]) -> int:
-    """How many ``sleep 12345`` run in a sandbox."""
+    """Return the number of ``sleep 12345`` processes in a sandbox."""
     seen = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 1234[5]' || true"
     return int(execute(api, sandbox, "sh", "-c", seen)[0])
 
@@ -484,7 +484,7 @@ def test_event_stream(api: Api, create: Callable[..., dict[str, Any]]) -> None:
 
 
 def told(answer: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events until one is of a deletion, each with its name."""
+    """Return the names and the data of the events up to a deletion."""
     name = ""
     while name != "deleted":
         line = answer.readline()
@@ -537,7 +537,7 @@ def test_concurrent_deletes_end_the_kernel_once(api: Api, create: Callable[..., 
 
 
 def running(api: Api) -> float:
-    """How many kernels there are by the server's own count."""
+    """Return the number of kernels according to the server."""
     request = Request(f"{api.server.url}metrics", headers={"Authorization": "token t"})
     with urlopen(request, timeout=PATIENCE) as answer:
         lines = answer.read().decode().splitlines()

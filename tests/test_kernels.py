@@ -1,4 +1,4 @@
-"""Kernels of several makes in the sandbox: jupyter_kernel_test's suite for ipykernel, and the life of two others."""
+"""Test several kernels in sandboxes: ipykernel with jupyter_kernel_test's suite, and two others."""
 
 from __future__ import annotations
 

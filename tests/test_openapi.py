@@ -1,4 +1,4 @@
-"""The contract: a valid OpenAPI document, of which every path and method is served, and nothing else."""
+"""Test openapi.yaml, and the validation of requests against it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CREATE = ("/api/sandboxes", "post")
 
 
 def served(handler: type[SandboxHandler]) -> set[str]:
-    """The methods that a handler has itself."""
+    """Return the HTTP methods that a handler defines itself."""
     return {method for method in METHODS if getattr(handler, method) is not getattr(APIHandler, method)}
 
 

@@ -1,4 +1,4 @@
-"""Problems: every exception has a status and a body, and no body has a path of the server's."""
+"""Test the problem details of exceptions: they match the schema and contain no path of the server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS = [kind for kind in subclasses() if kind.__module__ == errors.__name__]
 
 
 def example(kind: type[SandboxError]) -> SandboxError:
-    """One with a path wherever there can be one."""
+    """Return an exception with a path in every text argument."""
     names = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
     return kind(**{name: ARGUMENTS.get(name, SECRET) for name in names})
 

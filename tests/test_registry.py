@@ -1,4 +1,4 @@
-"""PersistentSandboxRegistry: identities that outlive every process, and are lost to no race and no damaged file."""
+"""Test PersistentSandboxRegistry, also with concurrent and killed processes and damaged files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def elsewhere(tmp_path: Path) -> Stores:
 
 @pytest.fixture
 def old(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> Callable[..., SandboxRecord]:
-    """Makes a record that was last used some days ago."""
+    """Return a function that makes a record which was last used some days ago."""
 
     def make(days: float, **facts: Any) -> SandboxRecord:
         record = replace(registry.allocate(stores, **facts), last_used=datetime.now(UTC) - timedelta(days=days))
@@ -72,7 +72,7 @@ def old(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> Ca
 
 
 class Storage:
-    """What was destroyed, in place of a storage that would have done it."""
+    """Records the destroyed sandboxes instead of destroying them."""
 
     def __init__(self, errors: dict[UUID, SandboxError] | None = None) -> None:
         self.destroyed: list[UUID] = []
@@ -379,7 +379,7 @@ def test_prune_skips_sandboxes_used_meanwhile(
 
 
 def in_processes(count: int, work: Callable[[int, Barrier], None]) -> None:
-    """Run ``work`` in that many processes, which begin together; fails if one of them does."""
+    """Run ``work`` in ``count`` processes that start together; fail if one of them fails."""
     barrier = FORK.Barrier(count)
     processes = [FORK.Process(target=work, args=(number, barrier)) for number in range(count)]
     for process in processes:

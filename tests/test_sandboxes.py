@@ -1,4 +1,4 @@
-"""What a server knows of its sandboxes: those that are kept, in pages, by exact ids, and without any path."""
+"""Test the service of the REST API with stored sandboxes, without kernels and HTTP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BAD_BUCKET = ("SANDBOX_METADATA_BUCKET", "gs://bucket")
 
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine where nothing is set and nothing is kept."""
+    """Return the data folder of a machine without settings and stored sandboxes."""
     for name in [*os.environ]:
         if name.startswith(("SANDBOX_", "FILESYSTEM_")) and name != "SANDBOX_RUNTIME_DIR":
             monkeypatch.delenv(name)
@@ -53,7 +53,7 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The server's root folder."""
+    """Return the server's root folder."""
     folder = tmp_path / "root"
     folder.mkdir()
     return folder
@@ -61,7 +61,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kernels(root: Path) -> ServerKernels:
-    """A server's kernels, of which there are none."""
+    """Return the kernels of a server that has started none."""
     manager = SandboxKernelManager(root_dir=str(root), kernel_spec_manager=KernelSpecManager())
     contents = AsyncLargeFileManager(root_dir=str(root))
     sessions = SessionManager(kernel_manager=manager, contents_manager=contents)
@@ -75,7 +75,7 @@ def sandboxes(kernels: ServerKernels) -> Sandboxes:
 
 @pytest.fixture
 def keep(data: Path) -> Keep:
-    """Keeps a sandbox as a server would have left it that never saved it."""
+    """Return a function that records a sandbox without saved state."""
 
     def make(days: float = 0, running: bool = False, **facts: Any) -> SandboxRecord:
         kept = Persistence.open()
@@ -99,7 +99,7 @@ def write(data: Path, record: SandboxRecord) -> None:
 
 
 async def pages(sandboxes: Sandboxes, **query: Any) -> list[list[str]]:
-    """The ids of all pages."""
+    """Return the ids of all pages."""
     found, after = [], {}
     while True:
         page = await sandboxes.list_sandboxes(**{"limit": 2, **query, **after})

@@ -1,4 +1,4 @@
-"""Random and malformed requests by the contract (schemathesis): no 500, nothing but what it says, and nothing left."""
+"""Test random and malformed requests with schemathesis: responses match openapi.yaml, and nothing is left."""
 
 from __future__ import annotations
 

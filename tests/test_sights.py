@@ -1,4 +1,4 @@
-"""Sights: what storage has of sandboxes that are recorded, however many there are and wherever they are."""
+"""Test the lookup of recorded sandboxes in storage."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Keep = Callable[[GCSSandboxMetadata], SandboxRecord]
 
 @pytest.fixture(params=["local", "gcs"])
 def sandboxes(request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path) -> Persistence:
-    """Somebody's sandboxes on a disk or in a bucket."""
+    """Return a user's sandboxes on a disk or in a bucket."""
     config = GCSConfig(tmp_path / "storage")
     if request.param == "gcs":
         places = {name: Place(getattr(config, name).stem, gcs.bucket) for name in ("metadata", "locks", "checkpoints")}
@@ -76,7 +76,7 @@ def sandboxes(request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path) -> Persi
 
 @pytest.fixture
 def keep(sandboxes: Persistence) -> Keep:
-    """Keeps a sandbox with a document."""
+    """Return a function that stores a document and returns its record."""
 
     def make(document: GCSSandboxMetadata) -> SandboxRecord:
         record = sandboxes.registry.allocate(sandboxes.stores)

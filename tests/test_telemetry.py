@@ -1,4 +1,4 @@
-"""Telemetry: what a real Jupyter Server tells of its sandboxes in its events, on /metrics and in its log."""
+"""Test the events, metrics and log lines of a real Jupyter Server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PRO
 
 @pytest.fixture
 def make_app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MakeApp:
-    """Makes servers in this process, in the loop that runs, which keep what they emit in ``app.emitted``."""
+    """Return a function that makes servers in this process; ``app.emitted`` has their events."""
     for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
         monkeypatch.setenv(f"JUPYTER_{name}", str(tmp_path / name))
 
@@ -70,7 +70,7 @@ def emitted(app: Any) -> list[dict[str, Any]]:
 
 
 async def settled() -> None:
-    """When the loop has done what was asked of it."""
+    """Wait until the loop has run all pending callbacks."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -182,7 +182,7 @@ def test_stopped_server_emits_no_events(make_app: MakeApp) -> None:
 
 @contextmanager
 def logging_to(*handlers: logging.Handler) -> Iterator[None]:
-    """As in a process whose owner has said no more than that all is logged there; pytest has handlers of its own."""
+    """Configure only these handlers, on the root logger, in place of those of pytest."""
     ours, root = logging.getLogger("sandbox_provisioner"), logging.getLogger()
     level = ours.level
     ours.setLevel(logging.NOTSET)
@@ -195,7 +195,7 @@ def logging_to(*handlers: logging.Handler) -> Iterator[None]:
 
 @pytest.fixture
 def server_log() -> tuple[logging.Logger, io.StringIO]:
-    """The log of a server, and what is in it."""
+    """Return the log of a server, and its lines."""
     log = logging.Logger("server", logging.INFO)
     log.addHandler(logging.StreamHandler(text := io.StringIO()))
     return log, text
@@ -223,7 +223,7 @@ def test_configured_logging_is_kept(server_log: tuple[logging.Logger, io.StringI
 
 @pytest.fixture
 def events(tmp_path: Path) -> Path:
-    """Where servers that are started now write their events, by their configuration."""
+    """Return the file into which servers that are started now write their events."""
     file = tmp_path / "events.jsonl"
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "jupyter_server_config.py").write_text(
@@ -238,7 +238,7 @@ def happened(events: Path) -> list[dict[str, Any]]:
 
 
 def scrape(server: Server) -> dict[str, float]:
-    """The server's metrics of sandboxes."""
+    """Return the server's metrics of sandboxes."""
     with urlopen(f"{server.url}metrics?token=t") as answer:
         lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("jupyter_sandbox_")]
     return {name: float(value) for name, value in lines}
