@@ -24,7 +24,7 @@ def markdown() -> str:
     spec = yaml.safe_load(SPEC.read_text())
     lines = [spec["info"]["description"], ""]
     for parameter in spec["components"]["parameters"].values():
-        lines += [f"- `{{{parameter['name']}}}` in a path: {parameter['description']}"]
+        lines += [f"- Path parameter `{{{parameter['name']}}}`: {parameter['description']}"]
     lines += [""]
     for tag in spec["tags"]:
         lines += [f"## {tag['name'].capitalize()}", "", tag["description"], ""]
@@ -56,15 +56,15 @@ def _operation(spec: Json, path: str, method: str, operation: Json) -> list[str]
         if found["in"] == "query"
     ]
     if rows:
-        lines += [*table(("parameter of the query", "", ""), rows), ""]
+        lines += [*table(("query parameter", "", ""), rows), ""]
     if "requestBody" in operation:
         lines += [f"Body: {_content(operation['requestBody'])}.", ""]
     for status, answer in operation["responses"].items():
         if status < "400":
             body = _content(answer)
-            lines += [f"Answers {status}{f' with {body}' if body else ''}: {answer['description']}", ""]
+            lines += [f"Response {status}{f', {body}' if body else ''}: {answer['description']}", ""]
     refused = ", ".join(status for status in operation["responses"] if status >= "400")
-    return [*lines, f"Refused with {refused}; see [problems](#problems).", ""]
+    return [*lines, f"Errors: {refused}; see [problems](#problems).", ""]
 
 
 def _schema(name: str, schema: Json) -> list[str]:
@@ -96,22 +96,20 @@ def _kind(schema: Json) -> str:
 
 
 def _bounds(schema: Json) -> Iterator[str]:
-    names = {
-        "pattern": "like",
-        "contentEncoding": "in",
-        "minimum": "at least",
-        "maximum": "at most",
-        "minLength": "characters at least",
-        "maxLength": "characters at most",
-        "minItems": "items at least",
-        "maxItems": "items at most",
-        "default": "if not given",
+    texts = {
+        "pattern": "matches `{}`",
+        "contentEncoding": "encoded as `{}`",
+        "minimum": "at least `{}`",
+        "maximum": "at most `{}`",
+        "minLength": "at least {} characters",
+        "maxLength": "at most {} characters",
+        "minItems": "at least {} items",
+        "maxItems": "at most {} items",
+        "default": "default `{}`",
     }
-    for name, words in names.items():
+    for name, text in texts.items():
         if name in schema:
-            value = f"{schema[name]:g}" if isinstance(schema[name], float) else schema[name]
-            number = name.endswith(("Length", "Items")) or name == "default"
-            yield f"{value} {words}" if number else f"{words} `{value}`"
+            yield text.format(f"{schema[name]:g}" if isinstance(schema[name], float) else schema[name])
 
 
 def _content(holder: Json) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .._text import indented
 from .kinds import ExitStatus, Kind
 
-AGAIN = "Undo the change and try again. Nothing was deleted."
+AGAIN = "Correct this and try again. Nothing was deleted."
 OLDER = "`jupyter sandbox revert ID` returns to the previous checkpoint and keeps the latest as a savepoint."
 HOSTS_FAULT = re.compile(
     "no space left|quota exceeded|input/output error|read-only file system|permission denied|operation not permitted|"
