@@ -36,7 +36,7 @@ from sandbox_provisioner.persistence.metadata import (
 )
 from sandbox_provisioner.persistence.records import SandboxRecord
 from sandbox_provisioner.persistence.snapshots import FILE, MANIFEST
-from sandbox_provisioner.sandbox.listing import Sight, look
+from sandbox_provisioner.sandbox.listing import StoredSandbox, describe, look
 from sandbox_provisioner.sandbox.user_sandboxes import Persistence
 from sandbox_provisioner.storage.base import FileRecord
 
@@ -46,7 +46,7 @@ FILES = 100
 """The host's files that a kernel has in use: 63 if it has imported nothing, and 123 with numpy and pandas."""
 ROUNDS = 5
 
-Look = Callable[[Persistence, Iterable[SandboxRecord]], list[Sight]]
+Look = Callable[[Persistence, Iterable[SandboxRecord]], list[StoredSandbox]]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,21 +88,21 @@ def measure_once(contender: Look, sandboxes: Persistence, count: int) -> float:
     begun = time.perf_counter()
     seen = contender(sandboxes, sandboxes.registry.list().records)
     seconds = time.perf_counter() - begun
-    if len(seen) != count or {sight.state for sight in seen} != {"saved"}:
+    if len(seen) != count or {one.sandbox.state for one in seen} != {"saved"}:
         raise SandboxError("Not all sandboxes were seen as they are.")
     return seconds
 
 
-def one_by_one(sandboxes: Persistence, recorded: Iterable[SandboxRecord]) -> list[Sight]:
+def one_by_one(sandboxes: Persistence, recorded: Iterable[SandboxRecord]) -> list[StoredSandbox]:
     """What does without anything that is made for lists: each sandbox's whole document, and a search of its folder."""
 
-    def sight(record: SandboxRecord) -> Sight:
+    def sight(record: SandboxRecord) -> StoredSandbox:
         document = sandboxes.describe(record)
         assert document.checkpoint and document.previous
         kept = [Stored(one.created, one.size) for one in (document.checkpoint, document.previous)]
         sandboxes.stores.metadata.list(names.prefix(record.sandbox_id))
         named = {name: Stored(one.created, one.size) for name, one in document.savepoints.items()}
-        return Sight(record, Summary(document.running, *kept, savepoints=named))
+        return StoredSandbox(record, describe(record, Summary(document.running, *kept, savepoints=named), {}))
 
     with ThreadPoolExecutor(8) as threads:
         return list(threads.map(sight, recorded))

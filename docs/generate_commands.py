@@ -1,4 +1,4 @@
-"""The reference of `jupyter sandbox`, from its argument parser."""
+"""Generate the reference of `jupyter sandbox` from its argument parser."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from collections.abc import Iterable, Mapping
 from generate_settings import table
 
 from sandbox_provisioner.cli import app, exit_codes
+from sandbox_provisioner.client import ProblemError
+from sandbox_provisioner.errors import subclasses
+from sandbox_provisioner.errors.kinds import ExitStatus
 
 SHARED = 3
-"""What so many commands have in common is told once."""
+"""Options that at least this many commands have are listed once."""
+
+NOTE = "The errors of a server have the same exit status as on this machine."
 
 Commands = Mapping[str, argparse.ArgumentParser]
 
 
 def markdown() -> str:
-    """What `--help` says of each command, but what they have in common only once."""
+    """Return the help of each command, with common options listed once."""
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
     commands = _commands(app._parser())
     common = _common(commands)
@@ -33,11 +38,13 @@ def markdown() -> str:
 
 
 def exits() -> str:
-    """What the exit status means."""
-    head, *rows = exit_codes.HELP.splitlines()
-    numbers = [row.split(maxsplit=1) for row in rows if row.startswith("  ")]
-    words = [row for row in rows if not row.startswith("  ")]
-    return "\n".join([*table((head.rstrip(":"), ""), numbers), "", *words, ""])
+    """Return a table of the exit statuses with the exceptions that cause them."""
+    rows = []
+    for status in ExitStatus:
+        errors = [error for error in subclasses() if error.kind.exit_status == status and error is not ProblemError]
+        names = sorted(error.__name__ for error in errors)
+        rows.append((f"{status.value}", status.meaning, ", ".join(f"`{name}`" for name in names)))
+    return "\n".join([*table(("exit status", "", "errors"), rows), "", exit_codes.HELP.splitlines()[-1], NOTE, ""])
 
 
 def _commands(parser: argparse.ArgumentParser) -> Commands:
@@ -46,7 +53,7 @@ def _commands(parser: argparse.ArgumentParser) -> Commands:
 
 
 def _title(action: argparse.Action) -> str:
-    """An option as it is written, or the name of an argument."""
+    """Return an option with its value, or the name of an argument."""
     name = action.metavar if isinstance(action.metavar, str) else action.dest
     if not action.option_strings:
         return f"`{name}`"

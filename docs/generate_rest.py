@@ -1,4 +1,4 @@
-"""The reference of the REST API, from openapi.yaml and from the table of problems."""
+"""Generate the reference of the REST API from openapi.yaml and from the package's exceptions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import yaml
 from generate_settings import table
 
 import sandbox_provisioner
-from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.server.problem_details import STATUSES
+from sandbox_provisioner.errors import SandboxError, subclasses
 
 SPEC = Path(sandbox_provisioner.__file__).with_name("server") / "openapi.yaml"
+CLIENT_ROOMS = ("sandbox_provisioner.client.", "sandbox_provisioner.cli.")
+"""Packages whose exceptions a server never sends."""
 METHODS = ("get", "post", "put", "patch", "delete")
 Json = Mapping[str, Any]
 
 
 def markdown() -> str:
-    """The operations by their tags, then the schemas, then the problems."""
+    """Return the operations by tag, then the schemas, then the problems."""
     spec = yaml.safe_load(SPEC.read_text())
     lines = [spec["info"]["description"], ""]
     for parameter in spec["components"]["parameters"].values():
-        lines += [f"- `{{{parameter['name']}}}` in a path: {parameter['description']}"]
+        lines += [f"- Path parameter `{{{parameter['name']}}}`: {parameter['description']}"]
     lines += [""]
     for tag in spec["tags"]:
         lines += [f"## {tag['name'].capitalize()}", "", tag["description"], ""]
@@ -55,15 +56,15 @@ def _operation(spec: Json, path: str, method: str, operation: Json) -> list[str]
         if found["in"] == "query"
     ]
     if rows:
-        lines += [*table(("parameter of the query", "", ""), rows), ""]
+        lines += [*table(("query parameter", "", ""), rows), ""]
     if "requestBody" in operation:
         lines += [f"Body: {_content(operation['requestBody'])}.", ""]
     for status, answer in operation["responses"].items():
         if status < "400":
             body = _content(answer)
-            lines += [f"Answers {status}{f' with {body}' if body else ''}: {answer['description']}", ""]
+            lines += [f"Response {status}{f', {body}' if body else ''}: {answer['description']}", ""]
     refused = ", ".join(status for status in operation["responses"] if status >= "400")
-    return [*lines, f"Refused with {refused}; see [problems](#problems).", ""]
+    return [*lines, f"Errors: {refused}; see [problems](#problems).", ""]
 
 
 def _schema(name: str, schema: Json) -> list[str]:
@@ -80,7 +81,7 @@ def _schema(name: str, schema: Json) -> list[str]:
 
 
 def _kind(schema: Json) -> str:
-    """What a value is, in words."""
+    """Return the type of a value, in words."""
     if "$ref" in schema:
         return _link(schema["$ref"])
     if "oneOf" in schema:
@@ -95,26 +96,24 @@ def _kind(schema: Json) -> str:
 
 
 def _bounds(schema: Json) -> Iterator[str]:
-    names = {
-        "pattern": "like",
-        "contentEncoding": "in",
-        "minimum": "at least",
-        "maximum": "at most",
-        "minLength": "characters at least",
-        "maxLength": "characters at most",
-        "minItems": "items at least",
-        "maxItems": "items at most",
-        "default": "if not given",
+    texts = {
+        "pattern": "matches `{}`",
+        "contentEncoding": "encoded as `{}`",
+        "minimum": "at least `{}`",
+        "maximum": "at most `{}`",
+        "minLength": "at least {} characters",
+        "maxLength": "at most {} characters",
+        "minItems": "at least {} items",
+        "maxItems": "at most {} items",
+        "default": "default `{}`",
     }
-    for name, words in names.items():
+    for name, text in texts.items():
         if name in schema:
-            value = f"{schema[name]:g}" if isinstance(schema[name], float) else schema[name]
-            number = name.endswith(("Length", "Items")) or name == "default"
-            yield f"{value} {words}" if number else f"{words} `{value}`"
+            yield text.format(f"{schema[name]:g}" if isinstance(schema[name], float) else schema[name])
 
 
 def _content(holder: Json) -> str:
-    """The media type and schema of a body, if there is one."""
+    """Return the media type and schema of a body; empty without one."""
     kinds = holder.get("content", {})
     return ", ".join(
         f"{_kind(body['schema'])} as JSON" if media == "application/json" else f"`{media}`"
@@ -137,21 +136,34 @@ def _resolve(spec: Json, value: Json) -> Json:
 
 
 def _problems(spec: Json) -> Iterable[str]:
-    """What each status means; then what an exception of the package is to a client: the first that fits counts."""
+    """Return a table of HTTP statuses, and one of exceptions with their problem types and exit statuses."""
     answers = {
         status: _resolve(spec, answer)["description"]
         for _, _, operation in _operations(spec)
         for status, answer in operation["responses"].items()
         if status >= "400"
     }
-    kinds = []
-    for error, status, kind in STATUSES:
-        meaning = (error.__doc__ or "").strip().partition("\n")[0].partition(";")[0].rstrip(".").replace("``", "`")
-        meaning = "Anything else" if error is SandboxError else meaning
-        kinds.append((f"{status.value}", f"`{kind}`", f"`{error.__name__}`", meaning))
+    sent = [error for error in subclasses() if not f"{error.__module__}.".startswith(CLIENT_ROOMS)]
+    rows = [
+        (
+            f"{error.kind.status.value}",
+            f"`{error.kind}`",
+            f"{error.kind.exit_status}",
+            f"`{error.__name__}`",
+            about(error),
+        )
+        for error in sorted(sent, key=lambda error: (error.kind.status, error.kind, error.__name__))
+    ]
     return [
         *table(("status", ""), sorted(answers.items())),
         "",
-        *table(("status", "type ends in", "the log names it", ""), kinds),
+        *table(("status", "type ends in", "exit status of the command", "name in the log", ""), rows),
         "",
     ]
+
+
+def about(error: type[SandboxError]) -> str:
+    """Return the first line of an exception's docstring, up to a semicolon."""
+    if error is SandboxError:
+        return "Any other error"
+    return (error.__doc__ or "").strip().partition("\n")[0].partition(";")[0].rstrip(".").replace("``", "`")

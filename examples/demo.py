@@ -17,7 +17,7 @@ from typing import NoReturn
 from demo_reach import Story, side_by_side
 from demo_server import PATIENCE, Server, images, install_kernel, private_jupyter, sandbox_processes
 
-from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner import SandboxError
 
 IDLE = 2.0
 MB = 1e6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -18,15 +17,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from jupyter_client.blocking.client import BlockingKernelClient
-from traitlets.config import Config
 
-from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.gvisor import runsc
-from sandbox_provisioner.gvisor.runtime_dir import left_behind, runtime_root
-from sandbox_provisioner.setup import kernelspecs
-from sandbox_provisioner.templates.build import build
-from sandbox_provisioner.templates.match import recipe_for
-from sandbox_provisioner.templates.store import TemplateShelf
+from sandbox_provisioner import SandboxError, find_runsc, left_behind
 
 PATIENCE = 60.0
 SETTINGS = ("SANDBOX_", "GCS_SANDBOX_", "FILESYSTEM_SNAPSHOT_", "JUPYTER_")
@@ -37,7 +29,7 @@ SETTINGS = ("SANDBOX_", "GCS_SANDBOX_", "FILESYSTEM_SNAPSHOT_", "JUPYTER_")
 def private_jupyter(folder: Path) -> Iterator[None]:
     """In this block Jupyter and its sandboxes know no folder but ``folder``; no sandbox outlives the block."""
     before = dict(os.environ)
-    binary = str(runsc.find().path)
+    binary = str(find_runsc().path)
     for name in before:
         if name.startswith(SETTINGS):
             del os.environ[name]
@@ -55,12 +47,13 @@ def private_jupyter(folder: Path) -> Iterator[None]:
 
 
 def install_kernel(idle_timeout: float) -> str:
-    """The twin of Python's kernel with its template, as `jupyter sandbox setup --idle-timeout` makes it; its name."""
-    (origin,) = kernelspecs.origins(["python3"])
-    settings = kernelspecs.idle_settings(idle_timeout)
-    name = kernelspecs.install_twin(origin, kernelspecs.kernels_folder(sys_prefix=False), settings).name
-    asyncio.run(build(recipe_for(name, Config()), TemplateShelf(), wait=True))
-    return name
+    """Install a sandboxed twin of Python's kernel, with its template, and return its name."""
+    options = ["--kernel", "python3", "--idle-timeout", str(idle_timeout)]
+    command = [sys.executable, "-m", "sandbox_provisioner.cli", "setup", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SandboxError(f"`jupyter sandbox setup` failed:\n{ended.stdout}{ended.stderr}")
+    return "python3-sandbox"
 
 
 def sandbox_processes() -> tuple[int, int]:
@@ -68,7 +61,7 @@ def sandbox_processes() -> tuple[int, int]:
     count = memory = 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"--root={runtime_root()}/".encode() in (entry / "cmdline").read_bytes():
+            if f"--root={os.environ['SANDBOX_RUNTIME_DIR']}/".encode() in (entry / "cmdline").read_bytes():
                 count += 1
                 fields = (line.split() for line in (entry / "status").read_text().splitlines())
                 memory += sum(int(field[1]) * 1024 for field in fields if field[0] in ("RssAnon:", "RssShmem:"))

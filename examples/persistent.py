@@ -1,4 +1,4 @@
-"""A persistent sandbox driven from Python. Run it twice: the process inside goes on where it was, with what it knew.
+"""Use a persistent sandbox from Python. Run it twice: the process inside continues with its memory.
 
     python examples/persistent.py apple; python examples/persistent.py pear
 
@@ -11,13 +11,16 @@ import asyncio
 import os
 import sys
 
-from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.gvisor import runsc
-from sandbox_provisioner.gvisor.bundle import BundleSpec
-from sandbox_provisioner.gvisor.interpreter import visible
-from sandbox_provisioner.sandbox.handle import SandboxHandle
-from sandbox_provisioner.sandbox.manager import SandboxManager
-from sandbox_provisioner.sandbox.user_sandboxes import Persistence, settings
+from sandbox_provisioner import (
+    BundleSpec,
+    Persistence,
+    SandboxError,
+    SandboxHandle,
+    SandboxManager,
+    find_runsc,
+    interpreter_mounts,
+    storage_settings,
+)
 
 NAME = "examples/persistent.py"
 CODE = """
@@ -32,7 +35,7 @@ for line in sys.stdin:
 async def tell(handle: SandboxHandle, line: str) -> str:
     process = handle.instance.link.process(handle.contents["process"])
     if process is None:
-        raise SandboxError("The process in the sandbox has ended.", "Delete the sandbox, and begin again.")
+        raise SandboxError("The process in the sandbox has ended.", "Delete the sandbox and start again.")
     await process.write(f"{line}\n".encode())
     return (await anext(process.stream())).data.decode().strip()
 
@@ -40,9 +43,11 @@ async def tell(handle: SandboxHandle, line: str) -> str:
 async def main(line: str) -> None:
     python = os.path.realpath(sys.executable)
     environment = {"PATH": os.defpath}
-    spec = BundleSpec(python, "/home/me", "me", tuple(visible([python], environment)), environment=environment)
+    spec = BundleSpec(
+        python, "/home/me", "me", tuple(interpreter_mounts([python], environment)), environment=environment
+    )
     kept = Persistence.open()
-    manager = SandboxManager(settings(), runsc.find(), NAME)
+    manager = SandboxManager(storage_settings(), find_runsc(), NAME)
     try:
         if known := kept.registry.find_notebook(NAME, "python"):
             sandbox_id = kept.registry.reattach(str(known[0].id), kept.stores).sandbox_id

@@ -1,4 +1,4 @@
-"""``jupyter sandbox`` as a person types it."""
+"""Test ``jupyter sandbox setup`` and ``doctor``, and the command line itself."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def twin(data: Path) -> Path:
 
 
 @pytest.mark.runsc
-def test_setup_proves_the_runsc_it_finds_and_installs_twins(
+def test_setup_tests_runsc_and_installs_twins(
     runsc: Runsc, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SANDBOX_RUNSC", str(runsc.path))
@@ -78,7 +78,7 @@ def test_setup_proves_the_runsc_it_finds_and_installs_twins(
 
 
 @pytest.mark.runsc
-def test_setup_gets_a_runsc_where_the_one_on_path_is_too_old(
+def test_setup_replaces_an_outdated_runsc(
     runsc: Runsc, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(tmp_path / "old" / "runsc", OLD)
@@ -92,7 +92,7 @@ def test_setup_gets_a_runsc_where_the_one_on_path_is_too_old(
     assert main(["doctor"]) == 0
 
 
-def test_setup_without_any_source_is_one_clear_error(
+def test_setup_without_a_source_fails_with_one_message(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runsc_install, "SOURCES", {"shelf": Shelf})
@@ -106,7 +106,7 @@ def test_setup_without_any_source_is_one_clear_error(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--source", "go"]])
-def test_setup_leaves_a_wrong_setting_to_whoever_made_it(
+def test_setup_does_not_override_a_wrong_setting(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SANDBOX_RUNSC", "/not/there")
@@ -114,7 +114,7 @@ def test_setup_leaves_a_wrong_setting_to_whoever_made_it(
     assert "There is no runsc at /not/there (SANDBOX_RUNSC). Correct or unset" in capsys.readouterr().err
 
 
-def test_an_unknown_kernel_is_refused_before_anything_is_done(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_kernel_is_refused_first(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["setup", "--kernel", "other"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -123,7 +123,7 @@ def test_an_unknown_kernel_is_refused_before_anything_is_done(data: Path, capsys
 
 
 @pytest.mark.runsc
-def test_a_twin_that_is_refused_does_not_stop_the_others(
+def test_failed_twin_does_not_stop_the_others(
     runsc: Runsc, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SANDBOX_RUNSC", str(runsc.path))
@@ -138,7 +138,7 @@ def test_a_twin_that_is_refused_does_not_stop_the_others(
 
 
 @pytest.mark.runsc
-def test_for_everybody_who_uses_this_environment(
+def test_setup_and_remove_with_sys_prefix(
     runsc: Runsc, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = tmp_path / "prefix" / "share" / "jupyter"
@@ -153,9 +153,9 @@ def test_for_everybody_who_uses_this_environment(
     assert list((shared / "kernels").iterdir()) == []
 
 
-def test_removing_where_nothing_is_says_so(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remove_without_twins(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["setup", "--remove"]) == 0
-    assert f"nothing to remove in {data / 'kernels'}" in capsys.readouterr().out
+    assert f"Nothing to remove in {data / 'kernels'}" in capsys.readouterr().out
 
 
 def test_doctor_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_doctor_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert by_name["platform"]["ok"] is True
 
 
-def test_the_configuration_of_the_server_names_the_runsc(
+def test_runsc_from_server_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -189,14 +189,14 @@ def test_wrong_arguments_show_the_usage(arguments: list[str], capsys: pytest.Cap
     assert "usage: jupyter sandbox" in capsys.readouterr().err
 
 
-def test_it_is_a_subcommand_of_jupyter() -> None:
+def test_jupyter_subcommand() -> None:
     jupyter = str(Path(sys.executable).parent / "jupyter")
     assert subprocess.check_output([jupyter, "sandbox", "--version"], text=True).strip() == __version__
     assert "--source" in subprocess.check_output([jupyter, "sandbox", "setup", "--help"], text=True)
 
 
 @pytest.mark.parametrize("command", ["doctor", "list"])
-def test_a_reader_that_has_enough_is_no_error(command: str) -> None:
+def test_closed_output_pipe(command: str) -> None:
     with subprocess.Popen([COMMAND, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -204,7 +204,7 @@ def test_a_reader_that_has_enough_is_no_error(command: str) -> None:
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_output_that_cannot_be_utf8_is_ascii() -> None:
+def test_output_in_ascii() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     answer = subprocess.run([COMMAND, "doctor"], env=environment, capture_output=True, text=True)
     assert answer.stdout.isascii()
@@ -213,9 +213,7 @@ def test_output_that_cannot_be_utf8_is_ascii() -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_build_leaves_no_process_and_no_file(
-    data: Path, tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_interrupted_build_leaves_nothing(data: Path, tmp_path: Path, number: signal.Signals, status: int) -> None:
     more_than_a_pipe_holds = "head -c 200000 /dev/zero | tr '\\0' '\\n'"
     script(
         tmp_path / "go" / "go",

@@ -1,14 +1,20 @@
-"""The exit status of ``jupyter sandbox`` means the same, whoever found out what is wrong."""
+"""Test the exit status of ``jupyter sandbox`` for errors of this process and of a server."""
 
 from __future__ import annotations
 
 import pytest
 
 from sandbox_provisioner import errors
-from sandbox_provisioner.cli.exit_codes import HELP, ExitStatus, exit_status
+from sandbox_provisioner.cli.exit_codes import HELP, exit_status
 from sandbox_provisioner.client import ServerUnreachableError
 from sandbox_provisioner.client.errors import refusal
+from sandbox_provisioner.errors.kinds import ExitStatus
 from sandbox_provisioner.server import problem_details
+
+
+def newer_problem(status: int) -> dict[str, object]:
+    """Return a problem detail of a kind that this version does not know."""
+    return {"type": "urn:sandbox:newer", "title": "Newer", "status": status, "detail": "A newer problem."}
 
 
 @pytest.mark.parametrize(
@@ -27,12 +33,15 @@ from sandbox_provisioner.server import problem_details
         (errors.LeaseHeldError("sandboxes/a/lock", "lab-7"), ExitStatus.CONFLICT),
         (errors.FencedError("a", "lab-7"), ExitStatus.CONFLICT),
         (errors.StateError("a", "start", "running"), ExitStatus.CONFLICT),
+        (errors.LinkClosedError("The sandbox has ended."), ExitStatus.CONFLICT),
+        (errors.TooManySavepointsError("a", 10), ExitStatus.CONFLICT),
+        (errors.NotebookInUseError("a.ipynb"), ExitStatus.CONFLICT),
         (errors.ConfigurationError("storage_dir", "It is wrong."), ExitStatus.UNABLE),
         (errors.StorageNotHereError("a", "gcs", "gs://b", "/s"), ExitStatus.UNABLE),
         (errors.DiskFullError("no space"), ExitStatus.UNABLE),
     ],
 )
-def test_an_error_has_the_same_status_here_and_on_a_server(error: errors.SandboxError, status: ExitStatus) -> None:
+def test_same_exit_status_here_and_through_server(error: errors.SandboxError, status: ExitStatus) -> None:
     assert exit_status(error) == status
     told = problem_details.describe(error)
     assert exit_status(refusal("http://x/", told["status"], told)) == status
@@ -46,11 +55,13 @@ def test_an_error_has_the_same_status_here_and_on_a_server(error: errors.Sandbox
         (refusal("http://x/", 403, None), ExitStatus.UNABLE),
         (refusal("http://x/", 404, None), ExitStatus.UNABLE),
         (refusal("http://x/", 500, None), ExitStatus.FAILED),
+        (refusal("http://x/", 409, newer_problem(409)), ExitStatus.CONFLICT),
+        (refusal("http://x/", 422, newer_problem(422)), ExitStatus.FAILED),
     ],
 )
-def test_what_is_wrong_on_the_way_has_one_too(error: Exception, status: ExitStatus) -> None:
+def test_exit_status_of_other_errors(error: Exception, status: ExitStatus) -> None:
     assert exit_status(error) == status
 
 
-def test_each_is_documented() -> None:
+def test_help_lists_every_exit_status() -> None:
     assert all(f"\n  {status.value}  " in HELP for status in ExitStatus)

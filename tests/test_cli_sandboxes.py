@@ -1,4 +1,4 @@
-"""``jupyter sandbox`` where no server runs: what storage alone can tell and do, in words and as JSON."""
+"""Test ``jupyter sandbox`` without a running server: with storage alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ask = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine where nothing is set and nothing is kept."""
+    """Return the data folder of a machine without settings and stored sandboxes."""
     for name in [*os.environ]:
         if name.startswith(("SANDBOX_", "FILESYSTEM_")) and name != "SANDBOX_RUNTIME_DIR":
             monkeypatch.delenv(name)
@@ -50,7 +50,7 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keep(tmp_path: Path, data: Path) -> Keep:
-    """Keeps a sandbox as a server would have left it: with a checkpoint of ``saved`` bytes, if that is given."""
+    """Return a function that stores a sandbox, with a checkpoint of ``saved`` bytes if given."""
 
     def make(
         days: float = 0, saved: int | None = 2000, running: bool = False, savepoints: tuple[str, ...] = (), **facts: Any
@@ -85,7 +85,7 @@ def checkpoint(kept: Persistence, record: SandboxRecord, file: Path, length: int
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Runs a command that succeeds and returns what it printed as JSON."""
+    """Return a function that runs a command, which must succeed, and returns its JSON output."""
 
     def run(*arguments: str) -> Any:
         assert main([*arguments, "--json"]) == 0
@@ -95,17 +95,17 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 
 
 def objects(data: Path) -> list[str]:
-    """Whatever is stored."""
+    """Return the names of all stored files."""
     return [info.name for info in LocalStore(data / "sandbox" / "storage").list("")]
 
 
-def test_where_nothing_is_kept_that_is_said(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
+def test_empty_list(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
     assert main(["list"]) == 0
-    assert capsys.readouterr().out == "There are no sandboxes.\n"
+    assert capsys.readouterr().out == "No sandboxes.\n"
     assert ask("list") == {"sandboxes": [], "unreadable": []}
 
 
-def test_a_list_shows_the_last_used_first_in_words_for_people(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_is_sorted_by_last_use(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     older = keep(days=3, saved=1_234_567, kernel_name="bash-sandbox", notebook_path="/home/a/b.ipynb")
     newer = keep(saved=None, kernel_name="python3-sandbox", notebook_path="/home/a/n.ipynb")
     assert main(["list"]) == 0
@@ -116,7 +116,7 @@ def test_a_list_shows_the_last_used_first_in_words_for_people(keep: Keep, capsys
     assert second == [str(older.id)[:8], "saved", "1.2 MB", "3 days ago", "bash-sandbox", "/home/a/b.ipynb"]
 
 
-def test_a_list_for_programs_has_everything(keep: Keep, ask: Ask) -> None:
+def test_list_as_json(keep: Keep, ask: Ask) -> None:
     record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb", settings={"network": "none"})
     (shown,) = ask("list")["sandboxes"]
     assert shown == {
@@ -144,7 +144,7 @@ def test_a_list_for_programs_has_everything(keep: Keep, ask: Ask) -> None:
     assert ask("show", str(record.id)[:6]) == {"sandboxes": [shown]}
 
 
-def test_finished_snapshots_count_and_go_with_their_sandbox(keep: Keep, ask: Ask, data: Path) -> None:
+def test_complete_snapshots_are_counted_and_deleted(keep: Keep, ask: Ask, data: Path) -> None:
     record = keep()
     store = Persistence.open().stores.snapshots
     assert store is not None
@@ -159,7 +159,7 @@ def test_finished_snapshots_count_and_go_with_their_sandbox(keep: Keep, ask: Ask
     assert objects(data) == []
 
 
-def test_a_sandbox_that_runs_or_is_gone_or_elsewhere_is_shown_as_that(
+def test_list_shows_states(
     keep: Keep, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = {str(keep(running=True).id): "running", str(keep().id): "saved"}
@@ -179,9 +179,7 @@ def test_a_sandbox_that_runs_or_is_gone_or_elsewhere_is_shown_as_that(
     assert str(tmp_path / "other") in said and "cannot be understood" in said
 
 
-def test_unreadable_records_are_named_and_hide_nothing(
-    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_records_are_reported(keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep()
     broken = data / "sandbox" / "registry" / "5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d.json"
     broken.write_text("{")
@@ -197,7 +195,7 @@ def test_unreadable_records_are_named_and_hide_nothing(
     assert [shown["id"] for shown in ask("list")["sandboxes"]] == [str(record.id)]
 
 
-def test_show_tells_all_in_words(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb", settings={"network": "none"})
     assert main(["show", str(record.id)]) == 0
     said = capsys.readouterr().out
@@ -213,9 +211,7 @@ def test_show_tells_all_in_words(keep: Keep, capsys: pytest.CaptureFixture[str])
         assert words in said
 
 
-def test_revert_gives_up_the_last_checkpoint_for_the_one_before(
-    keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_revert(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record = keep()
     kept = Persistence.open()
     assert main(["revert", str(record.id)]) == 1
@@ -229,7 +225,7 @@ def test_revert_gives_up_the_last_checkpoint_for_the_one_before(
     assert (reverted.checkpoint, reverted.previous) == (older, None)
 
 
-def test_a_list_can_be_of_some_only(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_list_filters(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = keep(days=3, notebook_path=str(tmp_path / "a.ipynb"))
     empty = keep(saved=None, notebook_path=str(tmp_path / "b.ipynb"))
 
@@ -241,12 +237,12 @@ def test_a_list_can_be_of_some_only(keep: Keep, ask: Ask, capsys: pytest.Capture
     assert listed("--notebook", "b.ipynb") == listed("--notebook", str(tmp_path / "b.ipynb")) == [str(empty.id)]
     assert listed("--older-than", "2d") == [str(saved.id)]
     assert main(["list", "--older-than", "9d"]) == 0
-    assert capsys.readouterr().out == "No sandbox is like that.\n"
+    assert capsys.readouterr().out == "No matching sandboxes.\n"
     with pytest.raises(SystemExit):
         main(["list", "--state", "lost"])
 
 
-def test_a_sandbox_is_meant_by_an_id_its_beginning_or_its_notebook(
+def test_find_by_id_prefix_or_notebook(
     keep: Keep, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "a.ipynb")
@@ -256,14 +252,12 @@ def test_a_sandbox_is_meant_by_an_id_its_beginning_or_its_notebook(
     twin = keep(notebook_path=path, kernel_name="two")
     assert main(["show", "a.ipynb"]) == 2
     said = capsys.readouterr().err
-    assert "can be 2 sandboxes" in said and str(record.id) in said and str(twin.id) in said
+    assert "matches 2 sandboxes" in said and str(record.id) in said and str(twin.id) in said
     assert main(["show", ""]) == main(["show", "nothing.ipynb"]) == 3
     assert str(other.id) in capsys.readouterr().err
 
 
-def test_savepoints_are_listed_and_deleted(
-    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_and_delete_savepoints(keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep(savepoints=("before", "after"))
     (shown,) = ask("show", str(record.id))["sandboxes"]
     assert shown["size"] == 2600
@@ -276,13 +270,13 @@ def test_savepoints_are_listed_and_deleted(
     assert [item["name"] for item in ask("savepoint", str(record.id))["items"]] == ["after"]
     assert not any("/before/" in name for name in objects(data))
     assert main(["savepoint", str(record.id), "--delete", "before"]) == 3
-    assert "It has after." in capsys.readouterr().err
+    assert "Its savepoints: after." in capsys.readouterr().err
     assert ask("savepoint", str(record.id), "--delete", "after") == {"deleted": "after"}
     assert main(["savepoint", str(record.id)]) == 0
-    assert capsys.readouterr().out == "There are no savepoints of it.\n"
+    assert capsys.readouterr().out == "No savepoints.\n"
 
 
-def test_snapshots_are_listed_and_deleted(keep: Keep, ask: Ask, data: Path) -> None:
+def test_list_and_delete_snapshots(keep: Keep, ask: Ask, data: Path) -> None:
     record = keep()
     store = Persistence.open().stores.snapshots
     assert store is not None
@@ -295,9 +289,7 @@ def test_snapshots_are_listed_and_deleted(keep: Keep, ask: Ask, data: Path) -> N
     assert main(["snapshot", str(record.id), "--delete", "good"]) == 3
 
 
-def test_a_fork_is_a_second_sandbox_with_the_same_memory_and_a_notebook_of_its_own(
-    keep: Keep, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fork_in_storage(keep: Keep, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.ipynb").write_text("cells")
     record = keep(notebook_path=str(tmp_path / "a.ipynb"), kernel_name="k", savepoints=("before",))
     fork = ask("fork", "a.ipynb", "--notebook", "b.ipynb")
@@ -309,7 +301,7 @@ def test_a_fork_is_a_second_sandbox_with_the_same_memory_and_a_notebook_of_its_o
     assert (early["size"], early["notebook_path"]) == (300, None)
     assert len(ask("list")["sandboxes"]) == 3
     assert main(["fork", "a.ipynb", "--notebook", "b.ipynb"]) == 4
-    assert f"{tmp_path / 'b.ipynb'} has a sandbox already: {fork['id']}." in capsys.readouterr().err
+    assert f"{tmp_path / 'b.ipynb'} already has the sandbox {fork['id']}." in capsys.readouterr().err
     assert main(["fork", "a.ipynb", "--savepoint", "never"]) == 3
     assert main(["fork", "a.ipynb", "--notebook", "no/such/folder.ipynb"]) == 1
     assert "no/such/folder.ipynb" in capsys.readouterr().err
@@ -320,7 +312,7 @@ def test_a_fork_is_a_second_sandbox_with_the_same_memory_and_a_notebook_of_its_o
     "arguments",
     [["wake"], ["restart"], ["exec", "--", "ls"], ["rewind", "name"], ["savepoint", "new"], ["snapshot", "new"]],
 )
-def test_what_needs_a_kernel_says_that_no_server_runs_and_how_to_start_one(
+def test_commands_that_need_a_server_without_one(
     arguments: list[str], keep: Keep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = keep(savepoints=("name",))
@@ -330,12 +322,12 @@ def test_what_needs_a_kernel_says_that_no_server_runs_and_how_to_start_one(
     assert str(record.id) in said and "Start one with `jupyter lab`" in said
 
 
-def test_hibernating_what_is_saved_is_done_already(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hibernate_saved_sandbox_does_nothing(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep()
     assert [shown["state"] for shown in ask("hibernate", str(record.id))["sandboxes"]] == ["saved"]
     running = keep(running=True)
     assert main(["hibernate", str(running.id)]) == 5
-    assert "is running, and no Jupyter Server of yours" in capsys.readouterr().err
+    assert "is running, and this needs a running Jupyter Server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -343,22 +335,22 @@ def test_hibernating_what_is_saved_is_done_already(keep: Keep, ask: Ask, capsys:
     [["exec", "ID"], ["savepoint", "ID", "bad name"], ["savepoint", "ID", "new", "--delete", "old"],
      ["fork", "ID", "--savepoint", "../x"], ["rewind", "ID"], ["list", "--server", "http://x", "--no-server"]],
 )  # fmt: skip
-def test_what_makes_no_sense_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_show_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert f"usage: jupyter sandbox {arguments[0]}" in capsys.readouterr().err
 
 
-def test_a_server_that_is_named_and_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_named_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--server", "http://127.0.0.1:1/"]) == 5
     assert "http://127.0.0.1:1/ does not answer" in capsys.readouterr().err
     assert main(["list", "--server", "nonsense"]) == 5
-    assert "'nonsense' is no address of a Jupyter Server" in capsys.readouterr().err
+    assert "'nonsense' is not the address of a Jupyter Server" in capsys.readouterr().err
 
 
 def completions(line: str) -> list[str]:
-    """What a shell offers at the end of a line."""
+    """Return the completions of a command line."""
     with tempfile.NamedTemporaryFile() as answer:
         environment = {
             **os.environ,
@@ -372,7 +364,7 @@ def completions(line: str) -> list[str]:
         return [word.strip() for word in Path(answer.name).read_text().split("\n")]
 
 
-def test_a_shell_completes_commands_options_ids_and_names(keep: Keep) -> None:
+def test_shell_completion(keep: Keep) -> None:
     record = keep(savepoints=("before", "after"))
     assert completions("jupyter-sandbox hib") == ["hibernate"]
     assert completions("jupyter-sandbox list --st") == ["--state"]
@@ -381,9 +373,7 @@ def test_a_shell_completes_commands_options_ids_and_names(keep: Keep) -> None:
     assert completions(f"jupyter-sandbox rewind {record.id} bef") == ["before"]
 
 
-def test_delete_says_what_went_and_how_much_was_freed(
-    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_delete_reports_freed_bytes(keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb")
     other = keep()
     assert main(["delete", str(record.id)[:8]]) == 0
@@ -398,13 +388,11 @@ def test_delete_says_what_went_and_how_much_was_freed(
 
 
 def lose_key(data: Path) -> None:
-    """Have another key from now on."""
+    """Replace the user's key."""
     (data / "sandbox" / "key").write_text("b" * 64)
 
 
-def test_records_of_a_lost_key_are_deleted_only_if_that_is_said(
-    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_delete_unverified_after_loss_of_key(keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep()
     lose_key(data)
     assert main(["delete", str(record.id)]) == 5
@@ -417,7 +405,7 @@ def test_records_of_a_lost_key_are_deleted_only_if_that_is_said(
     assert Persistence.open().registry.list().records == []
 
 
-def test_old_records_of_a_lost_key_are_pruned_only_if_that_is_said(
+def test_prune_unverified_after_loss_of_key(
     keep: Keep, data: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = keep(days=40), keep()
@@ -431,17 +419,15 @@ def test_old_records_of_a_lost_key_are_pruned_only_if_that_is_said(
 
 
 @pytest.mark.parametrize("key", ["b" * 64, "short"])
-def test_a_dry_run_says_what_would_be_refused(
-    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str], key: str
-) -> None:
+def test_dry_run_shows_refusals(keep: Keep, data: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     old = keep(days=40)
     before = objects(data)
     (data / "sandbox" / "key").write_text(key)
     dry = ["prune", "--older-than", "30d", "--dry-run"]
     assert main(dry) == 5
     said = capsys.readouterr()
-    assert f"Would not delete {old.id}, unknown: it would be refused" in said.out
-    assert "0 sandboxes, 0 B in all. Nothing was deleted." in said.out
+    assert f"Would not delete {old.id}, unknown: the deletion would be refused" in said.out
+    assert "0 sandboxes, 0 B in total. Nothing was deleted." in said.out
     assert main([*dry, "--json"]) == 5
     told = json.loads(capsys.readouterr().out)
     assert (told["would_delete"], [each["id"] for each in told["would_keep"]]) == ([], [str(old.id)])
@@ -451,7 +437,7 @@ def test_a_dry_run_says_what_would_be_refused(
     assert objects(data) == before
 
 
-def test_a_dry_run_with_unverified_foretells_what_a_lost_key_signed(keep: Keep, data: Path, ask: Ask) -> None:
+def test_dry_run_unverified(keep: Keep, data: Path, ask: Ask) -> None:
     old = keep(days=40)
     lose_key(data)
     told = ask("prune", "--older-than", "30d", "--dry-run", "--unverified")
@@ -459,7 +445,7 @@ def test_a_dry_run_with_unverified_foretells_what_a_lost_key_signed(keep: Keep, 
     assert ask("prune", "--older-than", "30d", "--unverified")["deleted"][0]["id"] == str(old.id)
 
 
-async def test_a_dry_run_spares_what_another_server_uses(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_dry_run_with_sandbox_in_use(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     old = keep(days=40)
     owner = Owner("lab-7", "somewhere", 7, "ada", "n")
     lease = await Persistence.open().stores.leases.acquire(names.lock_name(old.sandbox_id), owner)
@@ -469,7 +455,7 @@ async def test_a_dry_run_spares_what_another_server_uses(keep: Keep, capsys: pyt
 
 
 @pytest.mark.parametrize("word", ["savepoint", "snapshot"])
-def test_savepoints_that_cannot_be_read_are_not_called_missing(
+def test_unread_savepoints_are_not_reported_as_missing(
     keep: Keep, data: Path, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
     record = keep(savepoints=("clean",))
@@ -482,7 +468,7 @@ def test_savepoints_that_cannot_be_read_are_not_called_missing(
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_record_that_names_another_user_is_not_deleted_without_proof(
+def test_unsigned_sandbox_of_another_user_is_not_deleted(
     keep: Keep, data: Path, capsys: pytest.CaptureFixture[str], signed: bool
 ) -> None:
     record = keep()
@@ -499,7 +485,7 @@ def test_a_record_that_names_another_user_is_not_deleted_without_proof(
     assert objects(data) == before
 
 
-def test_doctor_tells_of_records_that_the_key_does_not_prove(keep: Keep, data: Path) -> None:
+def test_doctor_reports_unverified_sandboxes(keep: Keep, data: Path) -> None:
     assert doctor.check_saved() == []
     records = [keep() for _ in range(3)]
     (sound,) = doctor.check_saved()
@@ -525,13 +511,13 @@ def test_doctor_tells_of_records_that_the_key_does_not_prove(keep: Keep, data: P
 
 
 async def open_and_sign(record: SandboxRecord) -> None:
-    """Sign a sandbox's document with the present key, as a server does that opens it."""
+    """Sign a sandbox's document with the current key, like a server that opens it."""
     stores = Persistence.open().stores
     async with detached.borrowed(record.sandbox_id, stores, Owner.here("a test")) as book:
         await detached.sign(book, stores)
 
 
-def test_doctor_tells_of_a_key_that_cannot_be_used(keep: Keep, data: Path) -> None:
+def test_doctor_reports_unusable_key(keep: Keep, data: Path) -> None:
     key = data / "sandbox" / "key"
     records = [keep() for _ in range(2)]
     key.write_text("short")
@@ -545,7 +531,7 @@ def test_doctor_tells_of_a_key_that_cannot_be_used(keep: Keep, data: Path) -> No
         assert helps in unusable.remedy
 
 
-def test_doctor_tells_of_an_unusable_key_before_anything_is_saved(keep: Keep, data: Path) -> None:
+def test_doctor_reports_unusable_key_before_first_save(keep: Keep, data: Path) -> None:
     record = keep()
     assert main(["delete", str(record.id)]) == 0
     assert doctor.check_saved() == []
@@ -554,9 +540,7 @@ def test_doctor_tells_of_an_unusable_key_before_anything_is_saved(keep: Keep, da
     assert not unusable.ok
 
 
-def test_the_advice_for_an_unusable_key_without_a_backup_works(
-    keep: Keep, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_remedy_for_unusable_key_works(keep: Keep, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deleted, kept = keep(), keep()
     key = data / "sandbox" / "key"
     key.write_text("short")
@@ -571,9 +555,7 @@ def test_the_advice_for_an_unusable_key_without_a_backup_works(
     assert sound.ok
 
 
-def test_delete_with_an_unknown_id_deletes_nothing_and_lists_the_known(
-    keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_delete_with_unknown_id_deletes_nothing(keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep()
     before = objects(data)
     for command in ("delete", "show"):
@@ -584,7 +566,7 @@ def test_delete_with_an_unknown_id_deletes_nothing_and_lists_the_known(
     assert objects(data) == before
 
 
-async def test_a_sandbox_in_use_stays_and_its_owner_is_named(
+async def test_sandbox_in_use_is_kept_and_owner_named(
     keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used, idle = keep(days=40), keep(days=41)
@@ -603,9 +585,7 @@ async def test_a_sandbox_in_use_stays_and_its_owner_is_named(
     assert objects(data) == []
 
 
-def test_prune_spares_what_is_used_or_deleted_while_it_prunes(
-    keep: Keep, ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_skips_sandboxes_used_or_deleted_meanwhile(keep: Keep, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     first, used, deleted = keep(days=40), keep(days=41), keep(days=42)
     destroy = Persistence.destroy
 
@@ -620,7 +600,7 @@ def test_prune_spares_what_is_used_or_deleted_while_it_prunes(
     assert [shown["id"] for shown in ask("list")["sandboxes"]] == [str(used.id)]
 
 
-def test_a_sandbox_elsewhere_is_not_deleted_by_forgetting_it(
+def test_sandbox_in_other_storage_is_not_deleted(
     keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = keep(days=40)
@@ -632,15 +612,13 @@ def test_a_sandbox_elsewhere_is_not_deleted_by_forgetting_it(
     assert main(["delete", str(record.id)]) == 0
 
 
-def test_a_dry_run_says_what_would_go_and_deletes_nothing(
-    keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_deletes_nothing(keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stale, _ = keep(days=40, notebook_path="/old.ipynb"), keep(days=2)
     before = objects(data)
     assert main(["prune", "--older-than", "30d", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert f"Would delete {stale.id} (/old.ipynb), saved, 2.0 kB" in said
-    assert "1 sandbox, 2.0 kB in all. Nothing was deleted." in said
+    assert "1 sandbox, 2.0 kB in total. Nothing was deleted." in said
     assert [shown["id"] for shown in ask("prune", "--older-than", "30d", "--dry-run")["would_delete"]] == [
         str(stale.id)
     ]
@@ -649,7 +627,7 @@ def test_a_dry_run_says_what_would_go_and_deletes_nothing(
     assert len(ask("list")["sandboxes"]) == 1
 
 
-def test_it_is_the_same_with_buckets(gcs: GCS, keep: Keep, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_with_buckets(gcs: GCS, keep: Keep, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     for stem in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
         monkeypatch.setenv(f"{stem}_BUCKET", gcs.bucket)
     monkeypatch.setenv("SANDBOX_OBJECT_PREFIX", "team")
@@ -666,7 +644,7 @@ def test_it_is_the_same_with_buckets(gcs: GCS, keep: Keep, ask: Ask, monkeypatch
 
 
 @pytest.mark.parametrize("text", ["30", "d", "-1d", "1y", "1.5d", "9999999d", "1d2h", "", "٣d"])
-def test_a_length_of_time_that_is_none_shows_the_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_duration_shows_the_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["prune", "--older-than", text])
     assert caught.value.code == 2
@@ -674,13 +652,13 @@ def test_a_length_of_time_that_is_none_shows_the_usage(text: str, capsys: pytest
 
 
 @pytest.mark.parametrize("arguments", [["prune"], ["delete"], ["show"]])
-def test_nothing_is_deleted_for_want_of_an_argument(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_argument_deletes_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
 
 
-def test_the_servers_configuration_names_the_folder(keep: Keep, ask: Ask, tmp_path: Path) -> None:
+def test_storage_folder_from_server_configuration(keep: Keep, ask: Ask, tmp_path: Path) -> None:
     keep()
     (tmp_path / "config").mkdir()
     setting = f"c.SandboxProvisioner.storage_dir = {str(tmp_path / 'chosen')!r}\n"
@@ -690,7 +668,7 @@ def test_the_servers_configuration_names_the_folder(keep: Keep, ask: Ask, tmp_pa
     assert str(tmp_path / "chosen") in shown["problem"]
 
 
-def test_a_wrong_setting_is_one_clear_error(
+def test_wrong_setting_fails_with_one_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SANDBOX_METADATA_BUCKET", "Not A Bucket")
@@ -698,7 +676,7 @@ def test_a_wrong_setting_is_one_clear_error(
     assert "SANDBOX_METADATA_BUCKET is 'Not A Bucket'" in capsys.readouterr().err
 
 
-def test_names_cannot_command_the_terminal_or_break_an_old_one(keep: Keep) -> None:
+def test_unprintable_names_are_escaped(keep: Keep) -> None:
     keep(notebook_path="/\x1b[2J\n\udcff/é.ipynb", kernel_name="k\r")
     answer = subprocess.run([COMMAND, "list"], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True)
     assert answer.returncode == 0 and answer.stderr == b""
@@ -714,7 +692,7 @@ def test_names_cannot_command_the_terminal_or_break_an_old_one(keep: Keep) -> No
         (999_499, "999 kB"), (999_500, "1.0 MB"), (123_456_789, "123 MB"), (5 * 10**12, "5.0 TB"), (10**16, "10000 TB"),
     ],
 )  # fmt: skip
-def test_sizes_are_for_people(amount: int | None, words: str) -> None:
+def test_sizes(amount: int | None, words: str) -> None:
     assert size(amount) == words
 
 
@@ -726,7 +704,7 @@ def test_sizes_are_for_people(amount: int | None, words: str) -> None:
         ({"days": 29}, "29 days ago"), ({"days": 65}, "2 months ago"), ({"days": 800}, "2 years ago"),
     ],
 )  # fmt: skip
-def test_ages_are_for_people(age: dict[str, int], words: str) -> None:
+def test_ages(age: dict[str, int], words: str) -> None:
     assert ago(datetime.now(UTC) - timedelta(**age)) == words
 
 
@@ -734,5 +712,5 @@ def test_ages_are_for_people(age: dict[str, int], words: str) -> None:
     ("text", "expected"),
     [("90s", timedelta(seconds=90)), ("12h", timedelta(hours=12)), ("30d", timedelta(30)), ("2w", timedelta(14))],
 )
-def test_lengths_of_time(text: str, expected: timedelta) -> None:
+def test_durations(text: str, expected: timedelta) -> None:
     assert span(text) == expected

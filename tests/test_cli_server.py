@@ -1,4 +1,4 @@
-"""``jupyter sandbox`` where a server runs: kernels are seen and steered through it, storage tells the rest."""
+"""Test ``jupyter sandbox`` with a running server."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def notebooks(server: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the user whose server it is."""
+    """Return the folder of the server's user."""
     return become_user(server, monkeypatch)
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[SandboxClient]:
-    """A client of the server; every sandbox is deleted in the end."""
+    """Yield a client of the server; delete all sandboxes after the test."""
     with SandboxClient(server.url, "t") as client:
         yield client
         for sandbox in client.list():
@@ -51,22 +51,20 @@ def client(server: Server) -> Iterator[SandboxClient]:
 
 @pytest.fixture
 def sandbox(server: Server, client: SandboxClient) -> Sandbox:
-    """One with a kernel that is up, so that nobody's first question wakes it, and whose notebook is a.ipynb."""
+    """Return a sandbox with a running kernel for the notebook a.ipynb."""
     made = client.create(kernel_name=KERNEL, notebook_path="a.ipynb")
     server.ready_client(str(made.kernel_id)).stop_channels()
     return made
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """What a command that succeeds prints as JSON."""
+    """Run a command, which must succeed, and return its JSON output."""
     capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_kernel_is_listed_with_its_state_and_the_path_of_its_notebook(
-    sandbox: Sandbox, notebooks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_shows_state_and_notebook(sandbox: Sandbox, notebooks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (shown,) = ask(capsys, "list")["sandboxes"]
     assert shown["state"] == "running"
     assert shown["kernel_id"] == sandbox.kernel_id
@@ -79,14 +77,12 @@ def test_a_kernel_is_listed_with_its_state_and_the_path_of_its_notebook(
     assert sandbox.id in said and str(sandbox.kernel_id) in said
 
 
-def test_an_ephemeral_kernel_is_listed_too(
-    client: SandboxClient, notebooks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ephemeral_kernel_is_listed(client: SandboxClient, notebooks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = client.create(kernel_name=KERNEL)
     (shown,) = ask(capsys, "list")["sandboxes"]
     assert (shown["id"], shown["persistent"], shown["storage"]) == (made.id, False, None)
     assert main(["show", made.id]) == 0
-    assert "running, and not kept" in capsys.readouterr().out
+    assert "running, ephemeral" in capsys.readouterr().out
     assert main(["hibernate", made.id]) == 4
     assert ask(capsys, "delete", made.id)["deleted"][0]["id"] == made.id
 
@@ -101,9 +97,7 @@ def test_hibernate_wake_and_restart(sandbox: Sandbox, capsys: pytest.CaptureFixt
     assert ask(capsys, "restart", sandbox.id)["sandboxes"][0]["kernel_id"] == sandbox.kernel_id
 
 
-def test_a_kernel_goes_back_to_a_savepoint_and_on_from_it_twice(
-    server: Server, sandbox: Sandbox, notebooks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rewind_twice(server: Server, sandbox: Sandbox, notebooks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kc = server.ready_client(str(sandbox.kernel_id))
     run(kc, "x = 1")
     assert ask(capsys, "savepoint", "a.ipynb", "one")["name"] == "one"
@@ -111,7 +105,7 @@ def test_a_kernel_goes_back_to_a_savepoint_and_on_from_it_twice(
     assert main(["savepoint", "a.ipynb", "one"]) == 4
     said = capsys.readouterr()
     assert said.out.endswith(f"Savepoint one of {sandbox.id[:8]} a.ipynb: failed\n")
-    assert said.err.count("\n") == 1 and "has a savepoint one" in said.err and "Choose another name" in said.err
+    assert said.err.count("\n") == 1 and "already has a savepoint one" in said.err and "Choose another name" in said.err
     kept = ask(capsys, "rewind", "a.ipynb", "one")["kept"]
     kc.stop_channels()
     kc = server.ready_client(str(sandbox.kernel_id))
@@ -129,14 +123,14 @@ def test_a_kernel_goes_back_to_a_savepoint_and_on_from_it_twice(
     assert main(["rewind", "a.ipynb", "one"]) == 3
 
 
-def test_a_fork_stays_below_the_servers_root_folder(
+def test_fork_outside_root_folder_is_refused(
     sandbox: Sandbox, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fork", "a.ipynb", "--notebook", str(tmp_path / "b.ipynb")]) == 5
     assert "the root folder of http://" in capsys.readouterr().err
 
 
-def test_snapshots_are_made_listed_and_deleted(sandbox: Sandbox, capsys: pytest.CaptureFixture[str]) -> None:
+def test_create_list_and_delete_snapshots(sandbox: Sandbox, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", sandbox.id, "files"]) == 0
     assert "Snapshot files of" in capsys.readouterr().out
     assert [item["name"] for item in ask(capsys, "snapshot", sandbox.id)["items"]] == ["files"]
@@ -148,7 +142,7 @@ def execute(*words: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([COMMAND, "exec", *words], capture_output=True)
 
 
-def test_exec_streams_what_a_command_writes_and_ends_as_it_ends(sandbox: Sandbox) -> None:
+def test_exec_streams_output_and_exit_status(sandbox: Sandbox) -> None:
     answer = execute(sandbox.id, "--", "sh", "-c", r"printf 'a\0b'; echo $0 >&2; exit 7", "--", "-x")
     assert (answer.stdout, answer.stderr, answer.returncode) == (b"a\0b", b"--\n", 7)
     answer = execute("--cwd", "/tmp", sandbox.id, "pwd")
@@ -159,7 +153,7 @@ def test_exec_streams_what_a_command_writes_and_ends_as_it_ends(sandbox: Sandbox
     assert b"no-such-program" in answer.stderr
 
 
-def test_an_interrupted_exec_takes_its_command_with_it(client: SandboxClient, sandbox: Sandbox) -> None:
+def test_interrupted_exec_kills_its_command(client: SandboxClient, sandbox: Sandbox) -> None:
     words = [COMMAND, "exec", sandbox.id, "--", "sh", "-c", "echo up; exec sleep 1000"]
     with subprocess.Popen(
         words,
@@ -170,12 +164,12 @@ def test_an_interrupted_exec_takes_its_command_with_it(client: SandboxClient, sa
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"up\n"
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == b"jupyter sandbox: interrupted; so is the command.\n"
+        assert process.stderr.read() == b"jupyter sandbox: interrupted; the command was interrupted, too.\n"
     assert process.returncode == 130
     until(lambda: b"sleep" not in execute(sandbox.id, "--", "sh", "-c", "cat /proc/[0-9]*/comm").stdout)
 
 
-def test_several_are_done_though_one_cannot_be(
+def test_failure_does_not_stop_the_others(
     client: SandboxClient, sandbox: Sandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ephemeral = client.create(kernel_name=KERNEL)
@@ -186,7 +180,7 @@ def test_several_are_done_though_one_cannot_be(
     assert main(["hibernate", sandbox.id, "nonsense"]) == 3
 
 
-def test_deleting_ends_the_kernel_and_removes_everything(
+def test_delete_ends_kernel_and_removes_state(
     client: SandboxClient, sandbox: Sandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client.hibernate(sandbox.id)
@@ -197,7 +191,7 @@ def test_deleting_ends_the_kernel_and_removes_everything(
     assert client.list() == []
 
 
-def test_a_server_that_lets_nobody_in_is_named_where_it_is_missed(
+def test_server_that_denies_access_is_named(
     server: Server, sandbox: Sandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file,) = server.runtime.glob("jpserver-*.json")
@@ -212,7 +206,7 @@ def test_a_server_that_lets_nobody_in_is_named_where_it_is_missed(
         file.write_text(info)
 
 
-def test_a_long_work_says_how_far_it_is(server: Server, client: SandboxClient, sandbox: Sandbox) -> None:
+def test_progress_is_shown(server: Server, client: SandboxClient, sandbox: Sandbox) -> None:
     found = Found(sandbox)
     with watched(Namespace(json=True), "Hibernate", found, Reached(client, "", ()), 10**9) as step:
         while not step.newest:
@@ -226,12 +220,12 @@ def test_a_long_work_says_how_far_it_is(server: Server, client: SandboxClient, s
     [(5_000_000, None, "5.0 MB"), (0, 10, f"[{'.' * 20}] 0% of 10 B"), (5, 10, f"[{'#' * 10}{'.' * 10}] 50% of 10 B"),
      (30, 10, f"[{'#' * 20}] 100% of 10 B")],
 )  # fmt: skip
-def test_a_bar_is_never_longer_than_all(done: int, total: int | None, shown: str) -> None:
+def test_progress_bar_is_limited(done: int, total: int | None, shown: str) -> None:
     assert bar(done, total) == shown
 
 
 @pytest.mark.slow
-def test_what_outlives_its_server_is_forked_in_storage_and_woken_by_the_next(
+def test_fork_in_storage_is_woken_by_next_server(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(tmp_path_factory.mktemp("server")) as api:
@@ -260,7 +254,7 @@ def test_what_outlives_its_server_is_forked_in_storage_and_woken_by_the_next(
         second.stop()
 
 
-def test_a_named_server_is_asked_for_everything(
+def test_named_server_is_used_for_everything(
     server: Server,
     sandbox: Sandbox,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""The Python client: what it makes of a server's answers and refusals, and a sandbox's life through it."""
+"""Test the Python client: decoding, errors, and real sandboxes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ from sandbox_provisioner.client import (
     running_servers,
 )
 from sandbox_provisioner.client.discovery import address
-from sandbox_provisioner.client.models import Capabilities, CreateSandbox, NamedStates, decode, encode
+from sandbox_provisioner.client.models import CreateSandbox, decode
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
+from sandbox_provisioner.sandbox import model
+from sandbox_provisioner.sandbox.model import Capabilities, NamedStates, encode
 
 UNASYNC = Path(__file__).parent.parent / "tools" / "unasync.py"
 SPEC = yaml.safe_load(files("sandbox_provisioner").joinpath("server/openapi.yaml").read_text())
@@ -52,11 +54,11 @@ METHODS = {
 }  # fmt: skip
 
 
-def test_the_blocking_client_is_made_from_the_other() -> None:
+def test_sync_client_is_generated_from_async_client() -> None:
     assert subprocess.run([sys.executable, UNASYNC, "--check"]).returncode == 0
 
 
-def test_every_operation_of_the_specification_is_a_method_of_both_clients() -> None:
+def test_clients_have_every_operation() -> None:
     operations = {
         operation["operationId"]
         for path in SPEC["paths"].values()
@@ -73,13 +75,13 @@ def test_every_operation_of_the_specification_is_a_method_of_both_clients() -> N
     ["Sandbox", "Stored", "NamedState", "NamedStates", "SandboxPage", "Rewound", "Deleted", "Output", "Exit",
      "Capabilities", "Event"],
 )  # fmt: skip
-def test_the_models_are_the_schemas_of_the_specification(name: str) -> None:
-    assert {field.name for field in fields(getattr(models, name))} == set(
+def test_models_match_the_schemas(name: str) -> None:
+    assert {field.name for field in fields(getattr(models if hasattr(models, name) else model, name))} == set(
         SPEC["components"]["schemas"][name]["properties"]
     )
 
 
-def test_what_a_new_sandbox_can_be_given_is_what_the_specification_has() -> None:
+def test_create_arguments_match_the_schema() -> None:
     assert set(CreateSandbox.__annotations__) == set(SPEC["components"]["schemas"]["CreateSandbox"]["properties"])
 
 
@@ -93,7 +95,7 @@ def a_sandbox(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_an_answer_becomes_typed_and_back() -> None:
+def test_decode_and_encode() -> None:
     sandbox = decode(Sandbox, a_sandbox())
     assert sandbox.last_used == datetime(2026, 11, 16, 12, tzinfo=UTC)
     assert sandbox.checkpoint and sandbox.checkpoint.size == 7
@@ -102,7 +104,7 @@ def test_an_answer_becomes_typed_and_back() -> None:
     assert decode(Output, {"stream": "stdout", "data": "AP8="}).data == b"\0\xff"
 
 
-def test_a_newer_server_may_say_more_and_other_words() -> None:
+def test_unknown_fields_and_values_are_accepted() -> None:
     sandbox = decode(Sandbox, a_sandbox(state="dreaming", mood="good"))
     assert sandbox.state == "dreaming"
     event = decode(Event, {"id": "a", "what": "dreamt", "time": "2026-11-16T12:00:00+00:00"})
@@ -114,7 +116,7 @@ def test_a_newer_server_may_say_more_and_other_words() -> None:
     [({"size": "big"}, "size is 'big'"), ({"persistent": 1}, "persistent"), ({"created": "soon"}, "soon"),
      ({"savepoints": {}}, "savepoints"), ({"checkpoint": {"size": 1}}, "created"), ({"size": True}, "size")],
 )  # fmt: skip
-def test_an_answer_that_is_none_is_an_error_that_says_where(changes: dict[str, Any], said: str) -> None:
+def test_invalid_response_names_the_field(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(AnswerError, match=said):
         decode(Sandbox, a_sandbox(**changes))
     for nonsense in (None, [], "x", {}):
@@ -131,17 +133,17 @@ def test_an_answer_that_is_none_is_an_error_that_says_where(changes: dict[str, A
         ("http://localhost:8888/?token=abc", "mine", ("http://localhost:8888/", "mine")),
     ],
 )
-def test_an_address_may_be_what_a_server_shows(given: str, token: str, expected: tuple[str, str]) -> None:
+def test_address_as_printed_by_server(given: str, token: str, expected: tuple[str, str]) -> None:
     assert address(given, token) == expected
 
 
 @pytest.mark.parametrize("given", ["", "localhost:8888", "ftp://x/", "http://", "http://[::1", "http+unix://%2Fs"])
-def test_what_is_no_address_is_refused(given: str) -> None:
-    with pytest.raises(ConfigurationError, match="no address of a Jupyter Server"):
+def test_invalid_address_is_refused(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="not the address of a Jupyter Server"):
         SandboxClient(given)
 
 
-def test_running_servers_are_those_whose_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_servers_have_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     assert running_servers() == []
     (tmp_path / "runtime").mkdir()
@@ -166,9 +168,7 @@ def test_running_servers_are_those_whose_process_lives(tmp_path: Path, monkeypat
     ]
 
 
-def test_a_server_that_stops_while_its_file_is_read_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_stops_while_read_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     file = tmp_path / "jpserver-1.json"
     os.mkfifo(file)
@@ -189,7 +189,7 @@ Answer = Callable[[int, str], str]
 
 @pytest.fixture
 def answering() -> Iterator[Answer]:
-    """Starts a web server that is none of ours: it answers everything with this status and body."""
+    """Start a web server that answers every request with this status and body."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(status: int, body: str) -> str:
@@ -219,9 +219,9 @@ def answering() -> Iterator[Answer]:
     [
         (404, "<html>", "has no sandboxes. Install sandbox-provisioner in its environment"),
         (404, '{"message": "Not Found"}', "has no sandboxes."),
-        (403, '{"message": "Forbidden"}', "did not let you in. Check the token for http://"),
-        (302, "", "did not let you in."),
-        (502, "Bad \x1b[2J Gateway", "answered with status 502. Its log says more."),
+        (403, '{"message": "Forbidden"}', "denied access. Check the token for http://"),
+        (302, "", "denied access."),
+        (502, "Bad \x1b[2J Gateway", "answered with status 502. See its log."),
         (500, '{"message": "one\\ntwo"}', "answered with status 500: one | two."),
         (
             409,
@@ -230,7 +230,7 @@ def answering() -> Iterator[Answer]:
         ),
     ],
 )
-def test_a_refusal_says_what_happened_and_what_to_do(status: int, body: str, said: str, answering: Answer) -> None:
+def test_refused_request_has_problem_and_remedy(status: int, body: str, said: str, answering: Answer) -> None:
     with SandboxClient(answering(status, body)) as client:
         for ask in (client.list, lambda: list(client.execute("a", ["ls"])), lambda: next(iter(client.events()))):
             with pytest.raises(ProblemError) as caught:
@@ -239,7 +239,7 @@ def test_a_refusal_says_what_happened_and_what_to_do(status: int, body: str, sai
             assert isinstance(caught.value, SandboxError) and caught.value.status == status
 
 
-def test_a_problem_detail_is_an_error_with_all_of_its_fields(answering: Answer) -> None:
+def test_problem_detail_becomes_error(answering: Answer) -> None:
     problem = {"type": "urn:sandbox:not-set-up", "title": "Not set up", "status": 400, "detail": "No bucket.",
                "remedy": "Set it.", "variable": "SANDBOX_LOCK_BUCKET"}  # fmt: skip
     with SandboxClient(answering(400, json.dumps(problem))) as client, pytest.raises(ProblemError) as caught:
@@ -252,7 +252,7 @@ def test_a_problem_detail_is_an_error_with_all_of_its_fields(answering: Answer) 
 
 
 @pytest.mark.parametrize("body", ["", "<html>", "[]", '{"items": 3}'])
-def test_something_else_that_answers_is_an_error_too(body: str, answering: Answer) -> None:
+def test_response_without_problem_detail_becomes_error(body: str, answering: Answer) -> None:
     with SandboxClient(answering(200, body)) as client:
         with pytest.raises(AnswerError):
             client.list()
@@ -260,7 +260,7 @@ def test_something_else_that_answers_is_an_error_too(body: str, answering: Answe
             list(client.execute("a", ["ls"]))
 
 
-def test_output_that_ends_without_a_status_is_no_success(answering: Answer) -> None:
+def test_output_without_exit_status_is_an_error(answering: Answer) -> None:
     with SandboxClient(answering(200, '{"stream": "stdout", "data": "aGk="}\n')) as client:
         pieces = client.execute("a", ["ls"])
         assert next(pieces) == Output("stdout", b"hi")
@@ -268,7 +268,7 @@ def test_output_that_ends_without_a_status_is_no_success(answering: Answer) -> N
             next(pieces)
 
 
-async def test_a_server_that_is_not_there_is_named() -> None:
+async def test_unreachable_server_is_named() -> None:
     async with AsyncSandboxClient("http://127.0.0.1:1/") as client:
         with pytest.raises(ServerUnreachableError, match=r"http://127\.0\.0\.1:1/ does not answer"):
             await client.list()
@@ -276,9 +276,7 @@ async def test_a_server_that_is_not_there_is_named() -> None:
             _ = [event async for event in client.events()]
 
 
-async def test_where_no_server_runs_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answering: Answer
-) -> None:
+async def test_no_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answering: Answer) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     other = {"pid": os.getpid(), "url": answering(404, ""), "token": ""}
     (tmp_path / "jpserver-1.json").write_text(json.dumps(other))
@@ -296,7 +294,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxClient]:
-    """A client that found the server; every sandbox is deleted in the end."""
+    """Yield a client of the server; delete all sandboxes after the test."""
     become_user(server, monkeypatch)
     with SandboxClient.from_running_server() as client:
         yield client
@@ -305,7 +303,7 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxC
 
 
 def output(client: SandboxClient, id: str, *command: str) -> tuple[bytes, bytes, int]:
-    """What a command writes, and how it ends."""
+    """Return the output and the exit status of a command."""
     *pieces, end = client.execute(id, command)
     assert isinstance(end, Exit)
     written = {"stdout": b"", "stderr": b""}
@@ -316,7 +314,7 @@ def output(client: SandboxClient, id: str, *command: str) -> tuple[bytes, bytes,
 
 
 @pytest.mark.runsc
-def test_a_sandboxes_life(client: SandboxClient) -> None:
+def test_life_of_a_sandbox(client: SandboxClient) -> None:
     assert KERNEL in decode(Capabilities, encode(client.capabilities())).kernels
     made = client.create(kernel_name=KERNEL, notebook_path="life.ipynb")
     assert (made.state, made.notebook_path, made.persistent) == ("running", "life.ipynb", True)
@@ -346,7 +344,7 @@ def test_a_sandboxes_life(client: SandboxClient) -> None:
 
 
 @pytest.mark.runsc
-def test_a_list_of_several_pages_is_one(client: SandboxClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_joins_pages(client: SandboxClient, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [client.create(kernel_name=KERNEL, notebook_path=f"{number}.ipynb").id for number in range(3)]
     for identity in made:  # one that still starts would be used last again and again, and change its place in the list
         client.hibernate(identity)
@@ -367,7 +365,7 @@ def test_a_list_of_several_pages_is_one(client: SandboxClient, monkeypatch: pyte
 
 
 @pytest.mark.runsc
-async def test_what_happens_is_told_as_it_happens(server: Server, client: SandboxClient) -> None:
+async def test_events_are_streamed(server: Server, client: SandboxClient) -> None:
     made = await asyncio.to_thread(client.create, kernel_name=KERNEL, notebook_path="events.ipynb")
     async with AsyncSandboxClient(server.url, "t") as other:
         events = other.events()
@@ -388,7 +386,7 @@ async def test_what_happens_is_told_as_it_happens(server: Server, client: Sandbo
 
 
 @pytest.mark.runsc
-async def test_a_command_is_killed_when_its_reader_leaves(server: Server, client: SandboxClient) -> None:
+async def test_closing_the_iterator_kills_the_command(server: Server, client: SandboxClient) -> None:
     made = await asyncio.to_thread(client.create, kernel_name=KERNEL, notebook_path="kill.ipynb")
     async with AsyncSandboxClient(server.url, "t") as other:
         pieces = other.execute(made.id, ["sh", "-c", "echo up; exec sleep 1000"])
@@ -400,7 +398,7 @@ async def test_a_command_is_killed_when_its_reader_leaves(server: Server, client
 
 
 @pytest.mark.runsc
-def test_a_wrong_token_lets_nobody_in(server: Server) -> None:
+def test_wrong_token_is_refused(server: Server) -> None:
     with SandboxClient(server.url, "wrong") as client, pytest.raises(ProblemError) as caught:
         client.list()
     assert caught.value.status == 403

@@ -1,4 +1,4 @@
-"""A request for a sandbox that fails deletes nothing that somebody had saved, whoever's registry knows of it."""
+"""Test that failed requests for a sandbox do not delete saved state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def data(api: Api) -> Path:
 
 
 def save(api: Api, **body: Any) -> dict[str, Any]:
-    """A sandbox that is saved, and that nobody has open."""
+    """Return a saved sandbox that is not open."""
     sandbox: dict[str, Any] = api.good("POST", "", {"kernel_name": KEEPER, **body})
     api.run(sandbox, "x = 1")
     api.good("POST", f"/{sandbox['id']}/hibernate")
@@ -34,7 +34,7 @@ def save(api: Api, **body: Any) -> dict[str, Any]:
 
 
 def forget(api: Api, sandbox: dict[str, Any]) -> None:
-    """As if another server had made it: this one has no record of it."""
+    """Delete the record of a sandbox, as if another server had created it."""
     (data(api) / "registry" / f"{sandbox['id']}.json").unlink()
 
 
@@ -50,7 +50,7 @@ def image(api: Api, sandbox: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("body", [{"sandbox_id": "theirs"}, {"notebook_path": "theirs.ipynb"}], ids=str)
-def test_one_that_cannot_be_brought_back_here_stays_saved(api: Api, body: dict[str, Any]) -> None:
+def test_failed_restore_keeps_saved_state(api: Api, body: dict[str, Any]) -> None:
     sandbox = save(api, **body)
     forget(api, sandbox)
     pages = image(api, sandbox)
@@ -62,7 +62,7 @@ def test_one_that_cannot_be_brought_back_here_stays_saved(api: Api, body: dict[s
     api.good("DELETE", f"/{again['id']}")
 
 
-def test_a_copy_does_not_take_the_place_of_one_that_there_is(api: Api) -> None:
+def test_copy_does_not_replace_existing_sandbox(api: Api) -> None:
     theirs, source = (
         save(api, sandbox_id="theirs"),
         api.good("POST", "", {"kernel_name": KEEPER, "sandbox_id": "source"}),
@@ -77,7 +77,7 @@ def test_a_copy_does_not_take_the_place_of_one_that_there_is(api: Api) -> None:
         api.good("DELETE", f"/{one['id']}")
 
 
-def test_a_copy_does_not_take_the_notebook_of_one_that_is_saved(api: Api) -> None:
+def test_copy_does_not_take_notebook_of_saved_sandbox(api: Api) -> None:
     saved = save(api, notebook_path="a.ipynb")
     source = api.good("POST", "", {"kernel_name": KEEPER, "sandbox_id": "source"})
     assert "saved" in api.bad(409, "POST", "/source/fork", {"notebook_path": "a.ipynb"})["detail"]
@@ -85,7 +85,7 @@ def test_a_copy_does_not_take_the_notebook_of_one_that_is_saved(api: Api) -> Non
         api.good("DELETE", f"/{one['id']}")
 
 
-def test_one_that_is_asked_for_by_its_id_stays_its_notebooks(api: Api) -> None:
+def test_sandbox_opened_by_id_keeps_its_notebook(api: Api) -> None:
     saved = save(api, notebook_path="a.ipynb")
     woken = api.good("POST", "", {"kernel_name": KEEPER, "sandbox_id": saved["sandbox_id"]})
     assert (woken["id"], woken["notebook_path"]) == (saved["id"], "a.ipynb")
@@ -95,7 +95,7 @@ def test_one_that_is_asked_for_by_its_id_stays_its_notebooks(api: Api) -> None:
     api.good("DELETE", f"/{again['id']}")
 
 
-def test_a_snapshot_that_cannot_be_loaded_leaves_what_was_saved(api: Api) -> None:
+def test_failed_snapshot_load_keeps_saved_state(api: Api) -> None:
     sandbox, source = (
         save(api, notebook_path="a.ipynb"),
         api.good("POST", "", {"kernel_name": KEEPER, "sandbox_id": "source"}),

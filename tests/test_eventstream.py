@@ -1,4 +1,4 @@
-"""One who listens to the journal in the server's loop: told by any thread, bounded, and gone when it ends."""
+"""Test the delivery of events to a reader on the server's loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def write(name: str) -> None:
     JOURNAL.write(Entry(name, What.PROGRESS))
 
 
-async def test_what_another_thread_writes_is_heard_in_order() -> None:
+async def test_entries_of_another_thread_keep_their_order() -> None:
     with Subscription() as news:
         await asyncio.to_thread(lambda: [write(str(number)) for number in range(5)])
         assert [entry.sandbox_id for entry in await news.take(SOON)] == ["0", "1", "2", "3", "4"]
@@ -22,25 +22,25 @@ async def test_what_another_thread_writes_is_heard_in_order() -> None:
         assert [entry.sandbox_id for entry in await news.take(SOON)] == ["later"]
 
 
-async def test_nothing_is_heard_if_nothing_happens() -> None:
+async def test_take_times_out_without_entries() -> None:
     with Subscription() as news:
         assert await news.take(0.01) == []
 
 
-async def test_who_does_not_listen_for_long_misses_the_oldest() -> None:
+async def test_slow_reader_loses_oldest_entries() -> None:
     with Subscription() as news:
         await asyncio.to_thread(lambda: [write(str(number)) for number in range(MOST + 10)])
         assert [entry.sandbox_id for entry in await news.take(SOON)] == [str(number + 10) for number in range(MOST)]
 
 
-async def test_who_has_gone_is_told_no_more() -> None:
+async def test_closed_subscription_receives_nothing() -> None:
     before = JOURNAL._listeners
     with Subscription():
         assert len(JOURNAL._listeners) == len(before) + 1
     assert before == JOURNAL._listeners
 
 
-def test_a_loop_that_is_closed_is_told_no_more() -> None:
+def test_closed_loop_receives_nothing() -> None:
     before = JOURNAL._listeners
 
     async def leave() -> None:

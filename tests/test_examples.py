@@ -1,4 +1,4 @@
-"""The examples, run as a reader of the README would run them."""
+"""Run the examples like a reader of the README."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(script: str, *arguments: str) -> str:
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A Jupyter user who has nothing yet, with a runsc and no settings."""
+    """Set up a Jupyter user with runsc, without data and settings."""
     for name in [*os.environ]:
         if name.startswith(("SANDBOX_", "FILESYSTEM_")) and name not in ("SANDBOX_RUNTIME_DIR", "SANDBOX_RUNSC"):
             monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
-def test_the_persistent_sandbox_knows_in_the_second_run_what_it_heard_in_the_first() -> None:
+def test_persistent_example_continues_in_next_run() -> None:
     assert run("persistent.py", "apple") == "Heard so far: apple"
     assert run("persistent.py", "pear") == "Heard so far: apple, pear"
     assert run("persistent.py", "plum") == "Heard so far: apple, pear, plum"
@@ -57,9 +57,7 @@ def test_the_persistent_sandbox_knows_in_the_second_run_what_it_heard_in_the_fir
 @pytest.mark.slow
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
-def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state_outlives_the_server(
-    serve: Serve, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_single_user_configuration(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     kernel = sandboxed()
     config = f"--config={EXAMPLES / 'single-user' / 'jupyter_server_config.py'}"
     server = serve(config)
@@ -80,7 +78,7 @@ def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state
 @pytest.mark.slow
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
-def test_with_the_settings_for_a_bucket_a_server_that_shares_nothing_else_goes_on_where_another_was(
+def test_bucket_settings_move_kernel_between_servers(
     serve: Serve, sandboxed: Sandboxed, gcs: GCS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SANDBOX_SIGNING_KEY", "k" * 32)

@@ -1,4 +1,4 @@
-"""The server extension: enabled by what the wheel installs, it chooses the kernel manager unless the user did."""
+"""Test the server extension: the wheel enables it, and it chooses classes unless the user configured them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sandbox_provisioner.server.kernel_websocket import SandboxWebsocketConnecti
 
 @pytest.fixture(autouse=True)
 def no_gateway() -> None:
-    """A gateway is configured once in a process."""
+    """Reset the gateway, which is configured once per process."""
     GatewayClient.clear_instance()
 
 
@@ -37,7 +37,7 @@ def manager_of_a_server(monkeypatch: pytest.MonkeyPatch, folder: Path, *options:
     return started_server(monkeypatch, folder, *options).kernel_manager
 
 
-def test_an_installed_package_makes_any_server_hibernate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_installed_package_enables_hibernation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert type(manager_of_a_server(monkeypatch, tmp_path)) is SandboxKernelManager
 
 
@@ -55,7 +55,7 @@ print(len(sockets), resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)
 
 
 def server_with_few_files(folder: Path, sockets: int, *options: str) -> list[int]:
-    """How many ZeroMQ sockets it could open, how many files it may open now, and how many it could at most."""
+    """Return the maximum of ZeroMQ sockets, and the soft and the hard limit of open files."""
     folders = {f"JUPYTER_{name}": str(folder / name) for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")}
     command = [sys.executable, "-c", SERVER_WITH_FEW_FILES, str(sockets), f"--ServerApp.root_dir={folder}", *options]
     done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, timeout=60)
@@ -63,32 +63,30 @@ def server_with_few_files(folder: Path, sockets: int, *options: str) -> list[int
     return [int(word) for word in done.stdout.split()]
 
 
-def test_there_are_sockets_and_files_for_hundreds_of_notebooks(tmp_path: Path) -> None:
+def test_limits_of_sockets_and_files(tmp_path: Path) -> None:
     sockets, files, possible = server_with_few_files(tmp_path, 1500)
     assert sockets == 1500
     assert files == min(possible, 1 << 16)
 
 
-def test_a_limit_of_open_files_that_the_user_configured_stays(tmp_path: Path) -> None:
+def test_configured_limit_of_open_files_is_kept(tmp_path: Path) -> None:
     _, files, _ = server_with_few_files(tmp_path, 0, "--ServerApp.min_open_files_limit=1500")
     assert files == 1500
 
 
-def test_a_class_that_the_user_configured_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_configured_class_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     theirs = f"{AsyncMappingKernelManager.__module__}.{AsyncMappingKernelManager.__name__}"
     manager = manager_of_a_server(monkeypatch, tmp_path, f"--ServerApp.kernel_manager_class={theirs}")
     assert type(manager) is AsyncMappingKernelManager
 
 
-def test_a_server_whose_kernels_a_gateway_has_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gateway_server_is_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = started_server(monkeypatch, tmp_path, "--GatewayClient.url=http://127.0.0.1:1")
     assert type(server.kernel_manager) is GatewayMappingKernelManager
     assert server.kernel_websocket_connection_class is GatewayWebSocketConnection
 
 
-def test_websockets_to_kernels_share_their_questions_unless_the_user_configured_a_class(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_websocket_class_unless_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = started_server(monkeypatch, tmp_path)
     assert server.web_app.settings["kernel_websocket_connection_class"] is SandboxWebsocketConnection
     theirs = f"{ZMQChannelsWebsocketConnection.__module__}.{ZMQChannelsWebsocketConnection.__name__}"
@@ -96,9 +94,7 @@ def test_websockets_to_kernels_share_their_questions_unless_the_user_configured_
     assert server.web_app.settings["kernel_websocket_connection_class"] is ZMQChannelsWebsocketConnection
 
 
-def test_language_servers_run_nothing_in_a_folder_that_kernels_write(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_language_servers_are_not_detected_in_shared_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.delenv("JP_LSP_VIRTUAL_DIR", raising=False)

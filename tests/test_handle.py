@@ -378,7 +378,7 @@ async def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_had(
     DAMAGE[damage](tmp_path / "storage" / second.artifact.name / "pages.img")
 
     handle = await attach()
-    with pytest.raises(CorruptObjectError, match=r"pages\.img.* There is an older checkpoint") as refusal:
+    with pytest.raises(CorruptObjectError, match=r"pages\.img.*jupyter sandbox revert ID") as refusal:
         await handle.restore()
     assert refusal.value.previous
     await handle.release()

@@ -1,4 +1,4 @@
-"""The REST API of a real server with real sandboxes: each operation, who may ask for it, and what a failure leaves."""
+"""Test the REST API of a real server with real sandboxes: operations, authorization and failures."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ PATIENCE = 30
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """One server for all tests; what they make, they delete."""
+    """Yield one server for all tests; each test deletes its sandboxes."""
     with serving(tmp_path_factory.mktemp("api")) as api:
         yield api
 
 
 @pytest.fixture
 def create(api: Api) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Makes sandboxes; after the test none is left, nor a kernel, a session or a record."""
+    """Yield a function that creates sandboxes; check after the test that nothing is left."""
 
     def make(**body: Any) -> dict[str, Any]:
         sandbox: dict[str, Any] = api.good("POST", "", {"kernel_name": KERNEL, **body})
@@ -64,7 +64,7 @@ def notebooks(api: Api) -> Path:
 
 
 def output(answer: HTTPResponse) -> tuple[bytes, bytes, int]:
-    """What a command wrote to stdout and to stderr, and its status."""
+    """Return the stdout, the stderr and the exit status of a command."""
     lines = [json.loads(line) for line in answer]
     streams = {"stdout": b"", "stderr": b""}
     for line in lines[:-1]:
@@ -91,7 +91,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def operations() -> list[tuple[str, str]]:
-    """Every method and path there is, with ids that nobody has."""
+    """Return every method and path, with unknown ids."""
     paths = openapi.spec()["paths"]
     found = [(method, path) for path in paths for method in ("get", "post", "delete") if method in paths[path]]
     short = [(method.upper(), path.removeprefix("/api/sandboxes")) for method, path in found]
@@ -99,14 +99,12 @@ def operations() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("method", "path"), [*operations(), ("GET", "/no/such/path")])
-def test_who_is_not_logged_in_learns_nothing(api: Api, method: str, path: str) -> None:
+def test_unauthenticated_requests_are_forbidden(api: Api, method: str, path: str) -> None:
     answer = api.ask(method, path, {} if method == "POST" else None, token="")
     assert (answer.status, answer.body) == (403, FORBIDDEN)
 
 
-def test_who_is_not_logged_in_does_not_learn_whether_a_sandbox_exists(
-    api: Api, create: Callable[..., dict[str, Any]]
-) -> None:
+def test_forbidden_does_not_reveal_existence(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     mine, theirs = create()["id"], NOBODYS
     for method, path in operations():
         for body in ({}, b"nonsense"):
@@ -117,7 +115,7 @@ def test_who_is_not_logged_in_does_not_learn_whether_a_sandbox_exists(
             assert [(answer.status, answer.body) for answer in answers] == [(403, FORBIDDEN)] * 2
 
 
-def test_who_has_no_authority_gets_nothing(tmp_path: Path) -> None:
+def test_unauthorized_requests_are_forbidden(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.mkdir()
     (config / "jupyter_server_config.py").write_text(DENY)
@@ -128,7 +126,7 @@ def test_who_has_no_authority_gets_nothing(tmp_path: Path) -> None:
         assert api.server.ask("GET", "kernels") == (200, [])
 
 
-def test_who_is_logged_in_by_a_cookie_has_to_prove_that_the_page_is_the_servers(api: Api) -> None:
+def test_cookie_authentication_needs_xsrf_token(api: Api) -> None:
     jar = CookieJar()
     browser = build_opener(HTTPCookieProcessor(jar))
     for page in ("login", "api/status?token=t"):
@@ -146,7 +144,7 @@ FORBIDDEN = {
     "type": "about:blank",
     "title": "Forbidden",
     "status": 403,
-    "detail": "You are not logged in, or not allowed to do that.",
+    "detail": "You are not logged in or not authorized.",
 }
 
 
@@ -174,11 +172,11 @@ FORBIDDEN = {
         ("POST", "", 400),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(api: Api, method: str, path: str, status: int) -> None:
+def test_invalid_requests_are_refused(api: Api, method: str, path: str, status: int) -> None:
     api.bad(status, method, path)
 
 
-def test_a_method_that_there_is_not_is_told_from_those_there_are(api: Api) -> None:
+def test_method_not_allowed_lists_methods(api: Api) -> None:
     assert api.ask("PUT", "").headers["Allow"] == "GET, POST, OPTIONS"
 
 
@@ -197,24 +195,27 @@ def test_a_method_that_there_is_not_is_told_from_those_there_are(api: Api) -> No
         ({"gcs_sandbox_id": "a"}, "SANDBOX_LOCK_BUCKET"),
     ],
 )
-def test_a_sandbox_that_cannot_be_is_refused_by_what_is_wrong(api: Api, body: dict[str, Any], field: str) -> None:
+def test_invalid_create_names_the_field(api: Api, body: dict[str, Any], field: str) -> None:
     assert api.bad(400, "POST", "", body)["variable"] == field
     nothing_is_left(api)
 
 
-def test_a_refusal_names_the_kernels_there_are(api: Api) -> None:
-    assert f"There are: {BROKEN}, {KEEPER}, {KERNEL}" in api.bad(400, "POST", "", {"kernel_name": "no-such"})["remedy"]
+def test_unknown_kernel_lists_kernels(api: Api) -> None:
+    assert (
+        f"Sandboxed kernels: {BROKEN}, {KEEPER}, {KERNEL}"
+        in api.bad(400, "POST", "", {"kernel_name": "no-such"})["remedy"]
+    )
 
 
 @pytest.mark.parametrize(
     "body", [{}, {"notebook_path": "a.ipynb"}, {"sandbox_id": "mine"}, {"notebook_path": "a.ipynb", "sandbox_id": "b"}]
 )
-def test_a_start_that_fails_leaves_nothing(api: Api, body: dict[str, Any]) -> None:
+def test_failed_start_leaves_nothing(api: Api, body: dict[str, Any]) -> None:
     assert api.bad(422, "POST", "", {**body, "kernel_name": BROKEN})["type"] == "urn:sandbox:command"
     nothing_is_left(api)
 
 
-def test_no_answer_has_a_path_of_the_server(api: Api) -> None:
+def test_responses_contain_no_path(api: Api) -> None:
     problem = api.bad(422, "POST", "", {"kernel_name": BROKEN, "notebook_path": "a.ipynb"})
     assert "/no/such" not in str(problem)
     assert "/no/such/program" in api.server.log.read_text()
@@ -223,13 +224,13 @@ def test_no_answer_has_a_path_of_the_server(api: Api) -> None:
 # -- what can be done ------------------------------------------------------------------------------------------------
 
 
-def test_a_server_says_what_it_can_do(api: Api) -> None:
+def test_capabilities(api: Api) -> None:
     found = api.good("GET", "/capabilities")
     assert found["kernels"][:3] == [BROKEN, KEEPER, KERNEL]  # others may be installed
     assert (found["storage"], found["persistent"], found["gcs"]) == ("local", True, False)
 
 
-def test_a_kernel_without_a_notebook_is_ephemeral(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_kernel_without_notebook_is_ephemeral(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create()
     assert (sandbox["persistent"], sandbox["state"], sandbox["id"]) == (False, "running", sandbox["kernel_id"])
     assert api.good("GET", "")["items"] == [sandbox | {"last_used": api.good("GET", "")["items"][0]["last_used"]}]
@@ -242,7 +243,7 @@ def test_a_kernel_without_a_notebook_is_ephemeral(api: Api, create: Callable[...
     assert api.good("DELETE", f"/{sandbox['id']}") == {"id": sandbox["id"], "freed": 0}
 
 
-def test_a_notebook_has_its_sandbox_as_if_it_had_been_opened(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_create_with_notebook_creates_session(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     (notebooks(api) / "folder").mkdir(exist_ok=True)
     answer = api.ask("POST", "", {"kernel_name": KERNEL, "notebook_path": "folder/a.ipynb"})
     sandbox = answer.body
@@ -259,7 +260,7 @@ def test_a_notebook_has_its_sandbox_as_if_it_had_been_opened(api: Api, create: C
     assert api.good("GET", "?notebook=a.ipynb")["items"] == []
 
 
-def test_a_kernel_hibernates_and_wakes(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_hibernate_and_wake(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(sandbox_id="sleeper")
     here = f"/{sandbox['id']}"
     api.run(sandbox, "x = 41")
@@ -274,7 +275,7 @@ def test_a_kernel_hibernates_and_wakes(api: Api, create: Callable[..., dict[str,
     assert api.run(sandbox, "print('x' in globals())") == "False\n"
 
 
-def test_one_that_is_only_kept_is_shown_and_woken(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_stored_sandbox_is_shown_and_woken(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(notebook_path="kept.ipynb", kernel_name=KEEPER)
     here = f"/{sandbox['id']}"
     api.run(sandbox, "x = 41")
@@ -283,7 +284,7 @@ def test_one_that_is_only_kept_is_shown_and_woken(api: Api, create: Callable[...
     assert api.good("POST", f"{here}/hibernate")["kernel_id"] is None
     for action, body in (("restart", None), ("execute", {"command": ["true"]}), ("savepoints", {"name": "a"})):
         assert "not open on this server" in api.bad(409, "POST", f"{here}/{action}", body)["detail"]
-    assert "without a checkpoint before" in api.bad(409, "POST", f"{here}/revert")["detail"]
+    assert "without a previous checkpoint" in api.bad(409, "POST", f"{here}/revert")["detail"]
     woken = api.good("POST", f"{here}/wake")
     assert woken["state"] == "running"
     assert api.run(woken, "print(x + 1)") == "42\n"
@@ -291,7 +292,7 @@ def test_one_that_is_only_kept_is_shown_and_woken(api: Api, create: Callable[...
     assert session["path"] == "kept.ipynb"
 
 
-def test_one_that_is_only_kept_is_reverted_forked_and_deleted(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_stored_sandbox_is_reverted_forked_and_deleted(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(sandbox_id="old", kernel_name=KEEPER)
     here = f"/{sandbox['id']}"
     api.run(sandbox, "x = 1")
@@ -309,9 +310,7 @@ def test_one_that_is_only_kept_is_reverted_forked_and_deleted(api: Api, create: 
     api.bad(404, "GET", here)
 
 
-def test_a_record_of_another_key_is_deleted_only_if_that_is_said(
-    api: Api, create: Callable[..., dict[str, Any]]
-) -> None:
+def test_delete_unverified(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(sandbox_id="lost", kernel_name=KEEPER)
     here = f"/{sandbox['id']}"
     api.good("POST", f"{here}/hibernate")
@@ -330,7 +329,7 @@ def test_a_record_of_another_key_is_deleted_only_if_that_is_said(
     api.bad(404, "GET", here)
 
 
-def test_a_savepoint_is_made_rewound_to_and_deleted(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_savepoint_and_rewind(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(notebook_path="a.ipynb")
     here = f"/{sandbox['id']}"
     api.run(sandbox, "x = 1")
@@ -346,9 +345,7 @@ def test_a_savepoint_is_made_rewound_to_and_deleted(api: Api, create: Callable[.
     api.bad(404, "DELETE", f"{here}/savepoints/one")
 
 
-def test_to_a_browser_that_waits_for_a_cell_a_rewound_kernel_was_restarted(
-    api: Api, create: Callable[..., dict[str, Any]]
-) -> None:
+def test_rewind_during_a_cell_is_reported_as_restart(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(notebook_path="a.ipynb")
     api.run(sandbox, "x = 1")
     api.good("POST", f"/{sandbox['id']}/savepoints", {"name": "one"})
@@ -373,9 +370,7 @@ def wait_for(browser: Any, wanted: Callable[[dict[str, Any]], bool]) -> None:
         pass
 
 
-def test_a_fork_has_the_memory_of_the_first_and_a_copy_of_its_notebook(
-    api: Api, create: Callable[..., dict[str, Any]]
-) -> None:
+def test_fork_copies_memory_and_notebook(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     written = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     (notebooks(api) / "first.ipynb").write_text(json.dumps(written))
     sandbox = create(notebook_path="first.ipynb")
@@ -391,7 +386,7 @@ def test_a_fork_has_the_memory_of_the_first_and_a_copy_of_its_notebook(
     assert len(api.good("GET", "")["items"]) == 2
 
 
-def test_a_sandbox_begins_with_a_savepoint_or_a_snapshot(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_create_from_savepoint_or_snapshot(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     first = create(notebook_path="a.ipynb")
     here = f"/{first['id']}"
     api.run(first, "x = 1; import pathlib; n = pathlib.Path.home().joinpath('f').write_text('written')")
@@ -414,7 +409,7 @@ def test_a_sandbox_begins_with_a_savepoint_or_a_snapshot(api: Api, create: Calla
     api.bad(404, "DELETE", f"{here}/snapshots/files")
 
 
-def test_a_command_is_run_beside_the_kernel(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_execute(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(notebook_path="a.ipynb")
     said = execute(api, sandbox, "sh", "-c", "pwd; echo problem >&2; exit 3")
     assert said == (f"{notebooks(api)}\n".encode(), b"problem\n", 3)
@@ -425,7 +420,7 @@ def test_a_command_is_run_beside_the_kernel(api: Api, create: Callable[..., dict
         api.bad(422, "POST", f"/{sandbox['id']}/execute", body)
 
 
-def test_a_command_whose_requester_goes_away_is_killed(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_disconnect_kills_the_command(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create()
     answer = api.open("POST", f"/{sandbox['id']}/execute", {"command": ["sh", "-c", "echo on; sleep 12345"]})
     assert b"stream" in answer.readline()
@@ -433,9 +428,7 @@ def test_a_command_whose_requester_goes_away_is_killed(api: Api, create: Callabl
     until(lambda: sleepers(api, sandbox) == 0)
 
 
-def test_what_a_command_started_is_killed_with_it_though_it_has_ended_itself(
-    api: Api, create: Callable[..., dict[str, Any]]
-) -> None:
+def test_disconnect_kills_subprocesses_of_ended_command(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create()
     answer = api.open("POST", f"/{sandbox['id']}/execute", {"command": ["sh", "-c", "sleep 12345 & echo on"]})
     assert b"stream" in answer.readline()
@@ -444,9 +437,7 @@ def test_what_a_command_started_is_killed_with_it_though_it_has_ended_itself(
     until(lambda: sleepers(api, sandbox) == 0)
 
 
-def test_a_command_whose_requester_leaves_while_the_sandbox_wakes_is_killed(
-    api: Api, create: Callable[..., dict[str, Any]]
-) -> None:
+def test_disconnect_during_wake_kills_the_command(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(notebook_path="a.ipynb")
     api.good("POST", f"/{sandbox['id']}/hibernate")
     connection = HTTPConnection(urlsplit(api.server.url).netloc)
@@ -458,18 +449,18 @@ def test_a_command_whose_requester_leaves_while_the_sandbox_wakes_is_killed(
 
 
 def sleepers(api: Api, sandbox: dict[str, Any]) -> int:
-    """How many ``sleep 12345`` run in a sandbox."""
+    """Return the number of ``sleep 12345`` processes in a sandbox."""
     seen = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 1234[5]' || true"
     return int(execute(api, sandbox, "sh", "-c", seen)[0])
 
 
-def test_a_sandbox_in_which_a_command_runs_is_not_idle(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_running_command_keeps_sandbox_busy(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox = create(sandbox_id="idler", enable_checkpoint_at_idle=True, idle_timeout=1)
     assert execute(api, sandbox, "sh", "-c", "sleep 5; echo on") == (b"on\n", b"", 0)
     until(lambda: str(api.good("GET", "/idler")["state"]) == "hibernated")
 
 
-def test_events_tell_what_happens(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_event_stream(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     with api.open("GET", "/events") as answer:
         assert answer.headers["Content-Type"] == "text/event-stream"
         assert answer.readline().startswith(b":")
@@ -493,7 +484,7 @@ def test_events_tell_what_happens(api: Api, create: Callable[..., dict[str, Any]
 
 
 def told(answer: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events until one is of a deletion, each with its name."""
+    """Return the names and the data of the events up to a deletion."""
     name = ""
     while name != "deleted":
         line = answer.readline()
@@ -502,7 +493,7 @@ def told(answer: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, json.loads(answer.readline().removeprefix(b"data: "))
 
 
-def test_one_who_listens_does_not_keep_a_server_from_stopping(tmp_path: Path) -> None:
+def test_event_stream_does_not_prevent_server_stop(tmp_path: Path) -> None:
     with serving(tmp_path) as api:
         answer = api.open("GET", "/events")
         answer.readline()
@@ -511,7 +502,7 @@ def test_one_who_listens_does_not_keep_a_server_from_stopping(tmp_path: Path) ->
             answer.read()
 
 
-def test_a_list_comes_in_pages(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_list_in_pages(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     made = [create()["id"] for _ in range(3)]
     first = api.good("GET", "?limit=2")
     second = api.good("GET", f"?limit=2&after={first['next']}")
@@ -520,7 +511,7 @@ def test_a_list_comes_in_pages(api: Api, create: Callable[..., dict[str, Any]]) 
     assert api.good("GET", "?unused_for=1000")["items"] == []
 
 
-def test_requests_that_come_all_at_once_wait_for_each_other(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_concurrent_requests_are_serialized(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     create(sandbox_id="box")
     named = {"name": "a"}
     asked: list[tuple[str, str, Any]] = [
@@ -537,7 +528,7 @@ def test_requests_that_come_all_at_once_wait_for_each_other(api: Api, create: Ca
     assert {answer.status for answer in answers} <= {200, 201, 404, 409, 422}  # what is under way fails with a delete
 
 
-def test_two_who_delete_a_sandbox_end_its_kernel_once(api: Api, create: Callable[..., dict[str, Any]]) -> None:
+def test_concurrent_deletes_end_the_kernel_once(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     sandbox, before = create(sandbox_id="box"), running(api)
     with ThreadPoolExecutor(2) as threads:
         answers = list(threads.map(lambda _: api.ask("DELETE", f"/{sandbox['id']}"), range(2)))
@@ -546,14 +537,14 @@ def test_two_who_delete_a_sandbox_end_its_kernel_once(api: Api, create: Callable
 
 
 def running(api: Api) -> float:
-    """How many kernels there are by the server's own count."""
+    """Return the number of kernels according to the server."""
     request = Request(f"{api.server.url}metrics", headers={"Authorization": "token t"})
     with urlopen(request, timeout=PATIENCE) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("kernel_currently_running_total{"))
 
 
-def test_a_server_that_does_not_wait_for_kernels_is_waited_for(tmp_path: Path) -> None:
+def test_server_with_pending_kernels(tmp_path: Path) -> None:
     with serving(tmp_path, "--SandboxKernelManager.use_pending_kernels=True") as api:
         for body in ({}, {"notebook_path": "a.ipynb"}):
             sandbox = api.good("POST", "", {"kernel_name": KERNEL, **body})
@@ -563,7 +554,7 @@ def test_a_server_that_does_not_wait_for_kernels_is_waited_for(tmp_path: Path) -
             nothing_is_left(api)
 
 
-def test_another_kernel_manager_and_another_address_do_as_well(tmp_path: Path) -> None:
+def test_other_kernel_manager_and_base_url(tmp_path: Path) -> None:
     other = "jupyter_server.services.kernels.kernelmanager.AsyncMappingKernelManager"
     with serving(tmp_path, f"--ServerApp.kernel_manager_class={other}", "--ServerApp.base_url=/some/where") as api:
         answer = api.ask("POST", "", {"kernel_name": KERNEL, "notebook_path": "a.ipynb"})

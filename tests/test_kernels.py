@@ -1,4 +1,4 @@
-"""Kernels of several makes in the sandbox: jupyter_kernel_test's suite for ipykernel, and the life of two others."""
+"""Test several kernels in sandboxes: ipykernel with jupyter_kernel_test's suite, and two others."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kernel", OTHERS)
-def test_kernels_of_other_makes_start_execute_are_interrupted_and_restart(
+def test_start_execute_interrupt_and_restart_in_other_languages(
     start_kernel: Start, sandboxed: Callable[..., str], kernel: str
 ) -> None:
     code = OTHERS[kernel]

@@ -1,4 +1,4 @@
-"""Problems: every exception has a status and a body, and no body has a path of the server's."""
+"""Test the problem details of exceptions: they match the schema and contain no path of the server."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tornado.web import HTTPError
 
 from sandbox_provisioner import errors
 from sandbox_provisioner._redaction import public
-from sandbox_provisioner.errors import ConfigurationError, SandboxError
-from sandbox_provisioner.server.openapi import BadRequestError, check
-from sandbox_provisioner.server.problem_details import STATUSES, describe
+from sandbox_provisioner.errors import BadRequestError, ConfigurationError, SandboxError, subclasses
+from sandbox_provisioner.server.openapi import check
+from sandbox_provisioner.server.problem_details import describe
 
 SECRET = "/home/me/my files/storage"
 PROBLEM = {"$ref": "#/components/schemas/Problem"}
@@ -30,7 +30,7 @@ ARGUMENTS: dict[str, Any] = {
     "matching": ["one", "two"],
     "previous": True,
     "setting": "SANDBOX_ID",
-    "kind": "local",
+    "storage": "local",
     "sandbox_id": "box",
     "name": "sandboxes/box/metadata.json",
     "wanted": "box",
@@ -41,18 +41,16 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def subclasses(root: type[SandboxError]) -> list[type[SandboxError]]:
-    ours = [below for below in root.__subclasses__() if below.__module__ == errors.__name__]
-    return [root, *(found for below in ours for found in subclasses(below))]
+KINDS = [kind for kind in subclasses() if kind.__module__ == errors.__name__]
 
 
 def example(kind: type[SandboxError]) -> SandboxError:
-    """One with a path wherever there can be one."""
+    """Return an exception with a path in every text argument."""
     names = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
     return kind(**{name: ARGUMENTS.get(name, SECRET) for name in names})
 
 
-def test_a_refused_signature_says_what_helps_without_a_path() -> None:
+def test_signature_problem_has_remedy_without_path() -> None:
     error = errors.SignatureError.other_key("sandboxes/box/metadata.json", SECRET, "a" * 16, "b" * 16)
     body = describe(error)
     assert body["variable"] == "SANDBOX_SIGNING_KEY"
@@ -70,35 +68,29 @@ def test_a_refused_signature_says_what_helps_without_a_path() -> None:
         (errors.DiskFullError(f"could not write in {SECRET}"), "SANDBOX_STORAGE_DIR"),
     ],
 )
-def test_a_problem_whose_path_is_hidden_names_the_setting(error: SandboxError, setting: str) -> None:
+def test_problem_with_hidden_path_names_the_setting(error: SandboxError, setting: str) -> None:
     body = describe(error)
     assert setting in body["remedy"]
     assert SECRET not in str(body)
 
 
-@pytest.mark.parametrize("kind", subclasses(SandboxError), ids=lambda kind: kind.__name__)
-def test_every_exception_has_a_problem_without_a_path(kind: type[SandboxError]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_problems_contain_no_path(kind: type[SandboxError]) -> None:
     error = example(kind)
     for text in (str(describe(error)), public(error)):
         for part in ("/home", "files/storage", "/root", "/etc", "/var", "jupyter/z", "/srv", "/run", "/usr"):
             assert part not in text
 
 
-@pytest.mark.parametrize("kind", subclasses(SandboxError), ids=lambda kind: kind.__name__)
-def test_every_problem_is_as_described(kind: type[SandboxError]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_problems_match_the_schema(kind: type[SandboxError]) -> None:
     problem = describe(example(kind))
     check(PROBLEM, problem, "problem")
     assert problem["type"].startswith("urn:sandbox:")
     assert problem["detail"]
 
 
-def test_no_row_of_the_table_is_hidden_by_one_before() -> None:
-    kinds = [kind for kind, _, _ in STATUSES]
-    for number, kind in enumerate(kinds):
-        assert not any(issubclass(kind, before) for before in kinds[:number])
-
-
-def test_a_problem_names_the_variable_that_is_missing() -> None:
+def test_problem_names_the_missing_variable() -> None:
     problem = describe(ConfigurationError("SANDBOX_LOCK_BUCKET", "It is not set.", "Set it."))
     assert problem == {
         "type": "urn:sandbox:not-set-up",
@@ -110,17 +102,17 @@ def test_a_problem_names_the_variable_that_is_missing() -> None:
     }
 
 
-def test_what_is_no_path_stays() -> None:
+def test_text_without_paths_is_unchanged() -> None:
     text = "Set a/b.ipynb, 1/2, and/or `jupyter sandbox list`; see https://gvisor.dev/docs."
     assert public(BadRequestError(text)) == text
 
 
-def test_a_refusal_says_nothing_of_its_reason() -> None:
+def test_forbidden_gives_no_reason() -> None:
     told = describe(HTTPError(403, "User is not authorized to read on resource: sandboxes."))
     assert told == describe(HTTPError(403)) == describe(None, 403)
 
 
-def test_what_should_not_have_happened_is_not_told() -> None:
+def test_unexpected_errors_are_not_disclosed() -> None:
     problem = describe(ValueError(f"{SECRET} and a password"))
     assert problem["status"] == 500
     assert "password" not in str(problem)

@@ -1,4 +1,4 @@
-"""PersistentSandboxRegistry: identities that outlive every process, and are lost to no race and no damaged file."""
+"""Test PersistentSandboxRegistry, also with concurrent and killed processes and damaged files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def elsewhere(tmp_path: Path) -> Stores:
 
 @pytest.fixture
 def old(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> Callable[..., SandboxRecord]:
-    """Makes a record that was last used some days ago."""
+    """Return a function that makes a record which was last used some days ago."""
 
     def make(days: float, **facts: Any) -> SandboxRecord:
         record = replace(registry.allocate(stores, **facts), last_used=datetime.now(UTC) - timedelta(days=days))
@@ -72,7 +72,7 @@ def old(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> Ca
 
 
 class Storage:
-    """What was destroyed, in place of a storage that would have done it."""
+    """Records the destroyed sandboxes instead of destroying them."""
 
     def __init__(self, errors: dict[UUID, SandboxError] | None = None) -> None:
         self.destroyed: list[UUID] = []
@@ -85,9 +85,7 @@ class Storage:
         return 1000
 
 
-def test_a_new_identity_is_on_disk_before_it_is_used(
-    folder: Path, registry: PersistentSandboxRegistry, stores: Stores
-) -> None:
+def test_allocate_writes_the_record(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> None:
     facts = {"kernel_name": "python3-sandbox", "settings": {"network": "none"}, "notebook_path": "/home/a/n.ipynb"}
     record = registry.allocate(stores, **facts)  # type: ignore[arg-type]
     assert PersistentSandboxRegistry(folder).load(record.id) == record
@@ -98,7 +96,7 @@ def test_a_new_identity_is_on_disk_before_it_is_used(
     assert registry.allocate(stores).id != record.id
 
 
-def test_only_its_owner_can_read_a_record(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_records_are_private(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> None:
     mask = os.umask(0)
     try:
         record = registry.allocate(stores)
@@ -110,19 +108,19 @@ def test_only_its_owner_can_read_a_record(folder: Path, registry: PersistentSand
     assert modes[folder] == 0o700
 
 
-def test_a_registry_of_which_nothing_is_there_yet_is_empty(folder: Path, registry: PersistentSandboxRegistry) -> None:
+def test_missing_folder_is_an_empty_registry(folder: Path, registry: PersistentSandboxRegistry) -> None:
     assert registry.list() == ([], [])
     assert registry.find_notebook("/n.ipynb", "python3") == []
     assert registry.prune(MONTH, Storage().destroy) == []
 
 
-def test_ensure_makes_a_record_once_and_then_leaves_it(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_ensure_does_not_change_an_existing_record(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     first = registry.ensure(ID, stores, kernel_name="python3")
     assert first.id == ID and first.kernel_name == "python3"
     assert registry.ensure(ID, stores, kernel_name="other") == first
 
 
-def test_a_sandbox_that_others_named_has_one_identity_in_each_storage(
+def test_record_has_one_identity_per_storage(
     registry: PersistentSandboxRegistry, stores: Stores, elsewhere: Stores
 ) -> None:
     first = registry.record("box", stores, kernel_name="python3", notebook_path="/a.ipynb")
@@ -135,23 +133,19 @@ def test_a_sandbox_that_others_named_has_one_identity_in_each_storage(
     assert len(registry.list().records) == 3
 
 
-def test_recording_a_sandbox_that_we_named_keeps_its_identity(
-    registry: PersistentSandboxRegistry, stores: Stores
-) -> None:
+def test_record_keeps_an_allocated_identity(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     allocated = registry.allocate(stores)
     assert registry.record(allocated.sandbox_id, stores, kernel_name="python3").id == allocated.id
     assert registry.load(allocated.id).kernel_name == "python3"
 
 
-def test_settings_that_cannot_be_kept_leave_no_record(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_invalid_settings_leave_no_record(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     with pytest.raises(SandboxError, match="settings"):
         registry.allocate(stores, settings={"x": object()})
     assert registry.list() == ([], [])
 
 
-def test_an_unknown_id_is_an_error_that_lists_the_known_ones(
-    registry: PersistentSandboxRegistry, stores: Stores
-) -> None:
+def test_unknown_id_error_lists_known_ids(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     known = [str(registry.allocate(stores).id) for _ in range(2)]
     for ask in (
         lambda: registry.load(uuid4()),
@@ -167,23 +161,21 @@ def test_an_unknown_id_is_an_error_that_lists_the_known_ones(
     assert len(registry.list().records) == 2
 
 
-def test_a_record_is_found_by_its_id_or_the_beginning_of_it(
-    registry: PersistentSandboxRegistry, stores: Stores
-) -> None:
+def test_find_by_id_or_prefix(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.ensure(ID, stores)
     registry.ensure(UUID("5f0c6b1f-8c8e-4a1c-9d3b-3d1f0a1b2c3d"), stores)
     for wanted in (str(ID), str(ID).upper(), ID.hex, "5f0c6b1e", "5f0c6b1e-8", "5F0C6B1E8C"):
         assert registry.find(wanted) == record
 
 
-def test_a_record_is_found_by_the_name_that_others_gave(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_find_by_id_in_storage(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.record("my-box", stores)
     registry.allocate(stores)
     assert registry.find("my-box") == record
 
 
 @pytest.mark.parametrize("wanted", ["5f0c6b1", "box"])
-def test_what_can_be_several_is_an_error_that_lists_them(
+def test_ambiguous_id_error_lists_matches(
     wanted: str, registry: PersistentSandboxRegistry, stores: Stores, elsewhere: Stores
 ) -> None:
     registry.ensure(ID, stores)
@@ -197,9 +189,7 @@ def test_what_can_be_several_is_an_error_that_lists_them(
 
 @given(wanted=st.text(st.characters()) | st.text("0123456789abcdef-{}/.", max_size=40))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
-def test_whatever_is_asked_for_is_found_or_our_error(
-    wanted: str, registry: PersistentSandboxRegistry, stores: Stores
-) -> None:
+def test_find_never_raises_other_errors(wanted: str, registry: PersistentSandboxRegistry, stores: Stores) -> None:
     registry.ensure(ID, stores)
     try:
         assert registry.find(wanted).id.hex.startswith(wanted.lower().replace("-", ""))
@@ -207,7 +197,7 @@ def test_whatever_is_asked_for_is_found_or_our_error(
         assert error.wanted == wanted
 
 
-def test_a_notebook_finds_its_sandboxes_the_last_one_first(
+def test_find_notebook_sorts_by_last_use(
     registry: PersistentSandboxRegistry, stores: Stores, old: Callable[..., SandboxRecord]
 ) -> None:
     asked = {"notebook_path": "/a.ipynb", "kernel_name": "python3"}
@@ -217,7 +207,7 @@ def test_a_notebook_finds_its_sandboxes_the_last_one_first(
     assert registry.find_notebook(**asked) == [lately, longer_ago]
 
 
-def test_a_use_changes_nothing_but_the_time(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_touch_changes_only_the_time(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.allocate(stores, kernel_name="python3", settings={"a": [1]})
     touched = registry.touch(record.id)
     assert touched.last_used > record.last_used
@@ -226,7 +216,7 @@ def test_a_use_changes_nothing_but_the_time(registry: PersistentSandboxRegistry,
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_a_record_follows_its_notebook(slash: str, registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_rename_updates_records(slash: str, registry: PersistentSandboxRegistry, stores: Stores) -> None:
     paths = ["/home/a/n.ipynb", "/home/a/sub/n.ipynb", "/home/ab/n.ipynb", "/home/a", ""]
     made = {path: registry.allocate(stores, notebook_path=path).id for path in paths}
     assert registry.rename("", "/home/new") == []
@@ -243,7 +233,7 @@ def test_a_record_follows_its_notebook(slash: str, registry: PersistentSandboxRe
 
 @given(path=st.text(st.characters(), min_size=1), other=st.text(st.characters(), min_size=1))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
-def test_any_notebook_path_is_kept_as_it_is(
+def test_notebook_paths_are_stored_unchanged(
     path: str, other: str, registry: PersistentSandboxRegistry, stores: Stores
 ) -> None:
     made = registry.record("box", stores, notebook_path=path)
@@ -252,7 +242,7 @@ def test_any_notebook_path_is_kept_as_it_is(
     assert [record.id for record in registry.find_notebook(other, "")] == [made.id]
 
 
-def test_what_cannot_be_read_is_reported_and_stops_nothing(
+def test_unreadable_record_does_not_affect_others(
     folder: Path, registry: PersistentSandboxRegistry, stores: Stores
 ) -> None:
     good = registry.allocate(stores)
@@ -281,7 +271,7 @@ def test_what_cannot_be_read_is_reported_and_stops_nothing(
     assert registry.prune(timedelta(0), Storage().destroy)[0].record.id == good.id
 
 
-def test_an_unreadable_record_is_never_taken_for_a_missing_one(
+def test_unreadable_record_is_not_reported_as_missing(
     folder: Path, registry: PersistentSandboxRegistry, stores: Stores
 ) -> None:
     LocalStore(folder).write(f"{ID}.json", b"{")
@@ -301,25 +291,23 @@ def test_an_unreadable_record_is_never_taken_for_a_missing_one(
     assert storage.destroyed == []
 
 
-def test_reattaching_notes_the_use(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_reattach_updates_last_use(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.allocate(stores)
     found = registry.reattach(str(record.id)[:13], stores)
     assert found.id == record.id and found.last_used > record.last_used
     assert registry.load(record.id) == found
 
 
-def test_a_storage_that_this_server_does_not_have_is_named(
-    registry: PersistentSandboxRegistry, stores: Stores, elsewhere: Stores
-) -> None:
+def test_reattach_refuses_other_storage(registry: PersistentSandboxRegistry, stores: Stores, elsewhere: Stores) -> None:
     record = registry.allocate(elsewhere)
     with pytest.raises(StorageNotHereError) as refusal:
         registry.reattach(str(record.id), stores)
-    assert (refusal.value.kind, refusal.value.where) == ("local", elsewhere.metadata.where)
+    assert (refusal.value.storage, refusal.value.where) == ("local", elsewhere.metadata.where)
     assert elsewhere.metadata.where in refusal.value.problem
     assert registry.list().records == [record]
 
 
-def test_deleting_destroys_the_sandbox_and_then_forgets_it(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_delete_destroys_sandbox_and_record(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record, other = registry.allocate(stores), registry.allocate(stores)
     storage = Storage()
     assert registry.delete(record.id, storage.destroy) == 1000
@@ -327,53 +315,53 @@ def test_deleting_destroys_the_sandbox_and_then_forgets_it(registry: PersistentS
     assert registry.list().records == [other]
 
 
-def test_a_sandbox_that_cannot_be_destroyed_stays_recorded(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_failed_delete_keeps_the_record(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.allocate(stores)
     with pytest.raises(LeaseHeldError):
         registry.delete(record.id, Storage({record.id: LeaseHeldError("box", "another server")}).destroy)
     assert registry.load(record.id) == record
 
 
-def test_a_deletion_that_was_killed_half_way_can_be_finished(
-    registry: PersistentSandboxRegistry, stores: Stores
-) -> None:
+def test_interrupted_delete_can_be_repeated(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.allocate(stores)
     gone = Storage({record.id: SandboxNotFoundError(record.sandbox_id, record.where)})
     assert registry.delete(record.id, gone.destroy) == 0
     assert registry.list() == ([], [])
 
 
-def test_a_record_that_is_used_at_the_last_moment_is_not_lost(
-    registry: PersistentSandboxRegistry, stores: Stores
-) -> None:
+def test_record_used_during_delete_is_kept(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.allocate(stores)
     registry.delete(record.id, lambda dying: len(registry.touch(dying.id).sandbox_id))
     assert registry.load(record.id).sandbox_id == record.sandbox_id
 
 
-def test_forgetting_a_sandbox_that_is_gone(registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_forget(registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.allocate(stores)
     assert registry.forget(record.id) is True
     assert registry.forget(record.id) is False
     assert registry.list() == ([], [])
 
 
-def test_pruning_goes_by_the_last_use_and_by_nothing_else(
+def test_prune_uses_only_the_last_use(
     folder: Path, registry: PersistentSandboxRegistry, stores: Stores, old: Callable[..., SandboxRecord]
 ) -> None:
     stale, fresh = old(31), old(29)
     os.utime(folder / f"{fresh.id}.json", (1, 1))
     os.utime(folder, (1, 1))
     storage = Storage()
-    assert [record.id for record in registry.unused(MONTH)] == [stale.id]
     assert [(removal.record, removal.freed) for removal in registry.prune(MONTH, storage.destroy)] == [(stale, 1000)]
     assert storage.destroyed == [stale.id]
     assert registry.list().records == [fresh]
 
 
-def test_one_that_must_stay_does_not_stop_the_pruning(
-    registry: PersistentSandboxRegistry, old: Callable[..., SandboxRecord]
-) -> None:
+def test_prune_among_given_records(registry: PersistentSandboxRegistry, old: Callable[..., SandboxRecord]) -> None:
+    first, second, fresh = old(40), old(41), old(1)
+    removals = registry.prune(MONTH, Storage().destroy, {second.id, fresh.id})
+    assert [removal.record for removal in removals] == [second]
+    assert {record.id for record in registry.list().records} == {first.id, fresh.id}
+
+
+def test_prune_continues_after_an_error(registry: PersistentSandboxRegistry, old: Callable[..., SandboxRecord]) -> None:
     first, second, third = old(40), old(41), old(42)
     in_use = LeaseHeldError("box", "another server")
     removals = registry.prune(MONTH, Storage({second.id: in_use}).destroy)
@@ -381,7 +369,7 @@ def test_one_that_must_stay_does_not_stop_the_pruning(
     assert registry.list().records == [second]
 
 
-def test_one_that_is_used_while_others_are_pruned_stays(
+def test_prune_skips_sandboxes_used_meanwhile(
     registry: PersistentSandboxRegistry, old: Callable[..., SandboxRecord]
 ) -> None:
     first, second = old(40), old(41)
@@ -391,7 +379,7 @@ def test_one_that_is_used_while_others_are_pruned_stays(
 
 
 def in_processes(count: int, work: Callable[[int, Barrier], None]) -> None:
-    """Run ``work`` in that many processes, which begin together; fails if one of them does."""
+    """Run ``work`` in ``count`` processes that start together; fail if one of them fails."""
     barrier = FORK.Barrier(count)
     processes = [FORK.Process(target=work, args=(number, barrier)) for number in range(count)]
     for process in processes:
@@ -401,7 +389,7 @@ def in_processes(count: int, work: Callable[[int, Barrier], None]) -> None:
     assert [process.exitcode for process in processes] == [0] * count
 
 
-def test_processes_that_ensure_the_same_identity_have_the_same_record(folder: Path, stores: Stores) -> None:
+def test_concurrent_ensure_gives_one_record(folder: Path, stores: Stores) -> None:
     def ensure(number: int, barrier: Barrier) -> None:
         registry = PersistentSandboxRegistry(folder)
         for identity in range(1, 11):
@@ -414,7 +402,7 @@ def test_processes_that_ensure_the_same_identity_have_the_same_record(folder: Pa
     assert len(PersistentSandboxRegistry(folder).list().records) == 20
 
 
-def test_no_change_is_lost_between_processes(folder: Path, stores: Stores) -> None:
+def test_concurrent_changes_are_not_lost(folder: Path, stores: Stores) -> None:
     rounds = 30
     record = PersistentSandboxRegistry(folder).allocate(stores, notebook_path="/0")
 
@@ -432,7 +420,7 @@ def test_no_change_is_lost_between_processes(folder: Path, stores: Stores) -> No
     assert PersistentSandboxRegistry(folder).load(record.id).notebook_path == f"/{rounds}"
 
 
-def test_a_killed_process_leaves_no_half_written_record(folder: Path, stores: Stores) -> None:
+def test_killed_process_leaves_no_partial_record(folder: Path, stores: Stores) -> None:
     registry = PersistentSandboxRegistry(folder)
     record = registry.allocate(stores)
 
@@ -453,7 +441,7 @@ def test_a_killed_process_leaves_no_half_written_record(folder: Path, stores: St
     assert registry.list().unreadable == []
 
 
-def test_a_record_can_be_read_by_a_person(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> None:
+def test_record_is_readable_json(folder: Path, registry: PersistentSandboxRegistry, stores: Stores) -> None:
     record = registry.allocate(stores, kernel_name="python3")
     document = json.loads((folder / f"{record.id}.json").read_text())
     assert document["version"] == 1

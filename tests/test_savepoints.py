@@ -123,11 +123,11 @@ def test_images_of_savepoints_are_kept_until_they_are_deleted(open_notebook: Ope
 def test_names_are_taken_once_valid_and_known(open_notebook: Open) -> None:
     notebook = open_notebook()
     savepoint(notebook, "one")
-    with pytest.raises(SavepointExistsError, match="has a savepoint one already"):
+    with pytest.raises(SavepointExistsError, match="already has a savepoint one"):
         savepoint(notebook, "one")
     with pytest.raises(ConfigurationError, match=r"'\.\./one'"):
         savepoint(notebook, "../one")
-    with pytest.raises(SavepointNotFoundError, match=r"no savepoint 'two'\. It has one\."):
+    with pytest.raises(SavepointNotFoundError, match=r"no savepoint 'two'\. Its savepoints: one\."):
         rewind(notebook, "two")
     with pytest.raises(SavepointNotFoundError):
         asyncio.run(notebook.km.provisioner.drop_savepoint("two"))

@@ -1,10 +1,11 @@
-"""Sights: what storage has of sandboxes that are recorded, however many there are and wherever they are."""
+"""Test the lookup of recorded sandboxes in storage."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from sandbox_provisioner.persistence.metadata import (
 )
 from sandbox_provisioner.persistence.records import SandboxRecord
 from sandbox_provisioner.persistence.snapshots import FILE, MANIFEST
+from sandbox_provisioner.sandbox import model
 from sandbox_provisioner.sandbox.listing import look
+from sandbox_provisioner.sandbox.model import NamedState
 from sandbox_provisioner.sandbox.registry import PersistentSandboxRegistry
 from sandbox_provisioner.sandbox.user_sandboxes import Persistence
 from sandbox_provisioner.storage.base import FileRecord
@@ -63,7 +66,7 @@ Keep = Callable[[GCSSandboxMetadata], SandboxRecord]
 
 @pytest.fixture(params=["local", "gcs"])
 def sandboxes(request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path) -> Persistence:
-    """Somebody's sandboxes on a disk or in a bucket."""
+    """Return a user's sandboxes on a disk or in a bucket."""
     config = GCSConfig(tmp_path / "storage")
     if request.param == "gcs":
         places = {name: Place(getattr(config, name).stem, gcs.bucket) for name in ("metadata", "locks", "checkpoints")}
@@ -73,7 +76,7 @@ def sandboxes(request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path) -> Persi
 
 @pytest.fixture
 def keep(sandboxes: Persistence) -> Keep:
-    """Keeps a sandbox with a document."""
+    """Return a function that stores a document and returns its record."""
 
     def make(document: GCSSandboxMetadata) -> SandboxRecord:
         record = sandboxes.registry.allocate(sandboxes.stores)
@@ -87,7 +90,7 @@ def write(sandboxes: Persistence, record: SandboxRecord, data: bytes) -> None:
     sandboxes.stores.metadata.write(names.metadata_name(record.sandbox_id), data)
 
 
-def test_of_no_records_nothing_is_seen(sandboxes: Persistence) -> None:
+def test_no_records(sandboxes: Persistence) -> None:
     assert look(sandboxes, []) == []
 
 
@@ -100,31 +103,41 @@ def test_of_no_records_nothing_is_seen(sandboxes: Persistence) -> None:
         (replace(FULL, tenancy=Tenancy(1, "a server", True)), "running"),
     ],
 )
-def test_the_state_is_what_the_document_says(
-    sandboxes: Persistence, keep: Keep, document: GCSSandboxMetadata, state: str
-) -> None:
-    (sight,) = look(sandboxes, [keep(document)])
-    assert (sight.state, sight.problem) == (state, None)
+def test_state_of_document(sandboxes: Persistence, keep: Keep, document: GCSSandboxMetadata, state: str) -> None:
+    (stored,) = look(sandboxes, [keep(document)])
+    assert (stored.sandbox.state, stored.problem, stored.sandbox.problem) == (state, None, None)
 
 
-def test_all_that_is_stored_has_a_name_a_time_and_a_size(sandboxes: Persistence, keep: Keep) -> None:
+def test_stored_items_have_name_time_and_size(sandboxes: Persistence, keep: Keep) -> None:
     record = keep(FULL)
     assert sandboxes.stores.snapshots is not None
     for file in (FILE, MANIFEST):
         sandboxes.stores.snapshots.write(f"{names.snapshot_prefix(record.sandbox_id, 'clean')}{file}", b"12345")
     sandboxes.stores.snapshots.write(f"{names.snapshot_prefix(record.sandbox_id, 'unfinished')}{FILE}", b"12345")
-    (sight,) = look(sandboxes, [record])
-    assert {name: item.size for name, item in sight.stored.items()} == {
-        "checkpoint": 100,
-        "previous checkpoint": 0,
-        "savepoint before-training": 100,
-        "snapshot clean": 10,
-    }
-    assert sight.stored["checkpoint"].created == "2026-11-16T01:00:00+00:00"
-    assert sight.size == 210
+    (stored,) = look(sandboxes, [record])
+    saved = datetime(2026, 11, 16, 1, tzinfo=UTC)
+    assert stored.sandbox.checkpoint == model.Stored(saved, 100)
+    assert stored.sandbox.previous and stored.sandbox.previous.size == 0
+    assert stored.sandbox.savepoints == (NamedState("before-training", saved, 100),)
+    assert [(snapshot.name, snapshot.size) for snapshot in stored.sandbox.snapshots] == [("clean", 10)]
+    assert stored.sandbox.size == 210
 
 
-def test_what_cannot_be_seen_has_a_problem_and_hides_nobody_else(sandboxes: Persistence, keep: Keep) -> None:
+def test_invalid_time_is_reported(sandboxes: Persistence, keep: Keep) -> None:
+    assert FULL.checkpoint is not None
+    damaged = replace(FULL.checkpoint, artifact=replace(FULL.checkpoint.artifact, created="yesterday"))
+    (stored,) = look(sandboxes, [keep(replace(FULL, checkpoint=damaged))])
+    assert isinstance(stored.problem, MetadataError)
+    assert (stored.sandbox.state, stored.sandbox.size) == ("unknown", None)
+
+
+def test_checkpoint_counts_as_last_use(sandboxes: Persistence, keep: Keep) -> None:
+    record = replace(keep(FULL), last_used=datetime(2026, 1, 1, tzinfo=UTC))
+    (stored,) = look(sandboxes, [record])
+    assert stored.sandbox.last_used == datetime(2026, 11, 16, 1, tzinfo=UTC)
+
+
+def test_failed_lookup_does_not_affect_others(sandboxes: Persistence, keep: Keep) -> None:
     gone, damaged, first, last = (
         sandboxes.registry.allocate(sandboxes.stores),
         keep(BARE),
@@ -134,16 +147,17 @@ def test_what_cannot_be_seen_has_a_problem_and_hides_nobody_else(sandboxes: Pers
     name = names.metadata_name(damaged.sandbox_id)
     write(sandboxes, damaged, sandboxes.stores.signer.sign(name, b'{"schema": 2'))
     elsewhere = replace(first, where="another place")
-    sights = look(sandboxes, [first, gone, damaged, elsewhere, last])
-    assert [sight.record for sight in sights] == [first, gone, damaged, elsewhere, last]
-    assert [sight.state for sight in sights] == ["empty", "gone", "unknown", "elsewhere", "saved"]
-    assert [sight.size for sight in sights] == [0, None, None, None, 200]
-    assert isinstance(sights[2].problem, MetadataError)
+    listed = look(sandboxes, [first, gone, damaged, elsewhere, last])
+    assert [one.record for one in listed] == [first, gone, damaged, elsewhere, last]
+    assert [one.sandbox.state for one in listed] == ["empty", "gone", "unknown", "elsewhere", "saved"]
+    assert [one.sandbox.size for one in listed] == [0, None, None, None, 200]
+    assert isinstance(listed[2].problem, MetadataError)
+    assert listed[2].sandbox.problem == str(listed[2].problem)
 
 
-def test_many_are_seen_in_the_order_in_which_they_were_asked_for(sandboxes: Persistence, keep: Keep) -> None:
+def test_order_is_kept(sandboxes: Persistence, keep: Keep) -> None:
     records = [keep(FULL if number % 2 else BARE) for number in range(20)]
-    assert [sight.state for sight in look(sandboxes, records)] == ["empty", "saved"] * 10
+    assert [one.sandbox.state for one in look(sandboxes, records)] == ["empty", "saved"] * 10
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------
@@ -157,31 +171,31 @@ SUMMARY = Summary(
 
 
 @pytest.mark.parametrize("layout", [{}, {"indent": 1}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}])
-def test_a_summary_is_the_same_however_the_document_is_laid_out(layout: dict[str, Any]) -> None:
+def test_summary_does_not_depend_on_layout(layout: dict[str, Any]) -> None:
     data = json.dumps(json.loads(metadata.encode(FULL)), **layout).encode()
     assert metadata.summarise(data, "there", "a") == SUMMARY
 
 
-def test_a_document_from_before_there_were_savepoints_has_a_summary() -> None:
+def test_summary_of_document_without_savepoints() -> None:
     document = json.loads(metadata.encode(FULL)) | {"schema": 1}
     del document["savepoints"]
     assert metadata.summarise(json.dumps(document).encode(), "there", "a") == replace(SUMMARY, savepoints={})
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.dictionaries(st.text() | st.just("files"), JSON, max_size=4))
-def test_nothing_that_a_document_holds_changes_its_summary(files: dict[str, Any], others: dict[str, Any]) -> None:
+def test_summary_ignores_other_contents(files: dict[str, Any], others: dict[str, Any]) -> None:
     saved = replace(SAVED, files=files, contents=others)
     document = replace(FULL, checkpoint=saved, savepoints={"before-training": saved}, settings=others)
     assert metadata.summarise(metadata.encode(document), "there", "a") == SUMMARY
 
 
 @given(st.binary(max_size=200) | st.sampled_from([b'\n  "files": {\n', b'{\n  "files": {\n', b'\n  "files": {\n\n  }']))
-def test_no_bytes_raise_anything_but_our_error(data: bytes) -> None:
+def test_invalid_bytes_raise_metadata_error(data: bytes) -> None:
     with pytest.raises(MetadataError, match=r"^there cannot be understood"):
         metadata.summarise(data, "there", "a")
 
 
-def test_anothers_document_is_refused() -> None:
+def test_document_of_another_sandbox_is_refused() -> None:
     with pytest.raises(MetadataError, match="of sandbox 'a'"):
         metadata.summarise(metadata.encode(BARE), "there", "b")
 
@@ -197,7 +211,7 @@ def test_anothers_document_is_refused() -> None:
         lambda document: document.update(savepoints={"x": []}),
     ],
 )
-def test_what_is_wrong_with_what_a_list_shows_is_said(spoil: Callable[[dict[str, Any]], None]) -> None:
+def test_invalid_field_is_reported(spoil: Callable[[dict[str, Any]], None]) -> None:
     document = json.loads(metadata.encode(FULL))
     spoil(document)
     with pytest.raises(MetadataError, match=r"^there cannot be understood: "):

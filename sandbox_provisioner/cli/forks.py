@@ -6,12 +6,12 @@ import os
 import shutil
 from contextlib import suppress
 
-from ..errors import ConfigurationError, SandboxError
+from ..errors import ConfigurationError, NotebookInUseError, SandboxError
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import look
 from ..sandbox.registry import Facts
 from ..sandbox.user_sandboxes import Persistence
-from .targets import Found, Reach, Server, from_sight, placed
+from .targets import Found, Reach, Server, placed
 
 
 def fork(reached: Reach, found: Found, savepoint: str, notebook: str) -> Found:
@@ -34,17 +34,17 @@ def below_root(server: Server, notebook: str) -> str:
         return notebook
     path = os.path.relpath(os.path.realpath(notebook), os.path.realpath(server.root_dir))
     if path.split(os.sep)[0] == os.pardir:
-        problem = f"{os.path.abspath(notebook)} is not in {server.root_dir}, the root folder of {server.client.url}."
-        raise ConfigurationError("notebook", problem, "Name a notebook there.")
+        problem = f"{os.path.abspath(notebook)} is outside {server.root_dir}, the root folder of {server.client.url}."
+        raise ConfigurationError("notebook", problem, "Choose a notebook in that folder.")
     return path
 
 
 def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, notebook: str) -> Found:
     if notebook and not os.path.isdir(os.path.dirname(notebook)):
-        raise SandboxError(f"There is no folder for {notebook}.", "Make it first.")
+        raise SandboxError(f"The folder of {notebook} does not exist.", "Create it first.")
     taken = storage.registry.find_notebook(notebook, record.kernel_name) if notebook else ()
     if taken:
-        raise NotebookTakenError(notebook, str(taken[0].id))
+        raise NotebookInUseError(notebook, f"the sandbox {taken[0].id}")
     facts = Facts(kernel_name=record.kernel_name, settings=record.settings, notebook_path=notebook)
     new = storage.registry.allocate(storage.stores, **facts)
     try:
@@ -55,11 +55,4 @@ def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, no
         with suppress(SandboxError):
             storage.registry.delete(new.id, storage.destroy)
         raise
-    return Found(from_sight(look(storage, [new])[0]), new)
-
-
-class NotebookTakenError(SandboxError):
-    """The notebook for a new sandbox already has a sandbox."""
-
-    def __init__(self, notebook: str, identity: str) -> None:
-        super().__init__(f"{notebook} has a sandbox already: {identity}.", "Delete that, or name another notebook.")
+    return Found(look(storage, [new])[0].sandbox, new)

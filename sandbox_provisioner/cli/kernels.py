@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..client import Exit, NamedState, Sandbox, SandboxClient
-from ..client.models import encode
+from ..client import Exit, SandboxClient
 from ..errors import SandboxError
 from ..persistence.records import SandboxRecord
+from ..sandbox.model import NamedState, Sandbox, encode
 from ..sandbox.user_sandboxes import Persistence
 from . import completion
 from .exit_codes import exit_status
@@ -26,8 +26,8 @@ from .progress import watched
 from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, reach
 
 EXEC_HELP = (
-    "run a command beside the kernel; write it after `--`. It gets no input, ends with this command, and gives it "
-    "its exit status"
+    "run a command beside the kernel; write it after `--`. The command has no input. It is killed if `exec` ends, and "
+    "`exec` ends with its exit status"
 )
 
 Choose = Callable[[Reach, Found], Server]
@@ -50,7 +50,7 @@ class Named:
 NAMED = (
     Named(
         "savepoint",
-        "keep a kernel's memory as it is now",
+        "save a kernel's current memory",
         lambda sandbox: sandbox.savepoints,
         SandboxClient.savepoint,
         SandboxClient.delete_savepoint,
@@ -59,7 +59,7 @@ NAMED = (
     ),
     Named(
         "snapshot",
-        "keep the files that were written in a sandbox outside the notebook's folder",
+        "save the files that a sandbox wrote outside the notebook's folder",
         lambda sandbox: sandbox.snapshots,
         SandboxClient.snapshot,
         SandboxClient.delete_snapshot,
@@ -71,46 +71,44 @@ NAMED = (
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the commands to the parser."""
-    about = "save a kernel and give its memory back; it stays listed, and the next cell wakes it"
+    about = "save kernels and free their memory; they stay listed, and the next cell wakes them"
     add_ids(add_reach(commands, "hibernate", run_hibernate, about))
-    about = "bring a hibernated kernel back, or start one for a sandbox that is saved"
+    about = "wake hibernated kernels, or start kernels for saved sandboxes"
     add_ids(add_reach(commands, "wake", run_wake, about))
-    about = "keep a kernel from being hibernated while its threads or subprocesses work"
+    about = "keep an idle kernel from being hibernated while its threads or subprocesses work"
     awake = add_reach(commands, "keep-awake", run_keep_awake, about)
     add_id(awake)
-    how = "on (default), off, or a number and one of s, m, h, d and w, such as 2h"
+    how = "on (default), off, or a number and one of s, m, h, d or w, such as 2h"
     awake.add_argument("how", nargs="?", default=None, type=awake_for, metavar="on|off|DURATION", help=how)
-    add_ids(add_reach(commands, "restart", run_restart, "start a kernel afresh; its savepoints stay"))
+    add_ids(add_reach(commands, "restart", run_restart, "restart kernels; their savepoints are kept"))
     exec_ = add_reach(commands, "exec", run_exec, EXEC_HELP, json=False)
-    exec_.add_argument(
-        "--cwd", metavar="FOLDER", help="the folder in the sandbox to run it in; the kernel's if not given"
-    )
+    exec_.add_argument("--cwd", metavar="FOLDER", help="working folder in the sandbox; default: the kernel's")
     add_id(exec_)
     exec_.add_argument("command", nargs="*", metavar="COMMAND", help="the command and its arguments")
-    exec_.set_defaults(usage_error=exec_.error, interrupted="so is the command.")
+    exec_.set_defaults(usage_error=exec_.error, interrupted="the command was interrupted, too.")
     for what in NAMED:
         _add_named(commands, what)
-    about = "bring a kernel back as it was at a savepoint; the present is saved first, as a savepoint"
+    about = "rewind a kernel to a savepoint; its current state is first saved as another savepoint"
     rewind = add_reach(commands, "rewind", run_rewind, about)
     add_id(rewind)
     completion.offer(rewind.add_argument("name", metavar="NAME", type=name), completion.savepoints)
-    about = "start a second kernel, with an id of its own, from a savepoint or from the present; the first one goes on"
+    about = "start a second kernel from a savepoint or the current state; the first one keeps running"
     fork_ = add_reach(commands, "fork", run_fork, about)
     add_id(fork_)
     from_ = fork_.add_argument(
-        "--savepoint", metavar="NAME", type=name, help="from this one; from the present if not given"
+        "--savepoint", metavar="NAME", type=name, help="savepoint to start from; default: the current state"
     )
     completion.offer(from_, completion.savepoints)
-    about = "the new kernel's notebook; a copy of the first one's is made if it is not there"
+    about = "notebook of the new kernel; if it does not exist, the first kernel's notebook is copied"
     fork_.add_argument("--notebook", metavar="PATH", help=about)
 
 
 def _add_named(commands: Commands[argparse.ArgumentParser], what: Named) -> None:
-    word, about = what.word, f"{what.about}, under a name; without a name, list the {what.word}s there are"
+    word, about = what.word, f"{what.about} under a name; without a name, list the {what.word}s"
     parser = add_reach(commands, word, partial(_run_named, what), about)
     add_id(parser)
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("name", nargs="?", metavar="NAME", type=name, help=f"what to call the new {word}")
+    one.add_argument("name", nargs="?", metavar="NAME", type=name, help=f"name of the new {word}")
     delete = one.add_argument("--delete", metavar="NAME", type=name, help=f"delete this {word}")
     completion.offer(delete, what.completer)
 
@@ -176,7 +174,7 @@ def _each(arguments: argparse.Namespace, verb: str, choose: Choose, change: Chan
 def run_exec(arguments: argparse.Namespace) -> int:
     """Run ``jupyter sandbox exec`` and return the command's exit status; 128 plus the number for a signal."""
     if not arguments.command:
-        arguments.usage_error("there is no command; write it after `--`")
+        arguments.usage_error("no command given; write it after `--`")
     with reach(arguments) as reached:
         (found,) = reached.find(arguments.ids)
         client = reached.server_of(found).client
@@ -186,7 +184,7 @@ def run_exec(arguments: argparse.Namespace) -> int:
             stream = sys.stderr if piece.stream == "stderr" else sys.stdout
             stream.buffer.write(piece.data)
             stream.flush()
-    raise AssertionError("a command's output ends with its status")
+    raise AssertionError("the output of a command ends with its exit status")
 
 
 def _run_named(what: Named, arguments: argparse.Namespace) -> int:
@@ -204,7 +202,7 @@ def _run_named(what: Named, arguments: argparse.Namespace) -> int:
         elif states:
             print_named(states)
         else:
-            say(f"There are no {what.word}s of it.")
+            say(f"No {what.word}s.")
     return 0
 
 
@@ -237,7 +235,7 @@ def run_rewind(arguments: argparse.Namespace) -> int:
         server = reached.server_of(found)
         with watched(arguments, "Rewind", found, server) as step:
             rewound = server.client.rewind(found.sandbox.id, arguments.name)
-            step.result = f"as it was at {arguments.name}; what was before is savepoint {rewound.kept}"
+            step.result = f"rewound to {arguments.name}; the state before is savepoint {rewound.kept}"
         if arguments.json:
             print_json({"sandbox": as_json(found.after(rewound.sandbox, server)), "kept": rewound.kept})
     return 0

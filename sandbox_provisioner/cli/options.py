@@ -15,10 +15,10 @@ from . import completion
 AGE = re.compile(r"([0-9]{1,6})([smhdw])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 TOKEN_VARIABLE = "JUPYTER_TOKEN"
-ID_HELP = "an id that `list` shows, or its beginning, or the path of a notebook"
+ID_HELP = "an id shown by `list`, the beginning of an id, or the path of a notebook"
 SERVERS = """\
-The servers of yours that run on this machine are asked about the sandboxes whose kernels they have, and storage
-about the rest; each sandbox is changed through the server that has it open, if one has.
+Your servers on this machine report the sandboxes whose kernels they have; all others are read from storage. A sandbox
+that a server has open is changed through that server.
 """
 
 Commands = argparse._SubParsersAction
@@ -32,12 +32,12 @@ def add_reach(
     """Add a command on sandboxes, with the options for servers and JSON, and return its parser."""
     parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=SERVERS)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--server", metavar="URL", default="", help="ask this Jupyter Server, and nothing else")
-    where.add_argument("--no-server", action="store_true", help="ask no server, only storage")
+    where.add_argument("--server", metavar="URL", default="", help="use only this Jupyter Server")
+    where.add_argument("--no-server", action="store_true", help="use only storage, no server")
     parser.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE, ""),
-        help=f"what lets you into a server that does not tell it to you; better in {TOKEN_VARIABLE}",
+        help=f"token for a server whose token is not found; safer in the variable {TOKEN_VARIABLE}",
     )
     parser.set_defaults(run=run, json=False)
     if json:
@@ -70,5 +70,5 @@ def name(text: str) -> str:
 def span(text: str) -> timedelta:
     """Return the duration of a text such as 30d. Raises ArgumentTypeError. Called by argparse."""
     if not (match := AGE.fullmatch(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no length of time such as 30d, 12h or 2w")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 30d, 12h or 2w")
     return timedelta(**{UNITS[match[2]]: int(match[1])})

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from ..client.models import NamedState, encode
 from ..errors import SandboxError
+from ..sandbox.model import NamedState, encode
 from ..setup.progress import Progress, Step
 from .targets import Found
 
@@ -50,7 +50,7 @@ def print_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Non
 def details(found: Found) -> dict[str, str]:
     """Return the details of a sandbox, by label."""
     sandbox, record = found.sandbox, found.record
-    lines = {"id": sandbox.id, "state": sandbox.state if sandbox.persistent else f"{sandbox.state}, and not kept"}
+    lines = {"id": sandbox.id, "state": sandbox.state if sandbox.persistent else f"{sandbox.state}, ephemeral"}
     if sandbox.busy:
         lines["not idle"] = ". ".join(sandbox.busy_reasons)
     if found.server:

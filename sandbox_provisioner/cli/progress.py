@@ -41,7 +41,7 @@ def watched(
         if server:
             stack.enter_context(_server_watched(server, sandbox_id, moved))
         else:
-            stack.callback(JOURNAL.subscribe(lambda entry: _hear(entry, sandbox_id, moved)))
+            stack.callback(JOURNAL.subscribe(lambda entry: _on_entry(entry, sandbox_id, moved)))
         yield step
 
 
@@ -58,7 +58,7 @@ def _noter(note: Note, total: int | None) -> Moved:
     return lambda done: note(bar(done, total))
 
 
-def _hear(entry: Entry, sandbox_id: str, moved: Moved) -> None:
+def _on_entry(entry: Entry, sandbox_id: str, moved: Moved) -> None:
     if entry.what == What.PROGRESS and entry.sandbox_id == sandbox_id:
         moved(entry.size or 0)
 

@@ -13,38 +13,42 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import get_args
 
-from ..client import State
-from ..errors import SandboxError, UnknownSandboxError
+from ..errors import SandboxError
+from ..sandbox.model import State
 from .exit_codes import exit_status
 from .options import Commands, add_ids, add_reach, span
 from .output import as_json, count, details, print_json, print_sandboxes, say, size, warn
 from .targets import UNREAD, Found, Reach, reach
 
-UNVERIFIED_HELP = "also those of yours that are not signed with your present key, as when that was lost"
-AGE_HELP = "a number and one of s, m, h, d and w, such as 30d"
+UNVERIFIED_HELP = (
+    "also delete your sandboxes that are not signed with your current key, for example after the loss of a key"
+)
+AGE_HELP = "a number and one of s, m, h, d or w, such as 30d"
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the commands to the parser."""
     list_ = add_reach(commands, "list", run_list, "list sandboxes")
-    list_.add_argument("--state", choices=get_args(State), help="only those in this state")
-    list_.add_argument("--notebook", metavar="PATH", help="only those of this notebook")
-    list_.add_argument("--older-than", type=span, metavar="AGE", help=f"only those not used for so long: {AGE_HELP}")
-    add_ids(add_reach(commands, "show", run_show, "show all that is known of a sandbox"))
-    about = "give up a sandbox's last checkpoint, which cannot be restored, for the one before"
+    list_.add_argument("--state", choices=get_args(State), help="only sandboxes in this state")
+    list_.add_argument("--notebook", metavar="PATH", help="only sandboxes of this notebook")
+    list_.add_argument(
+        "--older-than", type=span, metavar="AGE", help=f"only sandboxes that have been unused for this time: {AGE_HELP}"
+    )
+    add_ids(add_reach(commands, "show", run_show, "show all details of sandboxes"))
+    about = "return to the previous checkpoint; keep the latest as a savepoint"
     add_ids(add_reach(commands, "revert", run_revert, about))
     about = "delete sandboxes with their checkpoints, savepoints and snapshots, and end their kernels"
     delete = add_reach(commands, "delete", run_delete, about)
     add_ids(delete)
-    prune = add_reach(commands, "prune", run_prune, "delete every sandbox that has not been used for a time")
+    prune = add_reach(commands, "prune", run_prune, "delete all sandboxes that have been unused for some time")
     prune.add_argument(
         "--older-than",
         type=span,
         required=True,
         metavar="AGE",
-        help=f"for how long they have not been used: {AGE_HELP}",
+        help=f"minimum time without use: {AGE_HELP}",
     )
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    prune.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
     for command in (delete, prune):
         command.add_argument("--unverified", action="store_true", help=UNVERIFIED_HELP)
 
@@ -60,15 +64,15 @@ def run_list(arguments: argparse.Namespace) -> int:
             print_sandboxes(found)
         else:
             filtered = arguments.state or arguments.notebook or arguments.older_than
-            say("No sandbox is like that." if filtered else "There are no sandboxes.")
+            say("No matching sandboxes." if filtered else "No sandboxes.")
         if not arguments.json:
             for each in found:
                 if each.sandbox.state in UNREAD:
                     warn(each.sandbox.problem)
             for error in reached.unreadable:
                 warn(error)
-        for complaint in reached.complaints:
-            warn(complaint)
+        for server_error in reached.server_errors:
+            warn(server_error)
     return 0
 
 
@@ -107,7 +111,7 @@ def run_revert(arguments: argparse.Namespace) -> int:
         for found in reached.find(arguments.ids):
             reverted[found.sandbox.id] = _revert(reached, found)
             if not arguments.json:
-                say(f"{found.title} will be as it was at {reverted[found.sandbox.id]}.")
+                say(f"{found.title} was returned to its checkpoint of {reverted[found.sandbox.id]}.")
     if arguments.json:
         print_json({"reverted": reverted})
     return 0
@@ -118,8 +122,9 @@ def _revert(reached: Reach, found: Found) -> str:
     if found.server:
         checkpoint = found.server.client.revert(found.sandbox.id).checkpoint
         return checkpoint.created.isoformat() if checkpoint else ""
-    assert reached.storage and found.record
-    return reached.storage.revert(found.record).created
+    assert reached.storage
+    record = reached.storage.registry.reattach(found.sandbox.id, reached.storage.stores)
+    return reached.storage.revert(record).created
 
 
 @dataclass(frozen=True)
@@ -159,26 +164,26 @@ def run_prune(arguments: argparse.Namespace) -> int:
             warn(error)
         stale = [each for each in reached.all() if _prunable(each, arguments.older_than)]
         if arguments.dry_run:
-            return _foretell(reached, stale, arguments)
-        gone = [_delete(reached, each, arguments.unverified) for each in stale if _untouched(reached, each)]
-        return _report(gone, arguments.json)
+            return _preview(reached, stale, arguments)
+        return _report(_prune(reached, stale, arguments), arguments.json)
+
+
+def _prune(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespace) -> Sequence[Gone]:
+    """Delete the sandboxes that only a server knows through that server, and the others through the registry."""
+    gone = [_delete(reached, each, arguments.unverified) for each in stale if each.server]
+    if reached.storage:
+        titles = {each.record.id: each.title for each in stale if each.record and not each.server}
+        destroy = partial(reached.storage.destroy, unverified=arguments.unverified)
+        removals = reached.storage.registry.prune(arguments.older_than, destroy, titles)
+        gone += [Gone(str(each.record.id), titles[each.record.id], each.freed, each.error) for each in removals]
+    return gone
 
 
 def _prunable(found: Found, older_than: timedelta) -> bool:
     return found.sandbox.kernel_id is None and _unused(found, older_than)
 
 
-def _untouched(reached: Reach, found: Found) -> bool:
-    """Return True if a sandbox was neither used nor deleted since it was listed."""
-    if not (reached.storage and found.record):
-        return True
-    try:
-        return reached.storage.registry.load(found.record.id).last_used == found.record.last_used
-    except UnknownSandboxError:
-        return False
-
-
-def _foretell(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespace) -> int:
+def _preview(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespace) -> int:
     """Print what would be deleted and what would be refused, and return the exit status that prune would have."""
     refused = {each.sandbox.id: error for each in stale if (error := _refusal(reached, each, arguments.unverified))}
     found = [each for each in stale if each.sandbox.id not in refused]
@@ -191,16 +196,16 @@ def _foretell(reached: Reach, stale: Sequence[Found], arguments: argparse.Namesp
             say(f"Would delete {each.title}, {each.sandbox.state}, {size(each.sandbox.size)}{doubt}")
         for each in stale:
             if each.sandbox.id in refused:
-                say(f"Would not delete {each.title}, {each.sandbox.state}: it would be refused")
+                say(f"Would not delete {each.title}, {each.sandbox.state}: the deletion would be refused")
         total = sum(each.sandbox.size or 0 for each in found)
-        say(f"{count(len(found), 'sandbox')}, {size(total)} in all. Nothing was deleted.")
+        say(f"{count(len(found), 'sandbox')}, {size(total)} in total. Nothing was deleted.")
     for error in refused.values():
         warn(error)
     return max(map(exit_status, refused.values()), default=0)
 
 
 def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | None:
-    """Return the error with which a sandbox would not be deleted; None if it would be, or if only its server knows."""
+    """Return the error that would prevent the deletion; None without one, or if only its server can tell."""
     if found.server:
         return None
     assert reached.storage and found.record

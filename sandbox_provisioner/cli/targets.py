@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 
-from ..client import NoServerError, ProblemError, Sandbox, SandboxClient, Stored, running_servers
-from ..client.models import NamedState
-from ..errors import AmbiguousSandboxError, SandboxError, UnknownSandboxError, UnreadableRecordError
-from ..persistence import metadata
+from ..client import NoServerError, ProblemError, SandboxClient, running_servers
+from ..errors import SandboxError, UnreadableRecordError
+from ..errors.kinds import Kind
 from ..persistence.records import SandboxRecord
-from ..sandbox.listing import Sight, look
+from ..sandbox.listing import look
+from ..sandbox.lookup import look_up
+from ..sandbox.model import Sandbox
 from ..sandbox.registry import Listing
 from ..sandbox.user_sandboxes import Persistence
 
@@ -31,23 +30,25 @@ UNREAD = ("elsewhere", "unknown")
 """The states of a sandbox whose document could not be read."""
 
 
-class UnreadSandboxError(SandboxError):
+class UnreadSandboxError(SandboxError, kind=Kind.UNREACHABLE):
     """The command needs the document of a sandbox, which could not be read."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
-        super().__init__(sandbox.problem or f"Sandbox {sandbox.id} is {sandbox.state}: its document was not read.")
+        super().__init__(sandbox.problem or f"Sandbox {sandbox.id} is {sandbox.state}: its document could not be read.")
 
 
-class NoKernelError(SandboxError):
+class NoKernelError(SandboxError, kind=Kind.WRONG_STATE):
     """The command needs a kernel, and no reachable server has the sandbox's kernel."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
         remedy = f"`jupyter sandbox wake {sandbox.id}` starts one."
         if sandbox.state == "running":
-            remedy = "Name the server that has it with --server."
-        super().__init__(f"Sandbox {sandbox.id} is {sandbox.state}: no server of yours here has its kernel.", remedy)
+            remedy = "Use --server to name the server that has it."
+        super().__init__(
+            f"Sandbox {sandbox.id} is {sandbox.state}: none of your servers on this machine has its kernel.", remedy
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Found:
     @property
     def title(self) -> str:
         """Id, kernel and notebook, for messages."""
-        return title(self.sandbox)
+        about = ", ".join(part for part in (self.sandbox.kernel_name, self.sandbox.notebook_path) if part)
+        return f"{self.sandbox.id} ({about})" if about else self.sandbox.id
 
     def after(self, sandbox: Sandbox, server: Server) -> Found:
         """Return it with the new state that ``server`` reported."""
@@ -87,7 +89,7 @@ class Reach:
 
     storage: Persistence | None
     servers: Sequence[Server]
-    complaints: Sequence[SandboxError] = field(default_factory=tuple)
+    server_errors: Sequence[SandboxError] = field(default_factory=tuple)
     """Errors of local servers that could not be listed."""
 
     @cached_property
@@ -104,19 +106,19 @@ class Reach:
         return {str(record.id): record for record in self._listing.records}
 
     @cached_property
-    def _told(self) -> Mapping[str, Found]:
+    def _on_servers(self) -> Mapping[str, Found]:
         """Sandboxes to change through servers, by id: those with a kernel there, and those without a record here."""
-        told: dict[str, Found] = {}
+        found: dict[str, Found] = {}
         for server in self.servers:
             for sandbox in server.sandboxes:
                 record = self._records.get(sandbox.id)
-                if sandbox.kernel_id or not (record or sandbox.id in told):
-                    told[sandbox.id] = Found(placed(sandbox, record, server), record, server)
-        return told
+                if sandbox.kernel_id or not (record or sandbox.id in found):
+                    found[sandbox.id] = Found(placed(sandbox, record, server), record, server)
+        return found
 
     def all(self) -> Sequence[Found]:
         """Return all sandboxes, the last used first."""
-        found = self._look({**self._records, **self._told})
+        found = self._look({**self._records, **self._on_servers})
         return sorted(found, key=lambda each: each.sandbox.last_used, reverse=True)
 
     def find(self, wanted: Iterable[str]) -> Sequence[Found]:
@@ -124,53 +126,44 @@ class Reach:
 
         Raises UnknownSandboxError with all ids, or AmbiguousSandboxError with the matching ones.
         """
-        known = {
-            **{identity: (each.sandbox_id, each.notebook_path) for identity, each in self._records.items()},
-            **{
-                identity: (each.sandbox.sandbox_id, each.sandbox.notebook_path) for identity, each in self._told.items()
-            },
-        }
-        return self._look(dict.fromkeys(choose(each, known, self.unreadable) for each in wanted))
+        on_servers = {identity: each.sandbox for identity, each in self._on_servers.items()}
+        known: Mapping[str, SandboxRecord | Sandbox] = {**self._records, **on_servers}
+        found = [look_up(each, known.values(), self.unreadable) for each in wanted]
+        return self._look(dict.fromkeys(str(each.id) for each in found))
 
     def server_of(self, found: Found) -> Server:
         """Return the server that has its kernel. Raises NoServerError if none runs, NoKernelError if none has it."""
         if found.server:
             return found.server
         if not self.servers:
-            self._complain()
-            state = f"Sandbox {found.sandbox.id} is {found.sandbox.state}"
-            raise NoServerError(f"{state}, and no Jupyter Server of yours that could do this runs here.")
+            self._raise_server_error()
+            problem = f"Sandbox {found.sandbox.id} is {found.sandbox.state}, and this needs a running Jupyter Server."
+            raise NoServerError(problem)
         raise NoKernelError(found.sandbox)
 
     def starter_of(self, found: Found) -> Server:
         """Return the server that has its kernel, or one that can start it. Raises NoServerError without one."""
         if server := self.any_server(found):
             return server
-        self._complain()
-        raise NoServerError(f"No Jupyter Server of yours runs here that could start sandbox {found.sandbox.id}.")
+        self._raise_server_error()
+        raise NoServerError(f"None of your Jupyter Servers on this machine can start sandbox {found.sandbox.id}.")
 
     def any_server(self, found: Found) -> Server | None:
         """Return the server that has its kernel, or one that lists it; or None."""
         return found.server or next((server for server in self.servers if server.knows(found.sandbox.id)), None)
 
-    def _complain(self) -> None:
+    def _raise_server_error(self) -> None:
         """Raise the error of a server that could not be listed: it may be the one that is missing."""
-        if self.complaints:
-            raise self.complaints[0]
+        if self.server_errors:
+            raise self.server_errors[0]
 
     def _look(self, ids: Iterable[str]) -> list[Found]:
         """Return these sandboxes in order, from servers, else from storage."""
         ids = list(ids)
-        kept = [self._records[identity] for identity in ids if identity not in self._told]
-        sights = look(self.storage, kept) if self.storage and kept else []
-        seen = {str(sight.record.id): Found(from_sight(sight), sight.record) for sight in sights}
-        return [self._told.get(identity) or seen[identity] for identity in ids]
-
-
-def title(known: Sandbox | SandboxRecord) -> str:
-    """Return a sandbox's id, kernel and notebook, for messages."""
-    about = ", ".join(words for words in (known.kernel_name, known.notebook_path) if words)
-    return f"{known.id} ({about})" if about else str(known.id)
+        kept = [self._records[identity] for identity in ids if identity not in self._on_servers]
+        listed = look(self.storage, kept) if self.storage and kept else []
+        seen = {found.sandbox.id: Found(found.sandbox, found.record) for found in listed}
+        return [self._on_servers.get(identity) or seen[identity] for identity in ids]
 
 
 @contextmanager
@@ -185,80 +178,23 @@ def reach(arguments: argparse.Namespace) -> Iterator[Reach]:
         if arguments.no_server:
             yield Reach(storage, ())
         else:
-            yield Reach(storage, *_greet(stack, arguments.token))
+            yield Reach(storage, *_connect(stack, arguments.token))
 
 
-def _greet(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[SandboxError]]:
+def _connect(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[SandboxError]]:
     """Return this user's servers that have sandboxes, and the errors of those that could not be listed."""
     servers: list[Server] = []
-    complaints: list[SandboxError] = []
+    server_errors: list[SandboxError] = []
     for running in running_servers():
         client = stack.enter_context(SandboxClient(running.url, running.token or token, PATIENCE))
         try:
             servers.append(Server(client, running.root_dir, client.list()))
         except ProblemError as error:
             if error.status != 404:
-                complaints.append(error)
+                server_errors.append(error)
         except SandboxError as error:
-            complaints.append(error)
-    return servers, complaints
-
-
-def choose(
-    wanted: str, known: Mapping[str, tuple[str, str | None]], unreadable: Iterable[UnreadableRecordError]
-) -> str:
-    """Return the id that ``wanted`` refers to; ``known`` maps ids to ids in storage and notebooks.
-
-    Raises AmbiguousSandboxError, UnknownSandboxError, or the error of an unreadable record with that id.
-    """
-    beginning = wanted.lower().replace("-", "")
-    here = os.path.abspath(wanted)
-    attempts: tuple[Callable[[str], bool], ...] = (
-        lambda identity: wanted in (identity, known[identity][0]),
-        lambda identity: bool(beginning) and identity.replace("-", "").startswith(beginning),
-        lambda identity: bool(wanted) and known[identity][1] in (wanted, here),
-    )
-    for fits in attempts:
-        found = [identity for identity in known if fits(identity)]
-        if len(found) > 1:
-            raise AmbiguousSandboxError(wanted, found)
-        if found:
-            return found[0]
-    for report in unreadable:
-        if beginning and Path(report.path).stem.replace("-", "").startswith(beginning):
-            raise report
-    raise UnknownSandboxError(wanted, list(known))
-
-
-def from_sight(sight: Sight) -> Sandbox:
-    """Return a stored sandbox in the format of the REST API's client."""
-    record, summary = sight.record, sight.summary
-    return Sandbox(
-        id=str(record.id),
-        sandbox_id=record.sandbox_id,
-        state=sight.state,
-        persistent=True,
-        kernel_id=None,
-        kernel_name=record.kernel_name,
-        notebook_path=record.notebook_path or None,
-        created=record.created,
-        last_used=sight.last_used,
-        size=sight.size,
-        checkpoint=_stored(summary.checkpoint) if summary else None,
-        previous=_stored(summary.previous) if summary else None,
-        savepoints=_named(summary.savepoints) if summary else (),
-        snapshots=_named(sight.snapshots),
-        problem=str(sight.problem) if sight.problem else None,
-    )
-
-
-def _stored(kept: metadata.Stored | None) -> Stored | None:
-    return Stored(datetime.fromisoformat(kept.created), kept.size) if kept else None
-
-
-def _named(stored: Mapping[str, metadata.Stored]) -> tuple[NamedState, ...]:
-    states = [NamedState(name, datetime.fromisoformat(each.created), each.size) for name, each in stored.items()]
-    return tuple(sorted(states, key=lambda state: state.created))
+            server_errors.append(error)
+    return servers, server_errors
 
 
 def placed(sandbox: Sandbox, record: SandboxRecord | None, server: Server) -> Sandbox:

@@ -22,22 +22,22 @@ from .options import Commands
 from .output import ago, print_json, print_table, reported, say, size, warn
 
 ABOUT = """\
-A template is a kernel that was started once, stopped just before it would serve, and saved. New sandboxed kernels start
-as copies of it, in a fraction of the time. A server makes one in the background when it finds none, or one that does
-not fit any more: this command makes them now, shows what there is, and removes what is not wanted.
+A template is a kernel that was checkpointed before it serves. New sandboxed kernels start as copies of it, in a
+fraction of the time. A server builds a missing or outdated template in the background; this command builds templates
+now, lists them and deletes them.
 """
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    about = "make, show or remove the templates that kernels start from"
+    about = "build, list or delete the templates that kernels start from"
     parser = commands.add_parser("template", help=about, description=ABOUT)
     parser.add_argument(
-        "action", choices=("build", "list", "delete"), help="what to do; build and delete are for all if none is named"
+        "action", choices=("build", "list", "delete"), help="without names, build and delete apply to all templates"
     )
-    parser.add_argument("names", nargs="*", metavar="KERNEL", help="as `jupyter kernelspec list` names it")
+    parser.add_argument("names", nargs="*", metavar="KERNEL", help="name in `jupyter kernelspec list`")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run, interrupted="what was under way has been undone.")
+    parser.set_defaults(run=run, interrupted="the unfinished step has been undone.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def configuration() -> Config:
 def _sandboxed() -> list[str]:
     names = [name for name, kernel in kernelspecs.kernels().items() if kernel.sandboxed]
     if not names:
-        raise SandboxError("There is no sandboxed kernel here.", "`jupyter sandbox setup` makes one.")
+        raise SandboxError("No sandboxed kernel is installed.", "`jupyter sandbox setup` installs them.")
     return names
 
 
@@ -98,9 +98,9 @@ def _delete(names: list[str], shelf: TemplateShelf) -> int:
 
 def _state(template: Template) -> str:
     if template.unfit:
-        return f"none, {template.unfit}: it starts from nothing"
+        return f"none, {template.unfit}: the kernel starts without a template"
     changed = template.changed
-    parts = [f"made anew at the next start, {changed} has changed" if changed else size(template.size)]
+    parts = [f"rebuilt at the next start, {changed} has changed" if changed else size(template.size)]
     if template.preloaded:
         parts.append(f"with {', '.join(template.preloaded)}")
     parts += [f"without {name} ({reason})" for name, reason in template.left_out.items()]
@@ -109,7 +109,7 @@ def _state(template: Template) -> str:
 
 def _print(found: list[Template]) -> None:
     if not found:
-        say("There is no template.")
+        say("No templates.")
         return
     rows = [(each.kernel_name, ago(datetime.fromisoformat(each.created)), _state(each)) for each in found]
     print_table(("KERNEL", "MADE", "STATE"), rows)

@@ -1,23 +1,11 @@
 """Python client of the REST API: ``SandboxClient`` blocks; ``AsyncSandboxClient`` is for asyncio programs."""
 
+from ..sandbox.model import Capabilities, Deleted, NamedState, Rewound, Sandbox, State, Stored
 from ._async import AsyncSandboxClient
 from ._sync import SandboxClient
 from .discovery import RunningServer, running_servers
 from .errors import AnswerError, NoServerError, ProblemError, ServerUnreachableError
-from .models import (
-    Capabilities,
-    CreateSandbox,
-    Deleted,
-    Event,
-    Exit,
-    NamedState,
-    Output,
-    Reference,
-    Rewound,
-    Sandbox,
-    State,
-    Stored,
-)
+from .models import CreateSandbox, Event, Exit, Output, Reference
 
 __all__ = [
     "AnswerError",

@@ -14,23 +14,19 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
-from .discovery import address, running_servers
-from .errors import AnswerError, NoServerError, ProblemError, ServerUnreachableError, refusal
-from .models import (
+from ..sandbox.model import (
     Capabilities,
-    CreateSandbox,
     Deleted,
-    Event,
-    Exit,
     NamedState,
     NamedStates,
-    Output,
     Rewound,
     Sandbox,
     SandboxPage,
     State,
-    decode,
 )
+from .discovery import address, running_servers
+from .errors import AnswerError, NoServerError, ProblemError, ServerUnreachableError, refusal
+from .models import CreateSandbox, Event, Exit, Output, decode
 
 TIMEOUT = 30.0
 """Default timeout in seconds for connecting and for GET requests. Responses to other requests have no timeout."""
@@ -153,7 +149,7 @@ class SandboxClient:
                     yield decode(Exit, piece)
                     return
                 yield decode(Output, piece)
-        raise ServerUnreachableError(self.url, "the command's output ended before the command")
+        raise ServerUnreachableError(self.url, "the output ended before the command")
 
     def fork(self, id: str, savepoint: str | None = None, notebook_path: str | None = None) -> Sandbox:
         """Start a second kernel from a savepoint of the first, or from its current state; the first keeps running."""
@@ -250,7 +246,7 @@ def _object(line: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise AnswerError(f"no JSON object: {line[:80]!r}")
+        raise AnswerError(f"not a JSON object, {line[:80]!r}")
     return value
 
 

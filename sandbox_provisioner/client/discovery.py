@@ -51,9 +51,9 @@ def address(url: str, token: str = "") -> tuple[str, str]:
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        problem = f"{url!r:.200} is no address of a Jupyter Server."
+        problem = f"{url!r:.200} is not the address of a Jupyter Server."
         raise ConfigurationError(
-            "url", problem, "One is such as http://localhost:8888/; `jupyter server list` shows yours."
+            "url", problem, "Use an address such as http://localhost:8888/; `jupyter server list` shows yours."
         )
     given = parse_qs(parts.query).get("token", [""])[0]
     path = parts.path.rstrip("/")

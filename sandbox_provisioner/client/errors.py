@@ -6,14 +6,28 @@ All are SandboxErrors, so ``str()`` contains the problem and its remedy.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from .._text import printable
 from ..errors import SandboxError
+from ..errors.kinds import ExitStatus, Kind
+
+KINDS = {kind.type: kind for kind in Kind}
+EXIT_STATUSES: Mapping[int, ExitStatus] = {
+    HTTPStatus.UNAUTHORIZED: ExitStatus.UNABLE,
+    HTTPStatus.FORBIDDEN: ExitStatus.UNABLE,
+    HTTPStatus.NOT_FOUND: ExitStatus.UNABLE,
+    HTTPStatus.CONFLICT: ExitStatus.CONFLICT,
+}
+"""Exit statuses of responses that are not from this package, or that have a problem type of a newer version."""
 
 
 class ProblemError(SandboxError):
-    """A server refused a request; the fields are those of the problem detail (RFC 9457)."""
+    """A server refused a request; the fields are those of the problem detail (RFC 9457).
+
+    ``known`` is False if this version does not know the problem's type; ``kind`` is then ``Kind.SANDBOX``.
+    """
 
     def __init__(self, status: int, type: str, title: str, detail: str, remedy: str = "", variable: str = "") -> None:
         self.status = status
@@ -21,37 +35,41 @@ class ProblemError(SandboxError):
         self.title = title
         self.detail = detail
         self.variable = variable
+        self.known = type in KINDS
+        self.kind = KINDS.get(type, Kind.SANDBOX)
         super().__init__(detail or title, remedy)
 
     @property
-    def kind(self) -> str:
-        """Last part of the problem type, such as ``in-use``; empty for other types."""
-        return self.type.removeprefix("urn:sandbox:") if self.type.startswith("urn:sandbox:") else ""
+    def exit_status(self) -> ExitStatus:
+        """The exit status of the server's error; derived from the HTTP status if this version does not know it."""
+        return self.kind.exit_status if self.known else EXIT_STATUSES.get(self.status, ExitStatus.FAILED)
 
 
-class ServerUnreachableError(SandboxError):
+class ServerUnreachableError(SandboxError, kind=Kind.UNREACHABLE):
     """The server at ``url`` did not answer, or closed the connection."""
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
-        problem = f"The Jupyter Server at {url} does not answer: {printable(reason).rstrip('.') or 'it hung up'}."
-        super().__init__(problem, "`jupyter server list` shows those of yours that run here.")
+        problem = (
+            f"The Jupyter Server at {url} does not answer: {printable(reason).rstrip('.') or 'connection closed'}."
+        )
+        super().__init__(problem, "`jupyter server list` shows your servers on this machine.")
 
 
 class AnswerError(SandboxError):
     """A server sent a response that this client does not understand."""
 
     def __init__(self, problem: str) -> None:
-        remedy = "The server may have another version of sandbox_provisioner than this client."
-        super().__init__(f"The server's answer is {printable(problem)[:300]}.", remedy)
+        remedy = "The server and this client may have different versions of sandbox_provisioner."
+        super().__init__(f"The server's response is invalid: {printable(problem)[:300]}.", remedy)
 
 
-class NoServerError(SandboxError):
+class NoServerError(SandboxError, kind=Kind.UNREACHABLE):
     """The request needs a running server, and none was found."""
 
-    def __init__(self, problem: str = "No Jupyter Server of yours that has sandboxes runs here.") -> None:
+    def __init__(self, problem: str = "None of your Jupyter Servers on this machine has sandboxes.") -> None:
         super().__init__(
-            problem, "Start one with `jupyter lab` or `jupyter server`, or name another one with `--server URL`."
+            problem, "Start one with `jupyter lab` or `jupyter server`, or name a server with `--server URL`."
         )
 
 
@@ -66,10 +84,10 @@ def refusal(url: str, status: int, body: Any) -> ProblemError:
     said = printable(str(problem.get("message") or ""))[:300].rstrip(".")
     if status == 404:
         detail = f"The Jupyter Server at {url} has no sandboxes."
-        remedy = "Install sandbox-provisioner in its environment, and see that its server extension is enabled."
+        remedy = "Install sandbox-provisioner in its environment and check that its server extension is enabled."
     elif status in (401, 403) or 300 <= status < 400:
-        detail, remedy = "The Jupyter Server did not let you in.", f"Check the token for {url}."
+        detail, remedy = "The Jupyter Server denied access.", f"Check the token for {url}."
     else:
         detail = f"The Jupyter Server at {url} answered with status {status}{f': {said}' if said else ''}."
-        remedy = "Its log says more."
+        remedy = "See its log."
     return ProblemError(status, "about:blank", f"Status {status}", detail, remedy)

@@ -1,6 +1,7 @@
-"""Define a server's responses as frozen dataclasses, named like the schemas in openapi.yaml.
+"""Define the requests and the streamed responses of the REST API, and decode all responses.
 
-Unknown fields of a newer server are ignored. A missing or invalid field raises an AnswerError that names it.
+The other responses are in ``sandbox.model``. Unknown fields of a newer server are ignored. A missing or invalid field
+raises an AnswerError that names it.
 """
 
 from __future__ import annotations
@@ -8,92 +9,14 @@ from __future__ import annotations
 import base64
 import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from functools import cache
-from typing import Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import AnswerError
 
-State = Literal["running", "hibernated", "saved", "empty", "gone", "elsewhere", "unknown", "standby"]
-"""States that this version knows; ``Sandbox.state`` may have others from a newer server."""
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A checkpoint; ``size`` is in bytes."""
-
-    created: datetime
-    size: int
-
-
-@dataclass(frozen=True)
-class NamedState:
-    """A savepoint or a file snapshot; ``size`` is in bytes."""
-
-    name: str
-    created: datetime
-    size: int
-
-
-@dataclass(frozen=True)
-class Sandbox:
-    """A sandbox. ``size`` is in bytes; ``problem`` is the reason why its stored state is unknown.
-
-    ``busy`` and ``busy_reasons`` report why its kernel is not idle; servers of older versions do not send them.
-    """
-
-    id: str
-    sandbox_id: str
-    state: str
-    persistent: bool
-    kernel_id: str | None
-    kernel_name: str
-    notebook_path: str | None
-    created: datetime
-    last_used: datetime
-    size: int | None
-    checkpoint: Stored | None
-    previous: Stored | None
-    savepoints: tuple[NamedState, ...]
-    snapshots: tuple[NamedState, ...]
-    problem: str | None
-    busy: bool = False
-    busy_reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SandboxPage:
-    """A page of the list; ``next`` is the cursor of the next page, None on the last one."""
-
-    items: tuple[Sandbox, ...]
-    next: str | None
-    unreadable: int
-
-
-@dataclass(frozen=True)
-class NamedStates:
-    """The savepoints or the file snapshots of a sandbox, the oldest first."""
-
-    items: tuple[NamedState, ...]
-
-
-@dataclass(frozen=True)
-class Rewound:
-    """A sandbox after a rewind; ``kept`` is the savepoint of its state before the rewind."""
-
-    sandbox: Sandbox
-    kept: str
-
-
-@dataclass(frozen=True)
-class Deleted:
-    """The id of a deleted sandbox, and the bytes that were freed."""
-
-    id: str
-    freed: int
 
 
 @dataclass(frozen=True)
@@ -109,20 +32,6 @@ class Exit:
     """The exit status of a command; negative for a signal."""
 
     status: int
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """A server's versions, kernels and storage abilities."""
-
-    version: str
-    runsc: str | None
-    kernels: tuple[str, ...]
-    storage: str | None
-    persistent: bool
-    checkpoints: bool
-    snapshots: bool
-    gcs: bool
 
 
 @dataclass(frozen=True)
@@ -160,25 +69,12 @@ class CreateSandbox(TypedDict, total=False):
 
 
 def decode(kind: type[T], value: Any) -> T:
-    """Return decoded JSON as one of these dataclasses. Raises AnswerError if it does not match."""
+    """Return decoded JSON as an instance of the dataclass ``kind``. Raises AnswerError if it does not match."""
     try:
         made: T = _decode(kind, value)
     except (TypeError, ValueError, LookupError) as error:
-        raise AnswerError(f"no {kind.__name__}: {error}") from error
+        raise AnswerError(f"not a {kind.__name__}, {error}") from error
     return made
-
-
-def encode(made: Any) -> dict[str, Any]:
-    """Return one of these dataclasses as a JSON object."""
-    return {name: _encode(value) for name, value in asdict(made).items()}
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
-    return {name: _encode(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _decode(kind: Any, value: Any) -> Any:

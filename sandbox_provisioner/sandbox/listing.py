@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
-from ..errors import SandboxError, SandboxNotFoundError, StorageNotHereError
-from ..persistence.metadata import Stored, Summary
+from ..errors import MetadataError, SandboxError, SandboxNotFoundError, StorageNotHereError
+from ..persistence import metadata
+from ..persistence.metadata import Summary
 from ..persistence.records import SandboxRecord
+from .model import NamedState, Sandbox, State, Stored
 from .user_sandboxes import Persistence
 
 AT_ONCE = 8
@@ -17,59 +19,91 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Sight:
-    """A record with the summary of its sandbox in storage, or with the error of the lookup."""
+class StoredSandbox:
+    """A record, its sandbox as described by storage, and the ``problem`` if storage could not describe it."""
 
     record: SandboxRecord
-    summary: Summary | None = None
-    snapshots: Mapping[str, Stored] = field(default_factory=dict)
+    sandbox: Sandbox
     problem: SandboxError | None = None
 
-    @property
-    def state(self) -> str:
-        """State of the sandbox: gone, elsewhere, unknown, running, saved or empty."""
-        if isinstance(self.problem, SandboxNotFoundError):
-            return "gone"
-        if isinstance(self.problem, StorageNotHereError):
-            return "elsewhere"
-        if self.summary is None:
-            return "unknown"
-        return "running" if self.summary.running else "saved" if self.summary.checkpoint else "empty"
 
-    @property
-    def last_used(self) -> datetime:
-        """Time of the last known use. The checkpoint's time counts too: a killed server did not update the record."""
-        saved = self.summary.checkpoint if self.summary else None
-        return max(self.record.last_used, datetime.fromisoformat(saved.created)) if saved else self.record.last_used
+def look(sandboxes: Persistence, records: Iterable[SandboxRecord]) -> list[StoredSandbox]:
+    """Return the records with their sandboxes as described by storage. Blocks."""
 
-    @property
-    def size(self) -> int | None:
-        """Bytes of its checkpoints, savepoints and snapshots; None if unknown."""
-        return None if self.summary is None else sum(item.size for item in self.stored.values())
-
-    @property
-    def stored(self) -> dict[str, Stored]:
-        """Its checkpoints, savepoints and snapshots by their display names."""
-        found: dict[str, Stored] = {}
-        if self.summary and self.summary.checkpoint:
-            found["checkpoint"] = self.summary.checkpoint
-        if self.summary and self.summary.previous:
-            found["previous checkpoint"] = self.summary.previous
-        if self.summary:
-            found |= {f"savepoint {name}": made for name, made in self.summary.savepoints.items()}
-        return found | {f"snapshot {name}": snapshot for name, snapshot in self.snapshots.items()}
-
-
-def look(sandboxes: Persistence, records: Iterable[SandboxRecord]) -> list[Sight]:
-    """Return the records with the state of their sandboxes in storage. Blocks."""
-
-    def sight(record: SandboxRecord) -> Sight:
+    def one(record: SandboxRecord) -> StoredSandbox:
         try:
-            return Sight(record, sandboxes.summarise(record), sandboxes.snapshots(record))
+            found = describe(record, sandboxes.summarise(record), sandboxes.snapshots(record))
+            return StoredSandbox(record, found)
         except SandboxError as error:
-            return Sight(record, problem=error)
+            return StoredSandbox(record, _undescribed(record, error), error)
 
     if sandboxes.stores.kind == "local":
-        return [sight(record) for record in records]
+        return [one(record) for record in records]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        return list(threads.map(sight, records))
+        return list(threads.map(one, records))
+
+
+def describe(record: SandboxRecord, summary: Summary, snapshots: Mapping[str, metadata.Stored]) -> Sandbox:
+    """Return the sandbox of a record; its state is running, saved or empty.
+
+    The time of the checkpoint counts as a use: a killed server did not update the record. Raises MetadataError if a
+    stored time is invalid.
+    """
+    try:
+        checkpoint, previous = _stored(summary.checkpoint), _stored(summary.previous)
+        savepoints, files = _named(summary.savepoints), _named(snapshots)
+    except ValueError as error:
+        raise MetadataError(f"A time in the document of sandbox {record.sandbox_id} is invalid: {error}.") from error
+    sizes = [item.size for item in (checkpoint, previous, *savepoints, *files) if item]
+    return replace(
+        _from_record(record, "running" if summary.running else "saved" if checkpoint else "empty"),
+        last_used=max(record.last_used, checkpoint.created) if checkpoint else record.last_used,
+        size=sum(sizes),
+        checkpoint=checkpoint,
+        previous=previous,
+        savepoints=savepoints,
+        snapshots=files,
+    )
+
+
+def _undescribed(record: SandboxRecord, problem: SandboxError) -> Sandbox:
+    """Return the sandbox of a record whose lookup failed; its state is gone, elsewhere or unknown."""
+    if isinstance(problem, SandboxNotFoundError):
+        state: State = "gone"
+    else:
+        state = "elsewhere" if isinstance(problem, StorageNotHereError) else "unknown"
+    return replace(_from_record(record, state), problem=str(problem))
+
+
+def _from_record(record: SandboxRecord, state: State) -> Sandbox:
+    return Sandbox(
+        id=str(record.id),
+        sandbox_id=record.sandbox_id,
+        state=state,
+        persistent=True,
+        kernel_id=None,
+        kernel_name=record.kernel_name,
+        notebook_path=record.notebook_path or None,
+        created=record.created,
+        last_used=record.last_used,
+        size=None,
+        checkpoint=None,
+        previous=None,
+        savepoints=(),
+        snapshots=(),
+        problem=None,
+    )
+
+
+def _named(states: Mapping[str, metadata.Stored]) -> tuple[NamedState, ...]:
+    """Return the savepoints or file snapshots with these names, the oldest first."""
+    found = [NamedState(name, _time(each.created), each.size) for name, each in states.items()]
+    return tuple(sorted(found, key=lambda state: state.created))
+
+
+def _stored(item: metadata.Stored | None) -> Stored | None:
+    return Stored(_time(item.created), item.size) if item else None
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone(UTC)

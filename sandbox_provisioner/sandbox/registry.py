@@ -7,7 +7,7 @@ compare-and-swap of its file. All methods block for file access.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from uuid import UUID, uuid4, uuid5
 
 from ..errors import (
-    AmbiguousSandboxError,
     ConflictError,
     ObjectNotFoundError,
     SandboxError,
@@ -30,6 +29,7 @@ from ..persistence.backends import Stores
 from ..persistence.records import SandboxRecord
 from ..storage.base import NEW
 from ..storage.local import LocalStore
+from .lookup import look_up
 
 SUFFIX = ".json"
 NAMESPACE = UUID("0b7c5f0e-3f0b-4a0e-9a55-6a4d3f7f3c11")
@@ -101,24 +101,12 @@ class PersistentSandboxRegistry:
         return self._read(identity)[0]
 
     def find(self, wanted: str) -> SandboxRecord:
-        """Return the record whose id, or id in its storage, is ``wanted``, or the only one whose id begins with it.
+        """Return the record that ``wanted`` names: by its id, id in storage, beginning of the id, or notebook.
 
         Raises UnknownSandboxError with all ids, AmbiguousSandboxError with the matching ids, and UnreadableRecordError
         if only an unreadable record matches.
         """
-        known, unreadable = self.list()
-        found = [record for record in known if wanted in (str(record.id), record.sandbox_id)]
-        beginning = wanted.lower().replace("-", "")
-        if not found and beginning:
-            found = [record for record in known if record.id.hex.startswith(beginning)]
-        if len(found) > 1:
-            raise AmbiguousSandboxError(wanted, [str(record.id) for record in found])
-        if found:
-            return found[0]
-        for report in unreadable:
-            if beginning and Path(report.path).stem.replace("-", "").startswith(beginning):
-                raise report
-        raise UnknownSandboxError(wanted, [str(record.id) for record in known])
+        return look_up(wanted, *self.list())
 
     def find_notebook(self, notebook_path: str, kernel_name: str) -> Sequence[SandboxRecord]:
         """Return the records of a notebook and a kernel, most recently used first."""
@@ -185,15 +173,15 @@ class PersistentSandboxRegistry:
         """Delete the record of a sandbox that is gone. Return False if it did not exist."""
         return self._store.delete(_name(identity))
 
-    def unused(self, older_than: timedelta) -> Sequence[SandboxRecord]:
-        """Return the records of sandboxes that have been unused for longer than ``older_than``."""
-        now = _now()
-        return [record for record in self.list().records if now - record.last_used > older_than]
+    def prune(self, older_than: timedelta, destroy: Destroy, among: Container[UUID] | None = None) -> Sequence[Removal]:
+        """Delete the sandboxes that have been unused for longer than ``older_than``, and return each result or error.
 
-    def prune(self, older_than: timedelta, destroy: Destroy) -> Sequence[Removal]:
-        """Delete every sandbox that has been unused for longer than ``older_than``; return each result or error."""
-        removals = []
-        for record in self.unused(older_than):
+        With ``among``, only these are considered. A sandbox that is used or deleted meanwhile is skipped.
+        """
+        now, removals = _now(), []
+        for record in self.list().records:
+            if now - record.last_used <= older_than or (among is not None and record.id not in among):
+                continue
             try:
                 if self.load(record.id).last_used == record.last_used:
                     removals.append(Removal(record, self.delete(record.id, destroy)))

@@ -3,7 +3,7 @@
 - ``app``: load the extension; ``kernel_manager``: culling, stopping and reopening of kernels
 - ``kernel_websocket``: websockets that take turns to request a kernel's info
 - ``handlers``: HTTP; ``openapi``: validation against openapi.yaml; ``problem_details``: errors as RFC 9457
-- ``service``, ``creation``: the operations of the REST API; ``queries``: find and list sandboxes
-- ``models``: a sandbox in the REST API's format; ``kernels``: the server's sandboxed kernels
+- ``service``, ``creation``: the operations of the REST API, by ``operationId``; ``queries``: find and list sandboxes
+- ``models``: describe kernels and stored sandboxes for clients; ``kernels``: the server's sandboxed kernels
 - ``execution``: stream a command's output; ``event_stream``: stream events; ``telemetry``: events, metrics, log
 """

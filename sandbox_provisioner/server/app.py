@@ -92,7 +92,7 @@ def _trust_no_shared_folder(serverapp: ServerApp) -> None:
     if "autodetect" not in serverapp.config.LanguageServerManager:
         serverapp.config.LanguageServerManager.autodetect = False
         serverapp.log.info(
-            "Language servers are not looked for: they would run code in %s, where kernels can write. Start the server "
+            "Language servers are not detected: they would run code in %s, where kernels can write. Start the server "
             "in another folder, or set LanguageServerManager.autodetect.",
             here,
         )
@@ -126,8 +126,8 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     manager = serverapp.contents_manager
     if not isinstance(manager, GuardedContents):
         serverapp.log.warning(
-            "The server's access to files is not guarded against links that a notebook's code makes: %s is not one of "
-            "Jupyter Server's own contents managers.",
+            "The server's access to files is not guarded against links that a notebook's code creates: %s is not one "
+            "of Jupyter Server's own contents managers.",
             type(manager).__name__,
         )
     kernels = ServerKernels(

@@ -9,7 +9,9 @@ from typing import Any
 from uuid import UUID
 
 from ..errors import (
+    BadRequestError,
     ConfigurationError,
+    NotebookInUseError,
     SandboxError,
     SandboxExistsError,
     SandboxNotFoundError,
@@ -22,9 +24,8 @@ from ..kernel.start_request import ASKED
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import look
 from ..sandbox.user_sandboxes import Persistence
-from .kernels import Live, Notebook, NotebookInUseError
+from .kernels import Live, Notebook
 from .models import Subject
-from .openapi import BadRequestError
 from .queries import Inventory
 
 VARIABLES = {
@@ -98,9 +99,9 @@ class Creation:
 
     async def open(self, subject: Subject) -> Subject:
         """Start the kernel of a stored sandbox that this server does not have open."""
-        sight = await self._inventory.sight(subject)
-        if sight and sight.problem:
-            raise sight.problem
+        stored = await self._inventory.stored(subject)
+        if stored and stored.problem:
+            raise stored.problem
         path = self._kernels.relative(subject.notebook_path)
         notebook = Notebook(path, subject.notebook_path) if path else None
         await self._require_free(notebook)
@@ -121,11 +122,11 @@ class Creation:
             return None
         wanted, name = body[kind]["id"], body[kind]["name"]
         source = await self._inventory.find(wanted)
-        sight = await self._inventory.sight(source)
-        savepoints = sight.summary.savepoints if sight and sight.summary else {}
+        stored = await self._inventory.stored(source)
+        savepoints = [each.name for each in stored.sandbox.savepoints] if stored else []
         if kind == "savepoint" and name not in savepoints:
             raise SavepointNotFoundError(source.id, name, sorted(savepoints))
-        if kind == "snapshot" and (sight is None or name not in sight.snapshots):
+        if kind == "snapshot" and (stored is None or name not in [each.name for each in stored.sandbox.snapshots]):
             raise SnapshotNotFoundError(f"Sandbox {source.id} has no snapshot {name}.")
         return source
 
@@ -146,15 +147,19 @@ class Creation:
         server does not have the kernel of ``before``.
         """
         names = await self._kernels.names()
-        there_are = f"There are: {', '.join(names)}." if names else "`jupyter sandbox setup` makes some."
+        remedy = f"Sandboxed kernels: {', '.join(names)}." if names else "`jupyter sandbox setup` installs them."
         known = before.kernel_name if before else ""
         name = asked or known or next(iter(names), "")
         if known and name != known:
-            raise BadRequestError(f"Sandbox {before and before.id} is of kernel {known}.", "Name that.", "kernel_name")
+            raise BadRequestError(
+                f"Sandbox {before and before.id} has the kernel {known}.", "Choose that kernel.", "kernel_name"
+            )
         if before and not asked and name not in names:
-            raise StateError(before.id, "start the kernel of", f"of kernel {name!r:.200}, which this server has not")
+            raise StateError(
+                before.id, "start the kernel of", f"of kernel {name!r:.200}, which is not installed on this server"
+            )
         if name not in names:
-            raise BadRequestError(f"There is no sandboxed kernel {name!r:.200}.", there_are, "kernel_name")
+            raise BadRequestError(f"No sandboxed kernel {name!r:.200} is installed.", remedy, "kernel_name")
         return name
 
     async def _already(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
@@ -171,7 +176,7 @@ class Creation:
             if of_notebook or of_id:
                 other = (notebook and not of_notebook) or (chosen and not of_id)
                 if other or not set(body) <= IDENTITY or body.get("kernel_name", live.kernel_name) != live.kernel_name:
-                    raise StateError(Subject(live.record, live).id, "create", "open on this server already")
+                    raise StateError(Subject(live.record, live).id, "create", "already open on this server")
                 return Subject(live.record, live)
         await self._require_free(notebook)
         return None
@@ -193,7 +198,7 @@ class Creation:
         path = notebook.absolute if notebook else ""
         saved = await asyncio.to_thread(_saved, kept, path, source.kernel_name)
         if notebook and saved:
-            raise NotebookInUseError(notebook.path, "a kernel that is saved")
+            raise NotebookInUseError(notebook.path, "a saved kernel")
         record, founded = await asyncio.to_thread(_new_record, kept, chosen, source.kernel_name, path), False
         try:
             if source.live:
@@ -250,13 +255,13 @@ def _require_sense(body: Mapping[str, Any]) -> None:
     needless = set(body) & {"enable_handoff", "enable_checkpoint_at_idle", "idle_timeout"}
     if "snapshot" in body and not kept - {"snapshot"} & set(body):
         raise BadRequestError(
-            "Files of a snapshot cannot be put into a sandbox of which nothing is kept.",
+            "An ephemeral sandbox cannot start with the files of a file snapshot.",
             "Give a notebook_path or a sandbox_id.",
             "snapshot",
         )
     if needless and not kept & set(body):
         raise BadRequestError(
-            f"A sandbox of which nothing is kept has no {min(needless)}.",
+            f"{min(needless)} cannot be set for an ephemeral sandbox.",
             "Give a notebook_path or a sandbox_id.",
             min(needless),
         )
@@ -289,7 +294,7 @@ def _fitting(kept: Persistence, chosen: str, path: str, kernel_name: str) -> set
 
 def _saved(kept: Persistence, path: str, kernel_name: str) -> bool:
     """Return True if a sandbox of the notebook and kernel has saved state. Blocks."""
-    return bool(path) and any(sight.size for sight in look(kept, kept.registry.find_notebook(path, kernel_name)))
+    return bool(path) and any(one.sandbox.size for one in look(kept, kept.registry.find_notebook(path, kernel_name)))
 
 
 def recorded(kept: Persistence, identity: UUID) -> bool:

@@ -1,4 +1,4 @@
-"""Deliver the journal's entries to a reader on the server's loop, without growing while the reader is slow."""
+"""Deliver entries of the event bus to a reader on the server's loop, with a limited queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 1000
 
 
 class Subscription:
-    """A context manager that queues the journal's entries. Server loop only, except ``_tell``."""
+    """A context manager that queues entries of the event bus. Server loop only, except ``_tell``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -39,7 +39,7 @@ class Subscription:
         return found
 
     def _tell(self, entry: Entry) -> None:
-        """Queue an entry. Called by the journal in any thread."""
+        """Queue an entry. Called by the event bus in any thread."""
         try:
             self._loop.call_soon_threadsafe(self._add, entry)
         except RuntimeError:  # the server's loop is closed

@@ -18,6 +18,7 @@ from tornado.iostream import StreamClosedError
 
 from .._text import printable
 from ..errors import SandboxError
+from ..sandbox.model import Sandbox, encode
 from . import models, openapi, problem_details
 from .event_stream import Subscription
 from .execution import Execution
@@ -69,13 +70,13 @@ class SandboxHandler(APIHandler):
         return openapi.read_body(self.path, str(self.request.method).lower(), self.request.body)
 
     def answer(self, value: Any, status: int = 200) -> None:
-        """Send ``value`` as JSON."""
+        """Send an instance of one of the classes in ``sandbox.model`` as JSON."""
         self.set_status(status)
-        self.finish(json.dumps(value))
+        self.finish(json.dumps(encode(value)))
 
-    def created(self, sandbox: dict[str, Any], started: bool = True) -> None:
+    def created(self, sandbox: Sandbox, started: bool = True) -> None:
         """Send a sandbox and its location, with status 201 if it was started and 200 if it was already open."""
-        self.set_header("Location", url_path_join(self.base_url, "api/sandboxes", sandbox["id"]))
+        self.set_header("Location", url_path_join(self.base_url, "api/sandboxes", sandbox.id))
         self.answer(sandbox, 201 if started else 200)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
@@ -103,31 +104,52 @@ class SandboxHandler(APIHandler):
         ]
 
 
-class AllHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes``."""
+class OperationHandler(SandboxHandler):
+    """Handler of the operations whose results are sent as JSON. Their ``operationId`` names the method to call."""
+
+    async def run(self, **parts: str) -> None:
+        """Call the method with the variable parts of the path, the query parameters and the fields of the body.
+
+        A result is sent with the status that openapi.yaml describes.
+        """
+        operation = openapi.spec()["paths"][self.path].get(str(self.request.method).lower())
+        if operation is None:
+            raise web.HTTPError(405)
+        fields = self.body() if "requestBody" in operation else self.query()
+        result = await getattr(self.sandboxes, operation["operationId"])(*parts.values(), **fields)
+        status = int(min(operation["responses"]))
+        if result is None:
+            self.set_status(status)
+        else:
+            self.answer(result, status)
 
     @web.authenticated
     @authorized
-    async def get(self) -> None:
-        """Handle ``list_sandboxes``."""
-        self.answer(await self.sandboxes.list(self.query()))
+    async def get(self, **parts: str) -> None:
+        """Handle GET."""
+        await self.run(**parts)
+
+    @web.authenticated
+    @authorized
+    async def post(self, **parts: str) -> None:
+        """Handle POST."""
+        await self.run(**parts)
+
+    @web.authenticated
+    @authorized
+    async def delete(self, **parts: str) -> None:
+        """Handle DELETE."""
+        await self.run(**parts)
+
+
+class AllHandler(OperationHandler):
+    """Handler of ``/api/sandboxes``."""
 
     @web.authenticated
     @authorized
     async def post(self) -> None:
         """Handle ``create_sandbox``."""
-        self.created(*await self.sandboxes.create(self.body()))
-
-
-class CapabilitiesHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/capabilities``."""
-
-    @web.authenticated
-    @authorized
-    async def get(self) -> None:
-        """Handle ``get_capabilities``."""
-        self.query()
-        self.answer(await self.sandboxes.capabilities())
+        self.created(*await self.sandboxes.create_sandbox(self.body()))
 
 
 class StreamHandler(SandboxHandler):
@@ -172,50 +194,11 @@ class EventsHandler(StreamHandler):
 
     async def _events(self) -> AsyncIterator[str]:
         with Subscription() as news:
-            yield ": what happens to this server's sandboxes\n\n"
+            yield ": events of this server's sandboxes\n\n"
             while True:
                 entries = await news.take(KEEPALIVE)
                 told = (f"event: {entry.what}\ndata: {json.dumps(models.event(entry))}\n\n" for entry in entries)
                 yield "".join(told) or ":\n\n"
-
-
-class OneHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}``."""
-
-    @web.authenticated
-    @authorized
-    async def get(self, id: str) -> None:
-        """Handle ``show_sandbox``."""
-        self.query()
-        self.answer(await self.sandboxes.show(id))
-
-    @web.authenticated
-    @authorized
-    async def delete(self, id: str) -> None:
-        """Handle ``delete_sandbox``."""
-        self.answer(await self.sandboxes.delete(id, **self.query()))
-
-
-class ActionHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/hibernate`` and similar: the path ends in the name of the method to call."""
-
-    @web.authenticated
-    @authorized
-    async def post(self, id: str) -> None:
-        """Handle ``hibernate_sandbox``, ``wake_sandbox``, ``restart_sandbox`` or ``revert_sandbox``."""
-        self.query()
-        action = getattr(self.sandboxes, self.path.rpartition("/")[2])
-        self.answer(await action(id))
-
-
-class KeepAwakeHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/keep-awake``."""
-
-    @web.authenticated
-    @authorized
-    async def post(self, id: str) -> None:
-        """Handle ``keep_sandbox_awake``."""
-        self.answer(await self.sandboxes.keep_awake(id, self.body()["seconds"]))
 
 
 class ExecuteHandler(StreamHandler):
@@ -226,7 +209,7 @@ class ExecuteHandler(StreamHandler):
     async def post(self, id: str) -> None:
         """Handle ``execute_in_sandbox``."""
         body = self.body()
-        execution = await self.sandboxes.execute(id, body["command"], body.get("cwd"))
+        execution = await self.sandboxes.execute_in_sandbox(id, body["command"], body.get("cwd"))
         try:
             await self.stream("application/x-ndjson", self._lines(execution))
         finally:
@@ -245,76 +228,7 @@ class ForkHandler(SandboxHandler):
     @authorized
     async def post(self, id: str) -> None:
         """Handle ``fork_sandbox``."""
-        self.created(await self.sandboxes.fork(id, self.body()))
-
-
-class SavepointsHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/savepoints``."""
-
-    @web.authenticated
-    @authorized
-    async def get(self, id: str) -> None:
-        """Handle ``list_savepoints``."""
-        self.query()
-        self.answer(await self.sandboxes.savepoints(id))
-
-    @web.authenticated
-    @authorized
-    async def post(self, id: str) -> None:
-        """Handle ``create_savepoint``."""
-        self.answer(await self.sandboxes.create_savepoint(id, self.body()["name"]), 201)
-
-
-class SavepointHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/savepoints/{name}``."""
-
-    @web.authenticated
-    @authorized
-    async def delete(self, id: str, name: str) -> None:
-        """Handle ``delete_savepoint``."""
-        self.query()
-        await self.sandboxes.delete_savepoint(id, name)
-        self.set_status(204)
-
-
-class RewindHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/savepoints/{name}/rewind``."""
-
-    @web.authenticated
-    @authorized
-    async def post(self, id: str, name: str) -> None:
-        """Handle ``rewind_sandbox``."""
-        self.query()
-        self.answer(await self.sandboxes.rewind(id, name))
-
-
-class SnapshotsHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/snapshots``."""
-
-    @web.authenticated
-    @authorized
-    async def get(self, id: str) -> None:
-        """Handle ``list_snapshots``."""
-        self.query()
-        self.answer(await self.sandboxes.snapshots(id))
-
-    @web.authenticated
-    @authorized
-    async def post(self, id: str) -> None:
-        """Handle ``create_snapshot``."""
-        self.answer(await self.sandboxes.create_snapshot(id, self.body()["name"]), 201)
-
-
-class SnapshotHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/snapshots/{name}``."""
-
-    @web.authenticated
-    @authorized
-    async def delete(self, id: str, name: str) -> None:
-        """Handle ``delete_snapshot``."""
-        self.query()
-        await self.sandboxes.delete_snapshot(id, name)
-        self.set_status(204)
+        self.created(await self.sandboxes.fork_sandbox(id, self.body()))
 
 
 class NothingHandler(SandboxHandler):
@@ -331,18 +245,18 @@ class NothingHandler(SandboxHandler):
 
 ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
     ("/api/sandboxes", AllHandler),
-    ("/api/sandboxes/capabilities", CapabilitiesHandler),
+    ("/api/sandboxes/capabilities", OperationHandler),
     ("/api/sandboxes/events", EventsHandler),
-    ("/api/sandboxes/{id}", OneHandler),
-    *((f"/api/sandboxes/{{id}}/{action}", ActionHandler) for action in ("hibernate", "wake", "restart", "revert")),
-    ("/api/sandboxes/{id}/keep-awake", KeepAwakeHandler),
+    ("/api/sandboxes/{id}", OperationHandler),
+    *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ("hibernate", "wake", "restart", "revert")),
+    ("/api/sandboxes/{id}/keep-awake", OperationHandler),
     ("/api/sandboxes/{id}/execute", ExecuteHandler),
     ("/api/sandboxes/{id}/fork", ForkHandler),
-    ("/api/sandboxes/{id}/savepoints", SavepointsHandler),
-    ("/api/sandboxes/{id}/savepoints/{name}", SavepointHandler),
-    ("/api/sandboxes/{id}/savepoints/{name}/rewind", RewindHandler),
-    ("/api/sandboxes/{id}/snapshots", SnapshotsHandler),
-    ("/api/sandboxes/{id}/snapshots/{name}", SnapshotHandler),
+    ("/api/sandboxes/{id}/savepoints", OperationHandler),
+    ("/api/sandboxes/{id}/savepoints/{name}", OperationHandler),
+    ("/api/sandboxes/{id}/savepoints/{name}/rewind", OperationHandler),
+    ("/api/sandboxes/{id}/snapshots", OperationHandler),
+    ("/api/sandboxes/{id}/snapshots/{name}", OperationHandler),
 )
 """Handlers of the paths in openapi.yaml; the first matching path counts."""
 

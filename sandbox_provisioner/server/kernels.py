@@ -18,26 +18,17 @@ from jupyter_core.utils import ensure_async
 from jupyter_server.utils import ApiPath, to_os_path
 from tornado.web import HTTPError
 
-from ..errors import SandboxError, SandboxNotFoundError
+from ..errors import BadRequestError, SandboxError, SandboxNotFoundError
 from ..gvisor.mounts import planted_link, within
 from ..persistence.records import SandboxRecord
 from ..provisioner import SandboxProvisioner
 from ..workers import control
 from .kernel_manager import sandboxed_kernels, sandboxed_names
-from .openapi import BadRequestError
 
 LOOK_EVERY = 0.2
 """Seconds between two checks that a restarting kernel was not ended."""
 LONGEST = 255
 """Maximum bytes of a file name."""
-
-
-class NotebookInUseError(SandboxError):
-    """A notebook already has a kernel, on this server or saved; ``path`` is the notebook's."""
-
-    def __init__(self, path: str, kernel: str = "a kernel on this server") -> None:
-        self.path = path
-        super().__init__(f"Notebook {path} has {kernel}.", "Shut it down or delete it, or name another notebook.")
 
 
 @dataclass(frozen=True)
@@ -126,25 +117,25 @@ class ServerKernels:
         if any(part in ("", ".", "..") or len(part.encode()) > LONGEST for part in parts):
             raise BadRequestError(
                 f"{path!r:.200} is not the path of a notebook.",
-                "Give it relative to the server's root folder, without . and .. in it.",
+                "Use a path relative to the server's root folder, without . and .. in it.",
                 "notebook_path",
             )
         if not self._contents.allow_hidden and any(part.startswith(".") for part in parts):
-            raise BadRequestError(f"{path!r:.200} is hidden on this server.", "Name another one.", "notebook_path")
+            raise BadRequestError(f"{path!r:.200} is hidden on this server.", "Choose another path.", "notebook_path")
         absolute = to_os_path(ApiPath(path), self._root)
         if not os.path.isdir(os.path.dirname(absolute)) or os.path.isdir(absolute):
             raise BadRequestError(
-                f"There can be no notebook {path!r:.200}, for there is no such folder.",
-                "Make the folder first.",
+                f"The folder of the notebook {path!r:.200} does not exist.",
+                "Create the folder first.",
                 "notebook_path",
             )
         folder, root = os.path.dirname(absolute), os.path.realpath(self._root)
         if not within(os.path.realpath(folder), root):
             link = planted_link(folder, [root])
             raise BadRequestError(
-                f"There can be no notebook {path!r:.200} for a sandbox: a link leads out of the server's root folder"
+                f"The notebook {path!r:.200} cannot have a sandbox: a link leads out of the server's root folder"
                 + (f", {os.path.relpath(link[0], root)!r:.200}." if link else "."),
-                "Use a folder that is itself below the root folder.",
+                "Use a folder that is below the root folder without a link.",
                 "notebook_path",
             )
         return Notebook(path, absolute)
@@ -211,7 +202,7 @@ class ServerKernels:
             if isinstance(answered, asyncio.Future):
                 await self._answer(kernel_id, answered)
         except (TimeoutError, RuntimeError) as error:
-            raise SandboxError(f"Kernel {kernel_id} was restarted and does not answer.", "Try once more.") from error
+            raise SandboxError(f"Kernel {kernel_id} was restarted and does not answer.", "Try again.") from error
 
     async def _answer(self, kernel_id: str, answered: asyncio.Future[Any]) -> None:
         """Wait for a restarted kernel. Raises SandboxNotFoundError if it is ended: Jupyter would wait for a minute."""

@@ -1,17 +1,17 @@
-"""Convert sandboxes and events to the schemas of openapi.yaml, without absolute paths."""
+"""Describe a server's sandboxes and events for its clients, without absolute paths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from .._redaction import public
 from ..events import Entry
-from ..persistence.metadata import Stored
 from ..persistence.records import SandboxRecord
-from ..sandbox.listing import Sight
+from ..sandbox.listing import StoredSandbox
+from ..sandbox.model import Sandbox
 from ..templates.warm_pool import Copy
 from .kernels import Live
 
@@ -70,57 +70,57 @@ class Subject:
         return max(known) if known else self.created
 
 
-def sandbox(subject: Subject, sight: Sight | None, relative: Relative) -> dict[str, Any]:
-    """Return the ``Sandbox`` object of openapi.yaml; ``sight`` is None for an ephemeral sandbox."""
-    stored = sight.summary if sight else None
-    reasons = subject.live.busy_reasons if subject.live else []
-    return {
-        "id": subject.id,
-        "sandbox_id": subject.sandbox_id,
-        "state": state(subject, sight),
-        "persistent": subject.record is not None,
-        "busy": bool(reasons),
-        "busy_reasons": reasons,
-        "kernel_id": subject.live.kernel_id if subject.live else None,
-        "kernel_name": subject.kernel_name,
-        "notebook_path": relative(subject.notebook_path),
-        "created": _time(subject.created),
-        "last_used": _time(subject.last_used),
-        "size": sight.size if sight else None,
-        "checkpoint": _stored(stored.checkpoint) if stored else None,
-        "previous": _stored(stored.previous) if stored else None,
-        "savepoints": named(stored.savepoints) if stored else [],
-        "snapshots": named(sight.snapshots) if sight else [],
-        "problem": public(sight.problem) if sight and sight.problem else None,
-    }
+def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative) -> Sandbox:
+    """Return a sandbox as clients see it; ``stored`` is None for an ephemeral sandbox."""
+    live = subject.live
+    reasons = tuple(live.busy_reasons) if live else ()
+    return replace(
+        stored.sandbox if stored else _ephemeral(subject),
+        state=state(subject, stored),
+        busy=bool(reasons),
+        busy_reasons=reasons,
+        kernel_id=live.kernel_id if live else None,
+        kernel_name=subject.kernel_name,
+        notebook_path=relative(subject.notebook_path),
+        created=subject.created.astimezone(UTC),
+        last_used=subject.last_used.astimezone(UTC),
+        problem=public(stored.problem) if stored and stored.problem else None,
+    )
 
 
-def state(subject: Subject, sight: Sight | None) -> str:
+def state(subject: Subject, stored: StoredSandbox | None) -> str:
     """Return the state of a sandbox: of its kernel if this server has it, else ``standby`` or that in storage."""
     if subject.live:
         return subject.live.state
     if subject.standby:
         return "standby"
-    assert sight is not None
-    return sight.state
+    assert stored is not None
+    return stored.sandbox.state
 
 
-def named(items: Mapping[str, Stored]) -> list[dict[str, Any]]:
-    """Return a ``NamedState`` object for each item, the oldest first."""
-    found = [{"name": name, "created": item.created, "size": item.size} for name, item in items.items()]
-    return sorted(found, key=lambda one: (one["created"], one["name"]))
+def _ephemeral(subject: Subject) -> Sandbox:
+    """Return a sandbox of which nothing is stored."""
+    return Sandbox(
+        id=subject.id,
+        sandbox_id=subject.sandbox_id,
+        state="running",
+        persistent=False,
+        kernel_id=None,
+        kernel_name=subject.kernel_name,
+        notebook_path=None,
+        created=subject.created,
+        last_used=subject.last_used,
+        size=None,
+        checkpoint=None,
+        previous=None,
+        savepoints=(),
+        snapshots=(),
+        problem=None,
+    )
 
 
 def event(entry: Entry) -> dict[str, Any]:
-    """Return the ``Event`` object for an entry of the journal, without empty fields."""
+    """Return the ``Event`` object for an entry of the event bus, without empty fields."""
     known = {"seconds": entry.seconds, "size": entry.size, "doing": entry.doing, "reason": entry.reason}
     told = {name: value for name, value in known.items() if value not in (None, "")}
     return {"id": entry.sandbox_id, "what": str(entry.what), "time": entry.time, **told}
-
-
-def _stored(item: Stored | None) -> dict[str, Any] | None:
-    return {"created": item.created, "size": item.size} if item else None
-
-
-def _time(time: datetime) -> str:
-    return time.astimezone(UTC).isoformat()

@@ -13,7 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
-from ..errors import SandboxError
+from ..errors import BadRequestError
 
 SPEC = Path(__file__).with_name("openapi.yaml")
 
@@ -25,14 +25,6 @@ JUPYTERS = ("token", "no_track_activity", "_xsrf")
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")
 INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,30})")
-
-
-class BadRequestError(SandboxError):
-    """The request is invalid; ``field`` names the invalid part, if known."""
-
-    def __init__(self, problem: str, remedy: str = "", field: str = "") -> None:
-        self.field = field
-        super().__init__(problem, remedy)
 
 
 @cache
@@ -48,7 +40,7 @@ def check(schema: Mapping[str, Any], value: Any, what: str) -> None:
     if error is not None:
         where = ".".join(map(str, error.absolute_path))
         name = f"{what}, at {where}," if where else what
-        raise BadRequestError(f"{name} is not as it should be: {error.message[:300]}.", _remedy(error), where or what)
+        raise BadRequestError(f"{name} is invalid: {error.message[:300]}.", _remedy(error), where or what)
 
 
 def check_path(path: str, values: Mapping[str, str]) -> None:
@@ -66,8 +58,8 @@ def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -
         if name in JUPYTERS or name.isdecimal():
             continue
         if name not in known:
-            there_are = f"There are: {', '.join(known)}." if known else "There are none here."
-            raise BadRequestError(f"There is no parameter {name!r:.100}.", there_are, name[:100])
+            remedy = f"Known parameters: {', '.join(known) or 'none'}."
+            raise BadRequestError(f"Unknown parameter {name!r:.100}.", remedy, name[:100])
         if len(values) != 1:
             raise BadRequestError(f"The parameter {name} is given {len(values)} times.", "Give it once.", name)
         found[name] = _typed(known[name], values[0])
@@ -78,12 +70,12 @@ def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -
 def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
     """Return a request's body. Raises BadRequestError if it is too long, not JSON, or does not match openapi.yaml."""
     if len(body) > LARGEST:
-        raise BadRequestError(f"The request has {len(body)} bytes.", f"It can have {LARGEST}.")
+        raise BadRequestError(f"The body of the request has {len(body)} bytes.", f"The maximum is {LARGEST}.")
     try:
         value = json.loads(body.decode(), parse_constant=_no_number)
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BadRequestError("The body of the request is no JSON.", "Send one object, as UTF-8.") from error
+        raise BadRequestError("The body of the request is not valid JSON.", "Send one object, as UTF-8.") from error
     schema = spec()["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
     try:
         check(schema, value, "The body")
@@ -136,4 +128,4 @@ def _typed(schema: dict[str, Any], text: str) -> Any:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from uuid import UUID
 
 from ..config import GCSConfig
-from ..errors import AmbiguousSandboxError, SandboxNotFoundError, UnknownSandboxError
+from ..errors import SandboxNotFoundError, UnknownSandboxError
 from ..persistence.backends import Stores, share_stores
 from ..persistence.records import SandboxRecord
-from ..sandbox.listing import Sight, look
+from ..sandbox.listing import StoredSandbox, look
+from ..sandbox.lookup import look_up
+from ..sandbox.model import Sandbox, SandboxPage
 from ..sandbox.registry import Listing
 from ..sandbox.user_sandboxes import Persistence, registry, settings
 from ..templates.warm_pool import STANDBY
@@ -61,17 +63,17 @@ class Inventory:
             raise SandboxNotFoundError(wanted, "this server's list")
         return Subject(record, None)
 
-    async def sight(self, subject: Subject) -> Sight | None:
-        """Return the stored state of a sandbox; None if ephemeral."""
+    async def stored(self, subject: Subject) -> StoredSandbox | None:
+        """Return a sandbox as described by storage; None if ephemeral."""
         return (await self._look([subject]))[0]
 
     async def state(self, subject: Subject) -> str:
         """Return the state of a sandbox; storage is read only if its kernel is not on this server."""
-        return models.state(subject, None if subject.live else await self.sight(subject))
+        return models.state(subject, None if subject.live else await self.stored(subject))
 
-    async def show(self, subject: Subject) -> dict[str, Any]:
-        """Return the ``Sandbox`` object of openapi.yaml."""
-        return models.sandbox(subject, await self.sight(subject), self.kernels.relative)
+    async def show(self, subject: Subject) -> Sandbox:
+        """Return a sandbox as clients see it."""
+        return models.describe(subject, await self.stored(subject), self.kernels.relative)
 
     async def page(
         self,
@@ -80,8 +82,8 @@ class Inventory:
         notebook: str | None = None,
         unused_for: float | None = None,
         after: str | None = None,
-    ) -> dict[str, Any]:
-        """Return a ``SandboxPage`` object of openapi.yaml, the last used sandboxes first."""
+    ) -> SandboxPage:
+        """Return a page of the list, the last used sandboxes first."""
         subjects, unreadable = await self._all()
         if notebook is not None:
             subjects = [one for one in subjects if self.kernels.relative(one.notebook_path) == notebook]
@@ -91,19 +93,19 @@ class Inventory:
         subjects.sort(key=_place, reverse=True)
         if after is not None:
             subjects = [one for one in subjects if _place(one) < _parsed(after)]
-        found: list[tuple[Subject, Sight | None]] = []
+        found: list[tuple[Subject, StoredSandbox | None]] = []
         step = BATCH if state else limit + 1
         for start in range(0, len(subjects), step):
             batch = subjects[start : start + step]
             seen = zip(batch, await self._look(batch), strict=True)
-            found += [(one, sight) for one, sight in seen if state in (None, models.state(one, sight))]
+            found += [(one, stored) for one, stored in seen if state in (None, models.state(one, stored))]
             if len(found) > limit:
                 break
-        return {
-            "items": [models.sandbox(one, sight, self.kernels.relative) for one, sight in found[:limit]],
-            "next": _cursor(found[limit - 1][0]) if len(found) > limit else None,
-            "unreadable": unreadable,
-        }
+        return SandboxPage(
+            items=tuple(models.describe(one, stored, self.kernels.relative) for one, stored in found[:limit]),
+            next=_cursor(found[limit - 1][0]) if len(found) > limit else None,
+            unreadable=unreadable,
+        )
 
     async def _all(self) -> tuple[list[Subject], int]:
         """Return all sandboxes, and the number of unreadable records."""
@@ -117,12 +119,12 @@ class Inventory:
         others += [Subject(None, None, copy) for copy in STANDBY.copies]
         return [*kept, *others], len(listing.unreadable)
 
-    async def _look(self, subjects: Sequence[Subject]) -> list[Sight | None]:
+    async def _look(self, subjects: Sequence[Subject]) -> list[StoredSandbox | None]:
         records = [subject.record for subject in subjects if subject.record]
         if not records:
             return [None] * len(subjects)
-        sights = {sight.record.id: sight for sight in await asyncio.to_thread(look, await self.kept(), records)}
-        return [sights[subject.record.id] if subject.record else None for subject in subjects]
+        listed = {stored.record.id: stored for stored in await asyncio.to_thread(look, await self.kept(), records)}
+        return [listed[subject.record.id] if subject.record else None for subject in subjects]
 
 
 def _recorded(kept: Persistence, wanted: str) -> SandboxRecord | None:
@@ -136,11 +138,11 @@ def _recorded(kept: Persistence, wanted: str) -> SandboxRecord | None:
             return record
     except (ValueError, UnknownSandboxError):
         pass
-    found = [record for record in kept.registry.list().records if record.sandbox_id == wanted]
-    here = [record for record in found if record.where == kept.stores.metadata.where]
-    if len(found) > 1 and len(here) != 1:
-        raise AmbiguousSandboxError(wanted, [str(record.id) for record in found])
-    return next(iter(here or found), None)
+    records = kept.registry.list().records
+    for known in ([record for record in records if record.where == kept.stores.metadata.where], records):
+        with suppress(UnknownSandboxError):
+            return look_up(wanted, known, whole_id=True)
+    return None
 
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -1,6 +1,7 @@
 """Implement the operations of the REST API, without HTTP.
 
-The methods take validated requests and return the objects that openapi.yaml describes.
+The methods are named like the operations in openapi.yaml. They take validated requests and return instances of the
+classes in ``sandbox.model``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +19,7 @@ from ..events import JOURNAL, Entry, What
 from ..gvisor.runsc import find
 from ..io_thread import IO
 from ..persistence.records import SandboxRecord
+from ..sandbox.model import Capabilities, Deleted, NamedState, NamedStates, Rewound, Sandbox, SandboxPage
 from ..templates.warm_pool import STANDBY
 from .creation import Creation, delete, recorded
 from .execution import Execution
@@ -37,47 +40,47 @@ class Sandboxes:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    async def list(self, query: Mapping[str, Any]) -> dict[str, Any]:
+    async def list_sandboxes(self, **query: Any) -> SandboxPage:
         """Return a page of the list of sandboxes."""
         return await self._inventory.page(**query)
 
-    async def show(self, wanted: str) -> dict[str, Any]:
+    async def show_sandbox(self, wanted: str) -> Sandbox:
         """Return a sandbox. Raises SandboxNotFoundError; so do the other methods that take an id."""
         return await self._inventory.show(await self._inventory.find(wanted))
 
-    async def capabilities(self) -> dict[str, Any]:
+    async def get_capabilities(self) -> Capabilities:
         """Return the server's versions, kernels and storage abilities."""
         config = self._inventory.config
         try:
             version = (await asyncio.to_thread(find, self._runsc)).version
         except SandboxError:
             version = None
-        return {
-            "version": __version__,
-            "runsc": version,
-            "kernels": await self._kernels.names(),
-            "storage": (await self._inventory.kept()).stores.kind if config.can_persist() else None,
-            "persistent": config.can_persist(),
-            "checkpoints": config.can_checkpoint(),
-            "snapshots": config.can_snapshot(),
-            "gcs": bool(config.metadata.bucket and config.locks.bucket),
-        }
+        return Capabilities(
+            version=__version__,
+            runsc=version,
+            kernels=tuple(await self._kernels.names()),
+            storage=(await self._inventory.kept()).stores.kind if config.can_persist() else None,
+            persistent=config.can_persist(),
+            checkpoints=config.can_checkpoint(),
+            snapshots=config.can_snapshot(),
+            gcs=bool(config.metadata.bucket and config.locks.bucket),
+        )
 
     # -- starting, saving and ending ---------------------------------------------------------------------------------
 
-    async def create(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    async def create_sandbox(self, body: Mapping[str, Any]) -> tuple[Sandbox, bool]:
         """Return the requested sandbox, and True if its kernel was started, False if it was already open here."""
         path, named = body.get("notebook_path"), body.get("sandbox_id") or body.get("gcs_sandbox_id") or ""
         async with self._notebook(path) if path else self._lock(named):
             subject, started = await self._creation.create(body)
             return await self._inventory.show(subject), started
 
-    async def fork(self, wanted: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def fork_sandbox(self, wanted: str, body: Mapping[str, Any]) -> Sandbox:
         """Start a second kernel with the memory of a sandbox, and return its sandbox."""
         async with self._alone(wanted) as source, self._notebook(body.get("notebook_path")):
             return await self._inventory.show(await self._creation.fork(source, body))
 
-    async def hibernate(self, wanted: str) -> dict[str, Any]:
+    async def hibernate_sandbox(self, wanted: str) -> Sandbox:
         """Hibernate a sandbox's kernel. Raises StateError if it is ephemeral, or neither open here nor saved."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "hibernate")
@@ -87,19 +90,19 @@ class Sandboxes:
                 raise StateError(subject.id, "hibernate", _not_here(state))
             return await self._inventory.show(subject)
 
-    async def wake(self, wanted: str) -> dict[str, Any]:
+    async def wake_sandbox(self, wanted: str) -> Sandbox:
         """Wake a sandbox's kernel, or start one for a stored sandbox."""
         async with self._alone(wanted) as subject:
             return await self._inventory.show(await self._awake(subject))
 
-    async def restart(self, wanted: str) -> dict[str, Any]:
+    async def restart_sandbox(self, wanted: str) -> Sandbox:
         """Restart a sandbox's kernel. Raises StateError if this server does not have it open."""
         async with self._alone(wanted) as subject:
             live = await self._open(subject, "restart")
             await self._kernels.restart(live.kernel_id)
             return await self._inventory.show(subject)
 
-    async def revert(self, wanted: str) -> dict[str, Any]:
+    async def revert_sandbox(self, wanted: str) -> Sandbox:
         """Return a sandbox to its previous checkpoint; end its kernel on this server.
 
         Raises StateError if it is running, ephemeral or without a previous checkpoint.
@@ -108,11 +111,11 @@ class Sandboxes:
             record = _require_kept(subject, "revert")
             if subject.live and not subject.live.provisioner.asleep:
                 raise StateError(subject.id, "revert", "running")
-            sight = await self._inventory.sight(subject)
-            if sight and sight.problem:
-                raise sight.problem
-            if sight and sight.summary and not sight.summary.previous:
-                raise StateError(subject.id, "revert", "without a checkpoint before its last one")
+            stored = await self._inventory.stored(subject)
+            if stored and stored.problem:
+                raise stored.problem
+            if stored and not stored.sandbox.previous:
+                raise StateError(subject.id, "revert", "without a previous checkpoint")
             kept = await self._inventory.kept()
             if subject.live:
                 if not subject.live.provisioner.asleep:  # a message woke it meanwhile
@@ -121,7 +124,7 @@ class Sandboxes:
             await asyncio.to_thread(kept.revert, record)
             return await self._inventory.show(await self._inventory.find(wanted))
 
-    async def delete(self, wanted: str, unverified: bool = False) -> dict[str, Any]:
+    async def delete_sandbox(self, wanted: str, unverified: bool = False) -> Deleted:
         """End a sandbox's kernel and delete its stored state; ``unverified`` is passed to ``Persistence.destroy``."""
         async with self._kernels.changing(wanted):  # a kernel is not listed while it restarts
             subject = await self._inventory.find(wanted)
@@ -130,13 +133,13 @@ class Sandboxes:
         if subject.live:
             await self._kernels.end(subject.live.kernel_id)  # operations under way with it fail
         if subject.record is None:
-            return {"id": subject.id, "freed": 0}
+            return Deleted(subject.id, 0)
         async with self._alone(wanted) as subject:
             if subject.live:
                 await self._kernels.end(subject.live.kernel_id)
-            return {"id": subject.id, "freed": await self._delete(_require_kept(subject, "delete"), unverified)}
+            return Deleted(subject.id, await self._delete(_require_kept(subject, "delete"), unverified))
 
-    async def keep_awake(self, wanted: str, seconds: float | None) -> dict[str, Any]:
+    async def keep_sandbox_awake(self, wanted: str, seconds: float | None) -> Sandbox:
         """Keep a sandbox's kernel awake for ``seconds``, waking it first; None for no limit, 0 to stop that."""
         subject = await self._inventory.find(wanted)
         live = await self._open(subject, "keep awake")
@@ -145,7 +148,7 @@ class Sandboxes:
         await live.provisioner.keep_awake(seconds)
         return await self._inventory.show(subject)
 
-    async def execute(self, wanted: str, command: Sequence[str], cwd: str | None = None) -> Execution:
+    async def execute_in_sandbox(self, wanted: str, command: Sequence[str], cwd: str | None = None) -> Execution:
         """Start a command beside a sandbox's kernel. Raises StateError if this server does not have it open."""
         subject = await self._inventory.find(wanted)
         live = await self._open(subject, "run a command in")
@@ -153,17 +156,17 @@ class Sandboxes:
 
     # -- savepoints and snapshots ------------------------------------------------------------------------------------
 
-    async def savepoints(self, wanted: str) -> dict[str, Any]:
+    async def list_savepoints(self, wanted: str) -> NamedStates:
         """Return the savepoints of a sandbox."""
-        return {"items": (await self.show(wanted))["savepoints"]}
+        return NamedStates((await self.show_sandbox(wanted)).savepoints)
 
-    async def create_savepoint(self, wanted: str, name: str) -> dict[str, Any]:
+    async def create_savepoint(self, wanted: str, name: str) -> NamedState:
         """Save the memory of a sandbox's kernel as a savepoint. Raises StateError if it is not open here."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "make a savepoint of")
             live = await self._open(subject, "make a savepoint of")
             made = await live.provisioner.savepoint(name)
-        return {"name": name, "created": made.created, "size": made.size}
+        return NamedState(name, datetime.fromisoformat(made.created), made.size)
 
     async def delete_savepoint(self, wanted: str, name: str) -> None:
         """Delete a savepoint, through the kernel if this server has it open."""
@@ -174,26 +177,26 @@ class Sandboxes:
             else:
                 await asyncio.to_thread((await self._inventory.kept()).drop_savepoint, record, name)
 
-    async def rewind(self, wanted: str, name: str) -> dict[str, Any]:
+    async def rewind_sandbox(self, wanted: str, name: str) -> Rewound:
         """Rewind a sandbox's kernel to a savepoint, starting the kernel if this server does not have it open."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "rewind")
             subject = subject if subject.live else await self._awake(subject)
             live = await self._open(subject, "rewind")
             kept = await self._kernels.rewind(live, name)
-            return {"sandbox": await self._inventory.show(subject), "kept": kept}
+            return Rewound(await self._inventory.show(subject), kept)
 
-    async def snapshots(self, wanted: str) -> dict[str, Any]:
+    async def list_snapshots(self, wanted: str) -> NamedStates:
         """Return the file snapshots of a sandbox."""
-        return {"items": (await self.show(wanted))["snapshots"]}
+        return NamedStates((await self.show_sandbox(wanted)).snapshots)
 
-    async def create_snapshot(self, wanted: str, name: str) -> dict[str, Any]:
+    async def create_snapshot(self, wanted: str, name: str) -> NamedState:
         """Wake a sandbox and save its files as a file snapshot. Raises StateError if it is not open here."""
         async with self._alone(wanted) as subject:
             _require_kept(subject, "make a snapshot of")
             live = await self._open(await self._awake(subject) if subject.live else subject, "make a snapshot of")
             made = await live.provisioner.save_snapshot(name)
-        return {"name": name, "created": made.created, "size": made.size}
+        return NamedState(name, datetime.fromisoformat(made.created), made.size)
 
     async def delete_snapshot(self, wanted: str, name: str) -> None:
         """Delete a file snapshot."""

@@ -1,6 +1,6 @@
 """Publish a Jupyter Server's sandboxes as Jupyter events, Prometheus metrics and log lines for its operators.
 
-All data comes from the journal, which contains no code, environment, key or path.
+All data comes from the event bus, which contains no code, environment, key or path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tornado.ioloop import IOLoop
 
-from ..errors import SandboxError
+from ..errors import subclasses
 from ..events import JOURNAL, Entry, What
 from ..templates.warm_pool import STANDBY
 from .kernel_manager import sandboxed_kernels
@@ -33,7 +33,7 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Histogram buckets in seconds: from waking a small kernel to storing a large checkpoint in a remote bucket."""
 
 INTERNAL, OTHER = "InternalError", "other"
-"""The journal's reason for an error other than SandboxError; the label for values outside the fixed sets."""
+"""The event bus's reason for an error other than SandboxError; the label for values outside the fixed sets."""
 
 _attached: WeakSet[Any] = WeakSet()
 """Kernel managers of this process's servers."""
@@ -101,7 +101,7 @@ class _Sandboxes(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges. Called by prometheus_client for each scrape."""
         family = GaugeMetricFamily(
-            "jupyter_sandbox_sandboxes", "Sandboxes that this server's kernels have, by state.", labels=["state"]
+            "jupyter_sandbox_sandboxes", "Sandboxes of this server's kernels, by state.", labels=["state"]
         )
         kernels = [kernel for manager in _attached for kernel in sandboxed_kernels(manager).values()]
         asleep = [kernel.asleep for kernel in kernels]
@@ -117,10 +117,12 @@ class _Sandboxes(Collector):
 def _start_counting() -> None:
     """Register and update the metrics. Runs once per process, because the registry is shared."""
     REGISTRY.register(_Sandboxes())
-    transitions = Counter("jupyter_sandbox_transitions", "What happened to sandboxes.", ["what"])
-    seconds = Histogram("jupyter_sandbox_transition_seconds", "How long that took.", ["what"], buckets=BUCKETS)
-    size = Counter("jupyter_sandbox_bytes", "Bytes that were saved or brought back with it.", ["what"])
-    failures = Counter("jupyter_sandbox_failures", "What was not done, and why.", ["doing", "reason"])
+    transitions = Counter("jupyter_sandbox_transitions", "Completed operations on sandboxes.", ["what"])
+    seconds = Histogram(
+        "jupyter_sandbox_transition_seconds", "Duration of operations on sandboxes.", ["what"], buckets=BUCKETS
+    )
+    size = Counter("jupyter_sandbox_bytes", "Bytes saved or restored by operations on sandboxes.", ["what"])
+    failures = Counter("jupyter_sandbox_failures", "Failed operations on sandboxes, by error.", ["doing", "reason"])
 
     def count(entry: Entry) -> None:
         if entry.what == What.PROGRESS:
@@ -140,8 +142,5 @@ def _start_counting() -> None:
 def failure(entry: Entry) -> tuple[str, str]:
     """Return the labels of a failure: what failed, and the name of the SandboxError, both from fixed sets."""
     doing = entry.doing if entry.doing in set(What) else OTHER
-    return doing, entry.reason if entry.reason in _reasons(SandboxError) | {INTERNAL} else OTHER
-
-
-def _reasons(root: type[SandboxError]) -> set[str]:
-    return {root.__name__}.union(*(_reasons(below) for below in root.__subclasses__()))
+    reasons = {INTERNAL, *(error.__name__ for error in subclasses())}
+    return doing, entry.reason if entry.reason in reasons else OTHER

@@ -1,6 +1,7 @@
 """All exceptions of the package, with SandboxError as their base class.
 
 The text of each is for people: the ``problem``, then the ``remedy``. Attributes have the same facts for programs.
+Each class has a ``kind``, which defines its HTTP status, problem type and exit status; see ``kinds``.
 docs/generate_rest.py copies the first line of each docstring, up to a semicolon, into the REST documentation.
 """
 
@@ -9,20 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ._text import indented
+from .._text import indented
+from .kinds import ExitStatus, Kind
 
-AGAIN = "Put it back and try again: nothing is lost."
-OLDER = (
-    "There is an older checkpoint: `jupyter sandbox revert` with the sandbox's id goes to it, and keeps this one as a "
-    "savepoint."
-)
+AGAIN = "Correct this and try again. Nothing was deleted."
+OLDER = "`jupyter sandbox revert ID` returns to the previous checkpoint and keeps the latest as a savepoint."
 HOSTS_FAULT = re.compile(
     "no space left|quota exceeded|input/output error|read-only file system|permission denied|operation not permitted|"
     "stale file handle|cannot allocate memory|too many open files|connection refused|signal: killed|unshare",
     re.IGNORECASE,
 )
 """Matches the messages of runsc about a problem of the host or its disk."""
-
 
 STORAGE_SETTINGS = {
     "local": "SANDBOX_STORAGE_DIR",
@@ -35,13 +33,40 @@ STORAGE_SETTINGS = {
 class SandboxError(Exception):
     """Base class. ``str()`` is one or two printable sentences for a notebook, a log or a terminal."""
 
+    kind: Kind = Kind.SANDBOX
+    """Subclasses inherit it, or set another one in their ``class`` statement."""
+
+    def __init_subclass__(cls, kind: Kind | None = None) -> None:
+        """Set the kind of the subclass."""
+        super().__init_subclass__()
+        cls.kind = kind or cls.kind
+
     def __init__(self, problem: str, remedy: str = "") -> None:
         self.problem = indented(problem)
         self.remedy = indented(remedy)
         super().__init__(f"{self.problem} {self.remedy}".strip())
 
+    @property
+    def exit_status(self) -> ExitStatus:
+        """The exit status of a command that fails with this error."""
+        return self.kind.exit_status
 
-class ConfigurationError(SandboxError):
+
+def subclasses(root: type[SandboxError] = SandboxError) -> list[type[SandboxError]]:
+    """Return ``root`` and all imported classes that inherit from it, each once."""
+    below = (found for child in root.__subclasses__() for found in subclasses(child))
+    return list(dict.fromkeys([root, *below]))
+
+
+class BadRequestError(SandboxError, kind=Kind.BAD_REQUEST):
+    """The request is invalid; ``field`` names the invalid part, if known."""
+
+    def __init__(self, problem: str, remedy: str = "", field: str = "") -> None:
+        self.field = field
+        super().__init__(problem, remedy)
+
+
+class ConfigurationError(SandboxError, kind=Kind.NOT_SET_UP):
     """A setting is missing or has an invalid value; ``setting`` names it."""
 
     def __init__(self, setting: str, problem: str, remedy: str = "") -> None:
@@ -61,8 +86,7 @@ class RunscTooOldError(SandboxError):
     """The runsc that was found is too old."""
 
     def __init__(self, path: str, version: str, problem: str, remedy: str) -> None:
-        self.path = path
-        self.version = version
+        self.path, self.version = path, version
         super().__init__(problem, remedy)
 
 
@@ -70,14 +94,14 @@ class UserNamespacesForbiddenError(SandboxError):
     """The system does not let an ordinary user create the user namespace that runsc needs."""
 
 
-class DiskFullError(SandboxError):
+class DiskFullError(SandboxError, kind=Kind.DISK_FULL):
     """The disk is full."""
 
     def __init__(self, words: str) -> None:
         super().__init__(
             f"The disk is full: {words.strip()}.",
-            "Free some space; `df -h` shows where there is none. Or set SANDBOX_STORAGE_DIR, where sandboxes are "
-            "saved, and SANDBOX_RUNTIME_DIR, where they run, to folders on another disk.",
+            "Free some space; `df -h` shows the full disk. Or set SANDBOX_STORAGE_DIR, for saved sandboxes, and "
+            "SANDBOX_RUNTIME_DIR, for running ones, to folders on another disk.",
         )
 
 
@@ -89,7 +113,7 @@ class RunscError(SandboxError):
         self.returncode = returncode
         self.words = words
         ended = "did not answer in time" if returncode is None else f"ended with status {returncode}"
-        super().__init__(f"{problem or 'runsc'} {ended}: {words.strip() or 'it gave no reason'}")
+        super().__init__(f"{problem or 'runsc'} {ended}: {words.strip() or 'no reason given'}")
 
     @property
     def hosts_fault(self) -> bool:
@@ -97,17 +121,15 @@ class RunscError(SandboxError):
         return self.returncode is None or self.returncode < 0 or bool(HOSTS_FAULT.search(self.words))
 
 
-class StateError(SandboxError):
+class StateError(SandboxError, kind=Kind.WRONG_STATE):
     """The action is not allowed in the sandbox's current state."""
 
     def __init__(self, sandbox_id: str, action: str, state: str) -> None:
-        self.sandbox_id = sandbox_id
-        self.action = action
-        self.state = state
+        self.sandbox_id, self.action, self.state = sandbox_id, action, state
         super().__init__(f"Cannot {action} sandbox {sandbox_id}: it is {state}.")
 
 
-class CommandNotFoundError(SandboxError, FileNotFoundError):
+class CommandNotFoundError(SandboxError, FileNotFoundError, kind=Kind.COMMAND):
     """The kernelspec's program is not on this machine."""
 
     def __init__(self, command: str) -> None:
@@ -130,7 +152,7 @@ class ProgramNotFoundError(SandboxError):
         )
 
 
-class GuestError(SandboxError):
+class GuestError(SandboxError, kind=Kind.COMMAND):
     """The guest refused a request, such as a command that does not exist; ``errno`` is the guest's, or None."""
 
     def __init__(self, problem: str, errno: int | None = None) -> None:
@@ -150,33 +172,31 @@ class ProtocolError(SandboxError):
     """The guest violated the protocol of the byte stream; its connection was closed."""
 
 
-class LinkClosedError(SandboxError):
+class LinkClosedError(SandboxError, kind=Kind.WRONG_STATE):
     """The connection to the guest is closed: the sandbox ended or was stopped."""
 
 
-class MetadataError(SandboxError):
+class MetadataError(SandboxError, kind=Kind.DAMAGED):
     """A stored document is invalid."""
 
 
-class SignatureError(SandboxError):
+class SignatureError(SandboxError, kind=Kind.NOT_SIGNED):
     """A stored document is not signed with this user's key; ``foreign`` is True if it may be another user's.
 
     ``reason`` is a predicate, such as "is not signed"; ``setting`` is the variable that may help.
     """
 
     def __init__(self, problem: str, remedy: str, foreign: bool, reason: str = "", setting: str = "") -> None:
-        self.foreign = foreign
-        self.reason = reason
-        self.setting = setting
+        self.foreign, self.reason, self.setting = foreign, reason, setting
         super().__init__(problem, remedy)
 
     @classmethod
     def unsigned(cls, name: str, where: str, foreign: bool) -> SignatureError:
         """Return the error for a document without a signature."""
         return cls(
-            f"{name} in {where} is not signed and was refused: others who can write there may have made it.",
-            "If it is yours, from before documents were signed, set SANDBOX_TRUST_STORAGE=1, open it once, and unset "
-            "the variable. `jupyter sandbox delete --unverified` with its id deletes it.",
+            f"{name} in {where} is not signed and was refused: anyone who can write there may have made it.",
+            "If you saved it with a version that did not sign documents, set SANDBOX_TRUST_STORAGE=1, open it once and "
+            "unset the variable. To delete it, run `jupyter sandbox delete --unverified` with its id.",
             foreign,
             "is not signed",
             "SANDBOX_TRUST_STORAGE",
@@ -210,34 +230,33 @@ class SignatureError(SandboxError):
     def of_another(cls, name: str, where: str, user: str) -> SignatureError:
         """Return the error for an unverified document that was to be deleted but names another user."""
         return cls(
-            f"{name} in {where} was not deleted: it names the user {user!r:.100}, and your key proves nothing else.",
-            "Only that user can delete it, or whoever administers the storage.",
+            f"{name} in {where} was not deleted: it names the user {user!r:.100} and has no signature of yours.",
+            "Only that user or an administrator of the storage can delete it.",
             True,
             "names another user",
         )
 
 
-class ForeignSandboxError(SandboxError):
+class ForeignSandboxError(SandboxError, kind=Kind.NOT_YOURS):
     """The sandbox belongs to another user, who does not share it with this one."""
 
     def __init__(self, sandbox_id: str, user: str, ours: str) -> None:
-        self.sandbox_id = sandbox_id
-        self.user = user
+        self.sandbox_id, self.user = sandbox_id, user
         super().__init__(
             f"Sandbox {sandbox_id} belongs to user {user!r:.100}, who does not share it with {ours!r:.100}.",
-            f"Choose another id; or ask the owner to set SANDBOX_SHARED_WITH={ours} and to open it once.",
+            f"Choose another id, or ask the owner to set SANDBOX_SHARED_WITH={ours} and open the sandbox once.",
         )
 
 
-class SnapshotError(SandboxError):
+class SnapshotError(SandboxError, kind=Kind.SNAPSHOT):
     """A file snapshot could not be made, or is invalid."""
 
 
-class SnapshotNotFoundError(SnapshotError):
+class SnapshotNotFoundError(SnapshotError, kind=Kind.NOT_FOUND):
     """No file snapshot has this name."""
 
 
-class StorageError(SandboxError):
+class StorageError(SandboxError, kind=Kind.STORAGE):
     """An operation on storage failed; ``where`` names the storage."""
 
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
@@ -257,9 +276,8 @@ class ConflictError(StorageError):
     """The object is not at the expected generation: another process wrote or deleted it."""
 
     def __init__(self, where: str, name: str, expected: int) -> None:
-        self.name = name
-        self.expected = expected
-        meant = f"is not at generation {expected} any more" if expected else "exists already"
+        self.name, self.expected = name, expected
+        meant = f"is no longer at generation {expected}" if expected else "already exists"
         super().__init__(where, f"{name} in {where} {meant}.")
 
 
@@ -271,7 +289,7 @@ class RateLimitedError(StorageUnavailableError):
     """Storage refused a request because of too many requests; nothing was changed."""
 
 
-class CorruptObjectError(StorageError):
+class CorruptObjectError(StorageError, kind=Kind.DAMAGED):
     """A stored object is damaged; ``name`` is its name, ``previous`` is True if an older checkpoint exists."""
 
     def __init__(self, where: str, name: str, problem: str) -> None:
@@ -286,62 +304,57 @@ class CorruptObjectError(StorageError):
         self.args = (f"{self.problem} {self.remedy}".strip(),)
 
 
-class LeaseHeldError(SandboxError):
+class LeaseHeldError(SandboxError, kind=Kind.IN_USE):
     """The sandbox is in use by another server; ``owner`` names it."""
 
     def __init__(self, name: str, owner: object) -> None:
-        self.name = name
-        self.owner = owner
-        remedy = (
-            "Stop that server, or set enable_handoff on both; to shut the kernel down there may delete what was saved."
-        )
+        self.name, self.owner = name, owner
         super().__init__(
-            f"{name.removesuffix('/lock').replace('sandboxes/', 'Sandbox ')} is in use by {owner}.", remedy
+            f"{name.removesuffix('/lock').replace('sandboxes/', 'Sandbox ')} is in use by {owner}.",
+            "Stop that server, or set enable_handoff on both. Do not shut the kernel down there: that can delete the "
+            "saved state.",
         )
 
 
-class LeaseLostError(SandboxError):
+class LeaseLostError(SandboxError, kind=Kind.IN_USE):
     """This server lost the lease; ``reason`` is why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        self.name = name
-        self.reason = reason
+        self.name, self.reason = name, reason
         super().__init__(f"The lease of {name} was lost: {reason}.")
 
 
-class SandboxNotFoundError(SandboxError):
+class SandboxNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
     """No persistent sandbox has this id."""
 
     def __init__(self, sandbox_id: str, where: str) -> None:
         self.sandbox_id = sandbox_id
         super().__init__(
-            f"There is no sandbox {sandbox_id} in {where}.", "`jupyter sandbox list` shows those there are."
+            f"There is no sandbox {sandbox_id} in {where}.", "`jupyter sandbox list` shows the existing ones."
         )
 
 
-class SandboxExistsError(SandboxError):
+class SandboxExistsError(SandboxError, kind=Kind.EXISTS):
     """A persistent sandbox with this id exists already."""
 
     def __init__(self, sandbox_id: str, where: str) -> None:
         self.sandbox_id = sandbox_id
-        super().__init__(f"There is a sandbox {sandbox_id} in {where} already.", "Attach to it, or choose another id.")
+        super().__init__(f"Sandbox {sandbox_id} already exists in {where}.", "Attach to it, or choose another id.")
 
 
-class FencedError(SandboxError):
+class FencedError(SandboxError, kind=Kind.IN_USE):
     """Another server owns the sandbox now; changes on this server can no longer be saved."""
 
     def __init__(self, sandbox_id: str, owner: str) -> None:
-        self.sandbox_id = sandbox_id
-        self.owner = owner
-        super().__init__(f"Sandbox {sandbox_id} was taken over by {owner}: nothing of this server's copy was saved.")
+        self.sandbox_id, self.owner = sandbox_id, owner
+        super().__init__(f"Sandbox {sandbox_id} is now owned by {owner}. Changes on this server were not saved.")
 
 
-class IncompatibleError(SandboxError):
+class IncompatibleError(SandboxError, kind=Kind.INCOMPATIBLE):
     """The checkpoint does not fit this server; ``reasons`` has why, ``previous`` is True if an older one exists."""
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str], previous: bool) -> None:
-        self.sandbox_id = sandbox_id
-        self.reasons = tuple(reasons)
+        self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
         self.previous = previous
         super().__init__(
             f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.",
@@ -349,27 +362,33 @@ class IncompatibleError(SandboxError):
         )
 
 
-class UnknownSandboxError(SandboxError):
+class UnknownSandboxError(SandboxError, kind=Kind.NOT_FOUND):
     """No record has this id or notebook; ``known`` has the existing ids."""
 
     def __init__(self, wanted: str, known: Sequence[str]) -> None:
-        self.wanted = wanted
-        self.known = tuple(known)
+        self.wanted, self.known = wanted, tuple(known)
         super().__init__(
-            f"No sandbox {wanted!r:.200} is recorded here.", f"These are: {', '.join(self.known) or 'none at all'}."
+            f"No sandbox {wanted!r:.200} is recorded here.", f"Recorded sandboxes: {', '.join(self.known) or 'none'}."
         )
 
 
-class AmbiguousSandboxError(SandboxError):
+class NotebookInUseError(SandboxError, kind=Kind.IN_USE):
+    """The notebook already has a kernel, running or saved; ``path`` is the notebook's."""
+
+    def __init__(self, path: str, kernel: str = "a kernel on this server") -> None:
+        self.path = path
+        super().__init__(f"Notebook {path} already has {kernel}.", "Shut it down, delete it, or name another notebook.")
+
+
+class AmbiguousSandboxError(SandboxError, kind=Kind.AMBIGUOUS):
     """Several records match the request; ``matching`` has their ids."""
 
     def __init__(self, wanted: str, matching: Sequence[str]) -> None:
-        self.wanted = wanted
-        self.matching = tuple(matching)
-        super().__init__(f"{wanted!r:.200} can be {len(self.matching)} sandboxes: {', '.join(self.matching)}.")
+        self.wanted, self.matching = wanted, tuple(matching)
+        super().__init__(f"{wanted!r:.200} matches {len(self.matching)} sandboxes: {', '.join(self.matching)}.")
 
 
-class UnreadableRecordError(SandboxError):
+class UnreadableRecordError(SandboxError, kind=Kind.DAMAGED):
     """The record of a sandbox is invalid; ``path`` is its file."""
 
     def __init__(self, path: str, problem: str, remedy: str = "") -> None:
@@ -377,53 +396,51 @@ class UnreadableRecordError(SandboxError):
         super().__init__(f"The record {path} cannot be used: {problem}.", remedy)
 
 
-class StorageNotHereError(SandboxError):
-    """The sandbox is in a storage that this server does not have; ``kind`` and ``where`` identify it."""
+class StorageNotHereError(SandboxError, kind=Kind.ELSEWHERE):
+    """The sandbox is in a storage that this server does not have; ``storage`` and ``where`` identify it."""
 
-    def __init__(self, sandbox_id: str, kind: str, where: str, here: str) -> None:
+    def __init__(self, sandbox_id: str, storage: str, where: str, here: str) -> None:
         self.sandbox_id = sandbox_id
-        self.kind = kind
-        self.where = where
-        self.setting = STORAGE_SETTINGS.get(kind, "")
+        self.storage, self.where = storage, where
+        self.setting = STORAGE_SETTINGS.get(storage, "")
         super().__init__(
-            f"Sandbox {sandbox_id} is kept in {kind} storage at {where}, which this server does not have.",
-            f"Its own is at {here}. Set {self.setting} as on the server that saved it, or use the sandbox from there.",
+            f"Sandbox {sandbox_id} is in {storage} storage at {where}, but this server uses {here}.",
+            f"Set {self.setting} as on the server that saved it, or use the sandbox from there.",
         )
 
 
-class SavepointExistsError(SandboxError):
+class SavepointExistsError(SandboxError, kind=Kind.EXISTS):
     """A savepoint with this name exists already."""
 
     def __init__(self, sandbox_id: str, name: str) -> None:
         self.sandbox_id, self.name = sandbox_id, name
-        super().__init__(f"Sandbox {sandbox_id} has a savepoint {name} already.", "Choose another name, or delete it.")
+        super().__init__(f"Sandbox {sandbox_id} already has a savepoint {name}.", "Choose another name, or delete it.")
 
 
-class TooManySavepointsError(SandboxError):
+class TooManySavepointsError(SandboxError, kind=Kind.TOO_MANY):
     """The sandbox has the maximum number of savepoints."""
 
     def __init__(self, sandbox_id: str, most: int) -> None:
         self.sandbox_id = sandbox_id
-        super().__init__(f"Sandbox {sandbox_id} has {most} savepoints, and may have no more.", "Delete some.")
+        super().__init__(f"Sandbox {sandbox_id} has {most} savepoints, the maximum.", "Delete some.")
 
 
-class SavepointNotFoundError(SandboxError):
+class SavepointNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
     """No savepoint has this name; ``known`` has the existing names."""
 
     def __init__(self, sandbox_id: str, name: str, known: Sequence[str]) -> None:
         self.sandbox_id, self.name, self.known = sandbox_id, name, tuple(known)
         super().__init__(
-            f"Sandbox {sandbox_id} has no savepoint {name!r:.200}.", f"It has {', '.join(known) or 'none'}."
+            f"Sandbox {sandbox_id} has no savepoint {name!r:.200}.", f"Its savepoints: {', '.join(known) or 'none'}."
         )
 
 
-class UnsaveableError(SandboxError):
+class UnsaveableError(SandboxError, kind=Kind.UNSAVEABLE):
     """The sandbox cannot be checkpointed now and continues to run; ``reasons`` has why."""
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str]) -> None:
-        self.sandbox_id = sandbox_id
-        self.reasons = tuple(reasons)
-        super().__init__(f"Sandbox {sandbox_id} was not checkpointed, and runs on: {_some(reasons)}.")
+        self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
+        super().__init__(f"Sandbox {sandbox_id} was not checkpointed and continues to run: {_some(reasons)}.")
 
 
 def _some(reasons: Sequence[str], most: int = 5) -> str:

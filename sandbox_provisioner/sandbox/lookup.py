@@ -1,0 +1,56 @@
+"""Find the sandbox that a user named, by its id, its id in storage, the beginning of its id, or its notebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol, TypeVar
+from uuid import UUID
+
+from ..errors import AmbiguousSandboxError, UnknownSandboxError, UnreadableRecordError
+
+
+class Named(Protocol):
+    """A sandbox or its record, as far as a user can name it."""
+
+    @property
+    def id(self) -> str | UUID:
+        """The id."""
+
+    @property
+    def sandbox_id(self) -> str:
+        """The id in storage."""
+
+    @property
+    def notebook_path(self) -> str | None:
+        """The notebook; empty or None without one."""
+
+
+N = TypeVar("N", bound=Named)
+
+
+def look_up(
+    wanted: str, known: Iterable[N], unreadable: Iterable[UnreadableRecordError] = (), whole_id: bool = False
+) -> N:
+    """Return the item of ``known`` that ``wanted`` names. With ``whole_id``, only a complete id is accepted.
+
+    Raises UnknownSandboxError with all ids, AmbiguousSandboxError with the matching ids, or the error of an unreadable
+    record whose id matches.
+    """
+    items, beginning, path = list(known), wanted.lower().replace("-", ""), os.path.abspath(wanted)
+    attempts: tuple[Callable[[N], bool], ...] = (
+        lambda item: wanted in (str(item.id), item.sandbox_id),
+        lambda item: bool(beginning) and str(item.id).replace("-", "").startswith(beginning),
+        lambda item: bool(wanted) and item.notebook_path in (wanted, path),
+    )
+    for fits in attempts[:1] if whole_id else attempts:
+        found = [item for item in items if fits(item)]
+        if len(found) > 1:
+            raise AmbiguousSandboxError(wanted, [str(item.id) for item in found])
+        if found:
+            return found[0]
+    for error in unreadable:
+        if beginning and Path(error.path).stem.replace("-", "").startswith(beginning):
+            raise error
+    raise UnknownSandboxError(wanted, [str(item.id) for item in items])

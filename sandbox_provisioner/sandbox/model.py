@@ -1,0 +1,115 @@
+"""Define what users see of sandboxes: in the REST API, the command line and the Python client.
+
+The classes are named like the schemas in the server's openapi.yaml. This module needs the standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+State = Literal["running", "hibernated", "saved", "empty", "gone", "elsewhere", "unknown", "standby"]
+"""States that this version knows; ``Sandbox.state`` may have others from a newer server."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint; ``size`` is in bytes."""
+
+    created: datetime
+    size: int
+
+
+@dataclass(frozen=True)
+class NamedState:
+    """A savepoint or a file snapshot; ``size`` is in bytes."""
+
+    name: str
+    created: datetime
+    size: int
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A sandbox. ``size`` is in bytes; ``problem`` is the reason why its stored state is unknown.
+
+    ``busy`` and ``busy_reasons`` report why its kernel is not idle; servers of older versions do not send them.
+    """
+
+    id: str
+    sandbox_id: str
+    state: str
+    persistent: bool
+    kernel_id: str | None
+    kernel_name: str
+    notebook_path: str | None
+    created: datetime
+    last_used: datetime
+    size: int | None
+    checkpoint: Stored | None
+    previous: Stored | None
+    savepoints: tuple[NamedState, ...]
+    snapshots: tuple[NamedState, ...]
+    problem: str | None
+    busy: bool = False
+    busy_reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SandboxPage:
+    """A page of the list; ``next`` is the cursor of the next page, None on the last one."""
+
+    items: tuple[Sandbox, ...]
+    next: str | None
+    unreadable: int
+
+
+@dataclass(frozen=True)
+class NamedStates:
+    """The savepoints or the file snapshots of a sandbox, the oldest first."""
+
+    items: tuple[NamedState, ...]
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """A sandbox after a rewind; ``kept`` is the savepoint of its state before the rewind."""
+
+    sandbox: Sandbox
+    kept: str
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """The id of a deleted sandbox, and the bytes that were freed."""
+
+    id: str
+    freed: int
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """A server's versions, kernels and storage abilities."""
+
+    version: str
+    runsc: str | None
+    kernels: tuple[str, ...]
+    storage: str | None
+    persistent: bool
+    checkpoints: bool
+    snapshots: bool
+    gcs: bool
+
+
+def encode(made: Any) -> dict[str, Any]:
+    """Return an instance of one of these classes as a JSON object."""
+    return {name: _encode(value) for name, value in asdict(made).items()}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return {name: _encode(item) for name, item in value.items()} if isinstance(value, dict) else value
