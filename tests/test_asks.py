@@ -244,7 +244,7 @@ async def test_a_guest_that_goes_away_while_it_is_served_harms_nobody() -> None:
         async with asyncio.timeout(LIMIT):
             while not slow.begun:
                 await asyncio.sleep(0)
-        guest.link.lose(SandboxError("it ended."))
+        guest.link.close(SandboxError("it ended."))
         slow.go.set()
         async with asyncio.timeout(LIMIT):
             while not slow.made:

@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from ..errors import DiskFullError, LinkClosedError, ProtocolError, RunscNotFoundError, SandboxError, UnresponsiveError
-from ..mux.connection import GuestLink
+from ..mux.connection import ConnectionState, GuestConnection
 from ..mux.process import GuestProcess
 from ..process import LocalProcess
 from ..workers import CONTROL, bulk, control, finished
@@ -69,8 +69,8 @@ class GVisorSandbox:
         self.container_id = ""
         self.spec = spec
         self.runsc = runsc
-        self.link = GuestLink()
-        self.link.on_lost = self._link_lost
+        self.link = GuestConnection()
+        self.link.on_closed = self._link_lost
         self.link.on_hook_failed = lambda reason: log.warning(
             "Sandbox %s: its hook failed: %s", self.sandbox_id, reason
         )
@@ -93,7 +93,7 @@ class GVisorSandbox:
     ) -> GVisorSandbox:
         """Return a running sandbox whose server was killed: it can only be checkpointed or deleted."""
         sandbox = cls(sandbox_id, spec, runsc, platform)
-        sandbox.link.lose(LinkClosedError("its server died."))
+        sandbox.link.close(LinkClosedError("its server died."))
         sandbox.container_id = container_id
         sandbox._folder = folder
         sandbox._orphaned = True
@@ -132,7 +132,7 @@ class GVisorSandbox:
             after(self.sandbox_id, Action.START, self._state)
             try:
                 if template:
-                    await self._launch("restore", lambda: self.link.adopt(hooks=False), f"--image-path={template}")
+                    await self._launch("restore", lambda: self.link.reattach(hooks=False), f"--image-path={template}")
                 else:
                     await self._launch("run", self.link.greeted)
             except BaseException:
@@ -149,7 +149,7 @@ class GVisorSandbox:
                     f"Sandbox {self.sandbox_id} was saved without its help, and cannot go on with its old connections.",
                     "Open the notebook again: what was saved is restored then.",
                 )
-            awaken = self.link.adopt if self.link.fresh else self.link.resume
+            awaken = self.link.reattach if self.link.state is ConnectionState.NEW else self.link.resume
             await self._launch("restore", awaken, f"--image-path={image}")
             self._enter(Action.RESTORE)
 
@@ -198,7 +198,6 @@ class GVisorSandbox:
             self._cut_off()
 
     def _cut_off(self) -> None:
-        self.link.quiet = True
         self.link.detach()
         self._orphaned = True
 
@@ -230,7 +229,7 @@ class GVisorSandbox:
             await control(kill_processes, self._folder.state)
         async with self._acting:
             self._enter(Action.DELETE)
-            self.link.lose(LinkClosedError("it was deleted."))
+            self.link.close(LinkClosedError("it was deleted."))
             await self._end()
 
     # -- starting ------------------------------------------------------------------------------------------------
@@ -317,7 +316,7 @@ class GVisorSandbox:
         await self._main.wait()
         if self._state == State.RUNNING and not self._acting.locked():
             self._enter(Action.EXIT)
-            self.link.lose(LinkClosedError("it ended by itself."))
+            self.link.close(LinkClosedError("it ended by itself."))
             self.on_exit()
 
     def _link_lost(self, error: Exception) -> None:
@@ -390,7 +389,7 @@ class GVisorSandbox:
         except (SandboxError, TimeoutError) as error:
             log.error("Sandbox %s is lost: it did not go on after a checkpoint: %s", self.sandbox_id, error)
             self._enter(Action.FAIL)
-            self.link.lose(LinkClosedError(f"it did not go on after a checkpoint: {error}"))
+            self.link.close(LinkClosedError(f"it did not go on after a checkpoint: {error}"))
             await self._end()
         finally:
             self._hurried.clear()
