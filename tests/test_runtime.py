@@ -396,7 +396,7 @@ def test_the_sandbox_of_a_killed_server_is_swept_with_everything_that_runs_in_it
             sandbox = GVisorSandbox("box", spec, find())
             await sandbox.start()
             await sandbox.execute([python, "-c", "import signal; signal.pause()"])
-            print(sandbox._folder.path.name, flush=True)
+            print(sandbox._container.folder.path.name, flush=True)
             await asyncio.Event().wait()
 
         asyncio.run(main())
