@@ -111,7 +111,7 @@ def test_setup_leaves_a_wrong_setting_to_whoever_made_it(
 ) -> None:
     monkeypatch.setenv("SANDBOX_RUNSC", "/not/there")
     assert main(["setup", *arguments]) == 1
-    assert "There is no runsc at /not/there (SANDBOX_RUNSC). Correct or unset" in capsys.readouterr().err
+    assert "No runsc at /not/there (SANDBOX_RUNSC). Correct or unset" in capsys.readouterr().err
 
 
 def test_an_unknown_kernel_is_refused_before_anything_is_done(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

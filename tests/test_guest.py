@@ -475,7 +475,7 @@ NO_REQUESTS = {
 
 @pytest.mark.parametrize("said", NO_REQUESTS.values(), ids=NO_REQUESTS.keys())
 async def test_what_is_no_request_is_refused_by_pid_1_itself(answering: Answering, said: bytes) -> None:
-    assert "asked of the sandbox" in (await answering.ask(said))["problem"]
+    assert "The request is" in (await answering.ask(said))["problem"]
     assert answering.asked == []
     assert not answering.link.error
 
@@ -483,7 +483,7 @@ async def test_what_is_no_request_is_refused_by_pid_1_itself(answering: Answerin
 async def test_more_asks_than_may_be_open_are_refused_until_one_is_answered(answering: Answering) -> None:
     open_ones = [asyncio.create_task(answering.ask(b"{}")) for _ in range(MAX_OPEN)]
     await answering.until_asked(MAX_OPEN)
-    assert "too much at once" in (await answering.ask(b"{}"))["problem"]
+    assert "Too many requests at once" in (await answering.ask(b"{}"))["problem"]
     answering.link.host_api.answer(3, {"done": 3})
     done, _ = await asyncio.wait(open_ones, return_when=asyncio.FIRST_COMPLETED)
     assert [task.result() for task in done] == [{"done": 3}]

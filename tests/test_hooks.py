@@ -89,7 +89,7 @@ def test_a_hook_that_takes_too_long_is_not_waited_for(
     with caplog.at_level(logging.WARNING):
         notebook.hibernate()
         notebook.wake()
-    assert "hook failed: it took longer than 0.5 seconds, and was not waited for" in caplog.text
+    assert "hook failed: it took longer than 0.5 seconds" in caplog.text
     notebook.kc.control_channel.send(notebook.kc.session.msg("execute_request", {"code": "go.set()", "silent": True}))
     assert notebook.run("x") == "1"
 

@@ -332,7 +332,7 @@ def test_a_folder_that_is_just_being_born_is_left_alone_until_it_is_old(runtime:
     newborn.mkdir()
     assert sweep() == []
     assert newborn.exists()
-    past = time.time() - 2 * runtime_module.STALE_NEWBORN
+    past = time.time() - 2 * runtime_module.UNNAMED_TIMEOUT
     os.utime(newborn, (past, past))
     assert sweep() == [newborn.name]
 

@@ -19,7 +19,7 @@ from ..process import LocalProcess
 from ..workers import CONTROL, control
 from . import bundle
 from .bundle import BundleSpec
-from .runsc import SETUP_HINT, Runsc, checked, explain, plain_words
+from .runsc import SETUP_HINT, Runsc, checked, clean_output, explain
 from .runtime_dir import RuntimeFolder, kill_processes
 
 START_TIMEOUT = 120.0
@@ -32,7 +32,7 @@ OUTPUT_KEPT = 1 << 14
 
 
 class Container:
-    """A runsc container with an id of its own, used for one start or restore of a sandbox.
+    """A runsc container, used for one start or restore of a sandbox, with its own id.
 
     ``reachable`` is False if PID 1 cannot be reached: its server was killed, or it did not answer and was cut off.
     """
@@ -109,7 +109,7 @@ class Container:
                 await asyncio.wait({end}, timeout=OUTPUT_TIMEOUT)  # the pipe closed first: runsc's exit follows
             if end.done():
                 await asyncio.wait({reading}, timeout=OUTPUT_TIMEOUT)
-            raise explain(self._argv("..."), self.main.returncode, plain_words(bytes(self._output)))
+            raise explain(self._argv("..."), self.main.returncode, clean_output(bytes(self._output)))
         finally:
             for task in (answer, end):
                 task.cancel()

@@ -42,7 +42,9 @@ class Pause:
         If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` cuts the sandbox off.
         """
         await self._quiesce(force)
-        if self.container.reachable or await self.container.status() != "paused":  # its dead server may have paused it
+        if (
+            self.container.reachable or await self.container.status() != "paused"
+        ):  # else its killed server may have paused it
             await self.container.command("pause")
         options = ("--leave-running", "--compression=none", "--exclude-committed-zero-pages", f"--image-path={partial}")
         await self.container.command("checkpoint", *options, timeout=CHECKPOINT_TIMEOUT)
@@ -73,9 +75,9 @@ class Pause:
                     raise UnresponsiveError(self.sandbox_id, "did not come to rest for a checkpoint") from None
             log.warning("Sandbox %s did not come to rest for a checkpoint; saving it as it is", self.sandbox_id)
             self.cut_off()
-        await self._wait_for_dead_servers_commands()
+        await self._wait_for_other_commands()
 
-    async def _wait_for_dead_servers_commands(self) -> None:
+    async def _wait_for_other_commands(self) -> None:
         """Wait until no runsc command of a killed server acts on the sandbox. Raises SandboxError at the timeout."""
         assert self.container.folder is not None
         try:

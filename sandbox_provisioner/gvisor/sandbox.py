@@ -81,7 +81,7 @@ class GVisorSandbox:
         return self._container is None or self._container.reachable
 
     def leave_note(self, note: Mapping[str, Any]) -> None:
-        """Store ``note``, with the container's id, for a process that finds the sandbox after we were killed."""
+        """Store ``note``, with the container's id, for a process that finds the sandbox after this one was killed."""
         self._note = note
         if self._container:
             self._container.write_note(note)
