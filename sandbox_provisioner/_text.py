@@ -5,7 +5,8 @@ from __future__ import annotations
 
 def printable(text: bytes | str) -> str:
     """Return the text on one line, without escape sequences; its lines are joined by " | "."""
-    text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
     return " | ".join(map(one_line, text.strip().splitlines()))
 
 
@@ -16,5 +17,6 @@ def indented(text: str) -> str:
 
 def one_line(text: bytes | str) -> str:
     """Return the text with a question mark for each unprintable character, such as a line end, and spaces for tabs."""
-    text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", "    "))

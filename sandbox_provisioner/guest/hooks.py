@@ -83,10 +83,10 @@ def _run_hook(name: str, reseed: bool) -> str:
         return ""
     shell = shells.InteractiveShell.instance()
     hook = shell.user_ns.get(name)
-    return _run_in_main_thread(shell, hook) if callable(hook) else ""
+    return _execute(shell, hook) if callable(hook) else ""
 
 
-def _run_in_main_thread(shell: Any, hook: Callable[[], object]) -> str:
+def _execute(shell: Any, hook: Callable[[], object]) -> str:
     claim, started, ended = threading.Lock(), threading.Event(), threading.Event()
     trouble = ""
 

@@ -52,14 +52,14 @@ def keep_awake(seconds: float | None = None) -> Iterator[None]:
     refuses.
     """
     name = f"with-{os.urandom(8).hex()}"
-    _keep_awake(name, seconds)
+    _request_keep_awake(name, seconds)
     try:
         yield
     finally:
-        _keep_awake(name, 0)
+        _request_keep_awake(name, 0)
 
 
-def _keep_awake(name: str, seconds: float | None) -> None:
+def _request_keep_awake(name: str, seconds: float | None) -> None:
     request = {"op": "keep-awake", "name": name, "seconds": seconds}
     try:
         answer = ask(request)
