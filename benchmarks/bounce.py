@@ -23,7 +23,7 @@ from typing import Self
 from sandbox_provisioner.guest.frames import CONTROL, DATA, MAX_PAYLOAD, VERSION, WINDOW, Decoder, encode
 from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
-from sandbox_provisioner.mux.connection import GuestLink
+from sandbox_provisioner.mux.connection import GuestConnection
 
 MOST = 2000
 MESSAGE = b"x" * (WINDOW // MOST)
@@ -109,7 +109,7 @@ class Relayed(Echo):
         super().__exit__()
 
     async def _connect(self) -> None:
-        self._link = GuestLink()
+        self._link = GuestConnection()
         await self._link.attach(os.dup(self._to_echo), os.dup(self._from_echo))
         self._link._urge(op="hello", version=VERSION, processes=[])
         await self._link.greeted()

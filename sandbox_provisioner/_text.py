@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 
-def printable(said: bytes | str) -> str:
+def printable(text: bytes | str) -> str:
     """Return the text on one line, without escape sequences; its lines are joined by " | "."""
-    text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
     return " | ".join(map(one_line, text.strip().splitlines()))
 
 
@@ -14,9 +15,10 @@ def indented(text: str) -> str:
     return text if text.isprintable() else "\n  ".join(map(one_line, text.splitlines()))
 
 
-def one_line(said: bytes | str) -> str:
+def one_line(text: bytes | str) -> str:
     """Return the text with a question mark for each unprintable character, such as a line end, and spaces for tabs."""
-    text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", "    "))
 
 

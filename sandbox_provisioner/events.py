@@ -93,11 +93,11 @@ class Journal:
 
     def fail(self, entry: Entry, error: Exception) -> None:
         """Log that the work for ``entry`` failed, and publish a FAILED event with the name of the exception."""
-        ours = isinstance(error, SandboxError)
-        reason = type(error).__name__ if ours else "InternalError"
+        known = isinstance(error, SandboxError)
+        reason = type(error).__name__ if known else "InternalError"
         failed = replace(entry, what=What.FAILED, doing=str(entry.what), reason=reason)
         log.error(
-            "%s %s: %s", entry.sandbox_id, _sentence(failed), printable(str(error)) if ours else repr(type(error))
+            "%s %s: %s", entry.sandbox_id, _sentence(failed), printable(str(error)) if known else repr(type(error))
         )
         self._tell(failed)
 
@@ -150,7 +150,7 @@ def _since(began: float) -> float:
 
 
 def _sentence(entry: Entry) -> str:
-    words = [f"was not {_words(entry.doing)}" if entry.what == What.FAILED else _words(entry.what)]
+    words = [f"was not {_readable(entry.doing)}" if entry.what == What.FAILED else _readable(entry.what)]
     if entry.seconds is not None:
         words.append(f"in {entry.seconds:.3f} s")
     if entry.size is not None:
@@ -158,7 +158,7 @@ def _sentence(entry: Entry) -> str:
     return " ".join(words)
 
 
-def _words(name: str) -> str:
+def _readable(name: str) -> str:
     return name.replace("_", " ")
 
 

@@ -34,7 +34,7 @@ class IOThread:
         self._ended: Future[threading.Thread] = _uncancellable()
         self._inherited: list[object] = []
 
-    def begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Start without a thread in a forked child. Called by ``os.fork``.
 
         The parent's loop and holders stay referenced, so that they are never closed: both processes share the loop's
@@ -165,5 +165,5 @@ def _uncancellable() -> Future[Any]:
 
 
 IO = IOThread()
-os.register_at_fork(after_in_child=IO.begin_anew)
+os.register_at_fork(after_in_child=IO.reset_after_fork)
 atexit.register(IO.close)

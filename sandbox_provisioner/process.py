@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 
 BUFFER = 1 << 20
 """Bytes of unread output at which reading from a child stops."""
-CRUMB = 1 << 12
+JOIN_LIMIT = 1 << 12
 """Unread pieces are joined up to this size in bytes, so that a byte of output does not use a hundred of memory."""
 
 
@@ -95,7 +95,7 @@ class Process(ABC):
 
     def _feed(self, piece: Output) -> None:
         last = self._pieces[-1] if self._pieces else None
-        if last and last.stream == piece.stream and len(last.data) + len(piece.data) <= CRUMB:
+        if last and last.stream == piece.stream and len(last.data) + len(piece.data) <= JOIN_LIMIT:
             self._pieces[-1] = Output(piece.stream, last.data + piece.data)
         else:
             self._pieces.append(piece)

@@ -50,7 +50,7 @@ from .kernel.relay import CHANNELS
 from .kernel.settings import SandboxSettings
 from .kernel.shared_folders import list_file, protected_file, remember
 from .kernel.synthetic_replies import apologise
-from .mux.connection import GuestLink
+from .mux.connection import GuestConnection
 from .persistence.metadata import Checkpoint, GCSArtifact
 from .sandbox import user_sandboxes
 from .sandbox.claims import Claim, Wanted
@@ -414,7 +414,7 @@ class SandboxProvisioner(SandboxSettings):
         if self._claim:
             self._touching = asyncio.create_task(self._claim.touch())
 
-    def _joined(self, link: GuestLink) -> None:
+    def _joined(self, link: GuestConnection) -> None:
         """Serve the guest's calls and watch the activity of a new or restored kernel. Called in the I/O thread."""
         attend(link, Inside(self._kernel, self._own_session))
         self._watch_activity()

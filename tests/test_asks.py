@@ -15,7 +15,7 @@ from jupyter_client.session import Session
 from test_link import LIMIT, scripted_guest
 
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
-from sandbox_provisioner.guest.magics import told
+from sandbox_provisioner.guest.magics import answer_text
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.kernel.host_api import (
     INTERNAL,
@@ -144,12 +144,12 @@ def test_whatever_a_guest_asks_is_refused_in_words_or_can_be_answered(request_: 
 async def test_a_savepoint_is_made_and_its_size_and_time_told(clerk: Clerk) -> None:
     answer = await serve({"op": "savepoint", "name": "before"}, clerk)
     assert list(clerk.made) == ["before"]
-    assert told("savepoint", "before", answer) == "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
+    assert answer_text("savepoint", "before", answer) == "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
 
 
 async def test_a_status_has_the_savepoints_oldest_first(clerk: Clerk) -> None:
     clerk.made = {"late": checkpoint(), "early": checkpoint(created="2026-11-15T08:00:00.000+00:00")}
-    assert told("status", "", await serve({"op": "status"}, clerk)) == (
+    assert answer_text("status", "", await serve({"op": "status"}, clerk)) == (
         "Sandbox:    nb-1\n"
         "State:      running\n"
         "Notebook:   /n/a.ipynb\n"
@@ -161,14 +161,16 @@ async def test_a_status_has_the_savepoints_oldest_first(clerk: Clerk) -> None:
 
 
 async def test_an_ephemeral_sandbox_says_that_nothing_is_kept_and_why() -> None:
-    words = told("status", "", await serve({"op": "status"}, Clerk(ephemeral="Nothing is kept: it has no notebook.")))
+    words = answer_text(
+        "status", "", await serve({"op": "status"}, Clerk(ephemeral="Nothing is kept: it has no notebook."))
+    )
     assert words.endswith("Nothing is kept: it has no notebook.\n")
     assert "avepoint" not in words
 
 
 async def test_without_a_savepoint_the_notebook_learns_how_to_make_one(clerk: Clerk) -> None:
-    words = told("savepoints", "", await serve({"op": "savepoints"}, clerk))
-    assert words == "There is no savepoint. `%sandbox savepoint NAME` makes one.\n"
+    words = answer_text("savepoints", "", await serve({"op": "savepoints"}, clerk))
+    assert words == "No savepoints. `%sandbox savepoint NAME` makes one.\n"
 
 
 async def test_a_rewind_is_told_which_cell_asks(clerk: Clerk) -> None:
@@ -183,7 +185,7 @@ async def test_many_savepoints_are_cut_to_the_latest(clerk: Clerk) -> None:
     assert MAX_ANSWER // 2 < len(json.dumps(answer)) <= MAX_ANSWER
     names = [one["name"] for one in answer["savepoints"]]
     assert names == list(clerk.made)[-len(names) :]
-    assert f"and {1000 - len(names)} that are older" in told("savepoints", "", answer)
+    assert f"and {1000 - len(names)} older ones" in answer_text("savepoints", "", answer)
 
 
 async def test_an_error_of_ours_is_told_and_another_only_logged(clerk: Clerk, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +246,7 @@ async def test_a_guest_that_goes_away_while_it_is_served_harms_nobody() -> None:
         async with asyncio.timeout(LIMIT):
             while not slow.begun:
                 await asyncio.sleep(0)
-        guest.link.lose(SandboxError("it ended."))
+        guest.link.close(SandboxError("it ended."))
         slow.go.set()
         async with asyncio.timeout(LIMIT):
             while not slow.made:

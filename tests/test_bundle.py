@@ -71,7 +71,7 @@ def test_a_destination_is_normal(tmp_path: Path) -> None:
         ("/usr:/..", "not an absolute path below /"),
         ("/usr:/a:/b:ro", "not of the form"),
         ("/usr:/a:wo", "not of the form"),
-        ("/no/such/folder", "there is no /no/such/folder"),
+        ("/no/such/folder", "/no/such/folder does not exist"),
     ],
 )
 def test_a_mount_that_cannot_be_made_says_why(text: str, problem: str) -> None:

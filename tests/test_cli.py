@@ -111,7 +111,7 @@ def test_setup_does_not_override_a_wrong_setting(
 ) -> None:
     monkeypatch.setenv("SANDBOX_RUNSC", "/not/there")
     assert main(["setup", *arguments]) == 1
-    assert "There is no runsc at /not/there (SANDBOX_RUNSC). Correct or unset" in capsys.readouterr().err
+    assert "No runsc at /not/there (SANDBOX_RUNSC). Correct or unset" in capsys.readouterr().err
 
 
 def test_unknown_kernel_is_refused_first(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

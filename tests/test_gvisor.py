@@ -23,7 +23,7 @@ from test_link import LIMIT, Tap
 
 from sandbox_provisioner.errors import GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
 from sandbox_provisioner.guest.frames import CONTROL, VERSION, encode
-from sandbox_provisioner.gvisor import sandbox as gvisor
+from sandbox_provisioner.gvisor import container, pause
 from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.runtime_dir import kill_processes
@@ -220,7 +220,7 @@ async def test_a_python_that_is_not_in_the_sandbox_is_an_error_that_names_it(
 async def test_a_runsc_that_never_answers_is_given_up_on(
     make: Make, stand_in: StandInMaker, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gvisor, "START_TIMEOUT", 0.3)
+    monkeypatch.setattr(container, "START_TIMEOUT", 0.3)
     mark = f"1000.{os.getpid()}"
     sandbox = make(stand_in("run", f"echo 'still thinking' >&2; sleep {mark}").runsc)
     with pytest.raises(RunscError, match=r"did not answer in time: still thinking"):
@@ -612,8 +612,8 @@ async def test_a_sandbox_that_dies_in_its_checkpoint_is_failed_and_gone(
     checkpointing = asyncio.create_task(sandbox.checkpoint(tmp_path / "image"))
     while not begun.exists():
         await asyncio.sleep(0.01)
-    assert sandbox._folder
-    kill_processes(sandbox._folder.state)
+    assert sandbox._container and sandbox._container.folder
+    kill_processes(sandbox._container.folder.state)
     with pytest.raises(SandboxError):
         await asyncio.wait_for(checkpointing, LONG)
     assert sandbox.state == State.FAILED
@@ -712,8 +712,8 @@ def scripted(folder: Path, real: Runsc, code: str) -> Runsc:
 async def test_a_guest_that_never_comes_to_rest_costs_the_checkpoint_and_no_more_time_than_it_has(
     make: Make, runsc: Runsc, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 0.2)
-    monkeypatch.setattr(gvisor, "CARRY_ON_TIMEOUT", 0.2)
+    monkeypatch.setattr(pause, "QUIESCE_TIMEOUT", 0.2)
+    monkeypatch.setattr(pause, "RESUME_TIMEOUT", 0.2)
     sandbox = make(scripted(tmp_path, runsc, "while os.read(0, 1 << 16): pass\nsignal.pause()"))
     await sandbox.start()
     with pytest.raises(SandboxError, match="did not come to rest"):
@@ -723,14 +723,18 @@ async def test_a_guest_that_never_comes_to_rest_costs_the_checkpoint_and_no_more
     assert leftovers(runtime) == []
 
 
+async def end_noticed(sandbox: GVisorSandbox) -> None:
+    async with asyncio.timeout(LIMIT):
+        while sandbox.state == State.RUNNING:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_guest_that_breaks_the_rules_is_ended(make: Make, runsc: Runsc, tmp_path: Path, runtime: Path) -> None:
     sandbox = make(scripted(tmp_path, runsc, "os.read(0, 1)\nos.write(1, b'\\xff' * 100)\nwhile True: signal.pause()"))
-    ended = asyncio.Event()
-    sandbox.on_exit = ended.set
     await sandbox.start()
     with pytest.raises(ProtocolError):
         await asyncio.wait_for(sandbox.execute(["true"]), LIMIT)
-    await asyncio.wait_for(ended.wait(), LIMIT)
+    await end_noticed(sandbox)
     assert sandbox.state == State.STOPPED
     assert not [word for word in leftovers(runtime) if word.startswith("process")]
     with pytest.raises(StateError):
@@ -756,38 +760,26 @@ async def test_a_guest_that_speaks_another_version_does_not_start_and_says_so(
 async def test_a_sandbox_that_is_killed_from_outside_is_noticed_and_can_be_deleted(
     sandbox: GVisorSandbox, runtime: Path
 ) -> None:
-    told: list[State] = []
-    ended = asyncio.Event()
-
-    def on_exit() -> None:
-        told.append(sandbox.state)
-        ended.set()
-
-    sandbox.on_exit = on_exit
     sleeper = await sandbox.execute(["sleep", "1000"])
-    assert sandbox._folder
-    kill_processes(sandbox._folder.state)
-    await asyncio.wait_for(ended.wait(), LIMIT)
-    assert told == [State.STOPPED]
+    assert sandbox._container and sandbox._container.folder
+    kill_processes(sandbox._container.folder.state)
+    await end_noticed(sandbox)
+    assert sandbox.state == State.STOPPED
     assert await asyncio.wait_for(sleeper.wait(), LIMIT) == -signal.SIGKILL
     assert await asyncio.wait_for(sleeper.read(), LIMIT) == (b"", b"")
     with pytest.raises(StateError, match="stopped"):
         await sandbox.execute(["true"])
     await asyncio.wait_for(sandbox.delete(), LIMIT)
     assert leftovers(runtime) == []
-    assert told == [State.STOPPED]
 
 
-async def test_delete_is_not_an_exit_and_ends_what_was_waited_for(sandbox: GVisorSandbox) -> None:
-    told: list[str] = []
-    sandbox.on_exit = lambda: told.append("exit")
+async def test_delete_ends_what_was_waited_for(sandbox: GVisorSandbox) -> None:
     sleeper = await sandbox.execute(["sleep", "1000"])
     waiting, reading = asyncio.create_task(sleeper.wait()), asyncio.create_task(sleeper.read())
     await asyncio.gather(sandbox.delete(), sandbox.delete())
     assert await asyncio.wait_for(waiting, LIMIT) == -signal.SIGKILL
     assert await asyncio.wait_for(reading, LIMIT) == (b"", b"")
     assert isinstance(sandbox.link.error, LinkClosedError)
-    assert told == []
 
 
 @pytest.mark.parametrize("state", State)

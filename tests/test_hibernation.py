@@ -239,7 +239,7 @@ def test_stop_does_not_wait_for_a_stalled_upload(
     assert server.process.wait(STALLED) == 0
     assert "was not saved in time, and runs on" in server.log.read_text()
     for folder in left_behind():
-        assert folder.inhabited
+        assert folder.has_processes
         folder.remove()
 
 

@@ -75,7 +75,7 @@ def test_what_a_hook_raises_is_shown_in_the_notebook_and_logged_and_stops_nothin
     notebook.run("x = 1\ndef sandbox_before_checkpoint():\n    raise ValueError('not\\nnow')")
     with caplog.at_level(logging.WARNING):
         notebook.hibernate()
-    assert "its hook failed: ValueError: not | now" in caplog.text
+    assert "hook failed: ValueError: not | now" in caplog.text
     assert notebook.kc.get_iopub_msg(timeout=10)
     assert notebook.run("x") == "1"
 
@@ -89,7 +89,7 @@ def test_a_hook_that_takes_too_long_is_not_waited_for(
     with caplog.at_level(logging.WARNING):
         notebook.hibernate()
         notebook.wake()
-    assert "its hook failed: it took longer than 0.5 seconds, and was not waited for" in caplog.text
+    assert "hook failed: it took longer than 0.5 seconds" in caplog.text
     notebook.kc.control_channel.send(notebook.kc.session.msg("execute_request", {"code": "go.set()", "silent": True}))
     assert notebook.run("x") == "1"
 

@@ -12,15 +12,15 @@ import pytest
 
 from sandbox_provisioner.errors import CommandNotFoundError
 from sandbox_provisioner.gvisor.interpreter import (
-    believed,
-    installing,
-    look,
-    parts,
+    environment_parts,
+    needed_paths,
     path_file_entries,
+    pip_target,
     program_folders,
     programs,
     resolve,
     site_folders,
+    trusted_mounts,
     user_site_folders,
 )
 from sandbox_provisioner.gvisor.mounts import homes, private
@@ -53,7 +53,7 @@ def packages(prefix: Path) -> Path:
 
 
 def shown(argv: list[str | Path], env: dict[str, str] | None = None, writable: list[Path] | None = None) -> set[str]:
-    mounts = believed(look(list(map(str, argv)), env or {}), list(map(str, writable or [])))
+    mounts = trusted_mounts(needed_paths(list(map(str, argv)), env or {}), list(map(str, writable or [])))
     assert not any(mount.writable or mount.source != mount.destination for mount in mounts)
     return {mount.source for mount in mounts}
 
@@ -277,7 +277,7 @@ def test_a_script_cannot_name_a_folder_of_the_home_as_its_interpreters(home: Pat
 def test_the_parts_of_an_environment_that_matter_are_known(tmp_path: Path) -> None:
     environment(tmp_path / "env")
     there = {path.name for path in (tmp_path / "env").iterdir()} - {".gitignore"}
-    assert {str(tmp_path / "env" / name) for name in there} <= set(parts(str(tmp_path / "env")))
+    assert {str(tmp_path / "env" / name) for name in there} <= set(environment_parts(str(tmp_path / "env")))
 
 
 def test_this_python_can_be_shown() -> None:
@@ -295,7 +295,7 @@ def test_packages_for_a_virtual_environment_go_to_the_home(tmp_path: Path) -> No
     own = Path("/home/me/.sandbox-packages")
     folder = own / packages(tmp_path / "venv").relative_to(tmp_path / "venv")
     env = {"HOME": "/home/me", "PYTHONPATH": "/given"}
-    assert installing(str(python), env) == (str(folder), {"PIP_PREFIX": str(own), "PYTHONPATH": f"/given:{folder}"})
+    assert pip_target(str(python), env) == (str(folder), {"PIP_PREFIX": str(own), "PYTHONPATH": f"/given:{folder}"})
 
 
 @pytest.mark.parametrize("case", ["no environment", "shared with the system", "told otherwise"])
@@ -307,4 +307,4 @@ def test_pip_decides_by_itself_elsewhere(tmp_path: Path, case: str) -> None:
     elif case == "shared with the system":
         settings.write_text(settings.read_text().replace("packages = false", "packages = true"))
     told = {"PIP_PREFIX": "/mine"} if case == "told otherwise" else {}
-    assert installing(str(python), {"HOME": "/home/me", **told}) == ("", {})
+    assert pip_target(str(python), {"HOME": "/home/me", **told}) == ("", {})

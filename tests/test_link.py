@@ -1,4 +1,4 @@
-"""GuestLink: streams and processes over one pipe, held to its rules by a guest that is real, and by one that cheats.
+"""GuestConnection: streams and processes over one pipe, with a real guest and with a scripted one that breaks rules.
 
 The real guest is the sandbox's own init, run as a plain child on the host. The scripted one is a pipe into which a
 test writes every byte itself: the host's side is what is under test here, and it must stand anything.
@@ -41,9 +41,9 @@ from sandbox_provisioner.guest.frames import (
 from sandbox_provisioner.guest.host_api import MAX_OPEN, MAX_REQUEST
 from sandbox_provisioner.gvisor.bundle import GUEST
 from sandbox_provisioner.mux import host_api
-from sandbox_provisioner.mux.connection import MAX_REFUSED, MAX_STREAMS, GuestLink
+from sandbox_provisioner.mux.connection import GuestConnection
 from sandbox_provisioner.mux.process import GuestProcess
-from sandbox_provisioner.mux.stream import Stream
+from sandbox_provisioner.mux.stream import MAX_REFUSED, MAX_STREAMS, GuestStream
 from sandbox_provisioner.process import LocalProcess
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -60,11 +60,11 @@ INIT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='init')['Init'](
 
 
 @asynccontextmanager
-async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestLink, LocalProcess]]:
+async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestConnection, LocalProcess]]:
     """The sandbox's init as a child on the host, and the link to it; its socket for asks, if it is to have one."""
     guest_in, to_guest = os.pipe()
     from_guest, guest_out = os.pipe()
-    link = GuestLink()
+    link = GuestConnection()
     await link.attach(to_guest, from_guest)
     argv = [sys.executable, "-I", "-S", "-B", *(["-c", INIT, str(GUEST), str(asks)] if asks else [str(GUEST)])]
     init = LocalProcess.start(argv, stdin=guest_in, stdout=guest_out)
@@ -74,7 +74,7 @@ async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestLink,
         await asyncio.wait_for(link.greeted(), LIMIT)
         yield link, init
     finally:
-        link.lose(LinkClosedError("the test is over."))
+        link.close(LinkClosedError("the test is over."))
         words = await asyncio.wait_for(init.read(), LIMIT)
         await init.stop()
         init.close()
@@ -84,10 +84,10 @@ async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestLink,
 class ScriptedGuest:
     """The other end of a link, of which a test writes every byte."""
 
-    def __init__(self, link: GuestLink) -> None:
+    def __init__(self, link: GuestConnection) -> None:
         self.link = link
         self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self.link.on_lost = self._on_lost
+        self.link.on_closed = self._on_lost
         self._decoder = Decoder()
         self._frames: list[Frame] = []
 
@@ -160,22 +160,22 @@ async def scripted_guest() -> AsyncIterator[ScriptedGuest]:
     """A guest that says what the test says, and a check that nothing escaped into the loop."""
     escaped: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
-    guest = ScriptedGuest(GuestLink())
+    guest = ScriptedGuest(GuestConnection())
     await guest.attach()
     try:
         yield guest
-        guest.link.lose(LinkClosedError("the test is over."))
+        guest.link.close(LinkClosedError("the test is over."))
         await asyncio.sleep(0)
         assert escaped == []
     finally:
-        guest.link.lose(LinkClosedError("the test is over."))
+        guest.link.close(LinkClosedError("the test is over."))
         guest.close()
 
 
 class Tap:
     """What comes out of a stream; consumed, or left lying."""
 
-    def __init__(self, stream: Stream, consume: bool = True) -> None:
+    def __init__(self, stream: GuestStream, consume: bool = True) -> None:
         self.stream = stream
         self.data = bytearray()
         self.ended = 0
@@ -208,7 +208,7 @@ class Tap:
         return bytes(self.data)
 
 
-async def pour(stream: Stream, data: bytes, piece: int = 50_000) -> None:
+async def pour(stream: GuestStream, data: bytes, piece: int = 50_000) -> None:
     """Write like a good producer: only while the stream is ready."""
     room = asyncio.Event()
     stream.on_ready = room.set
@@ -533,7 +533,7 @@ async def quiesce(guest: ScriptedGuest) -> None:
 async def test_the_end_of_the_guest_is_told_to_everybody_once(tmp_path: Path) -> None:
     async with server(tmp_path / "echo", echo) as target, real_guest() as (link, init):
         lost: list[Exception] = []
-        link.on_lost = lost.append
+        link.on_closed = lost.append
         tap = Tap(link.open(target))
         process = await link.spawn(["cat"], ENV, "/")
         init.send_signal(signal.SIGKILL)
@@ -545,7 +545,7 @@ async def test_the_end_of_the_guest_is_told_to_everybody_once(tmp_path: Path) ->
         await assert_useless(link, process)
 
 
-async def assert_useless(link: GuestLink, process: GuestProcess) -> None:
+async def assert_useless(link: GuestConnection, process: GuestProcess) -> None:
     """Everything that is asked of a lost link is refused, and nothing hangs."""
     with pytest.raises(LinkClosedError):
         link.open("unix:/x")
@@ -559,7 +559,7 @@ async def assert_useless(link: GuestLink, process: GuestProcess) -> None:
         await process.write(b"x")
     process.send_signal(signal.SIGTERM)
     process.close_stdin()
-    link.lose(LinkClosedError("again."))
+    link.close(LinkClosedError("again."))
     link.detach()
 
 
@@ -593,7 +593,7 @@ async def test_a_pipe_that_breaks_during_a_restore_is_the_restores_failure_and_t
             link.detach()
             guest.close()
             await guest.attach()
-        attempt = asyncio.create_task(link.adopt() if fresh else link.resume())
+        attempt = asyncio.create_task(link.reattach() if fresh else link.resume())
         await asyncio.sleep(0)
         await guest.send(encode(CONTROL, 0, b"{}")[:5])  # a sandbox that dies in the middle of a word
         guest.close()
@@ -603,7 +603,7 @@ async def test_a_pipe_that_breaks_during_a_restore_is_the_restores_failure_and_t
         link.detach()
         assert not link.error
         await guest.attach()
-        again = asyncio.create_task(link.adopt() if fresh else link.resume())
+        again = asyncio.create_task(link.reattach() if fresh else link.resume())
         await guest.told("adopt" if fresh else "resume")
         await guest.say(**({"op": "hello", "version": VERSION, "processes": [4]} if fresh else {"op": "resumed"}))
         await asyncio.wait_for(again, LIMIT)
@@ -744,7 +744,7 @@ HELLOS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS.keys())
 async def test_a_first_word_that_makes_no_sense_is_the_last(hello: dict[str, Any]) -> None:
     async with scripted_guest() as guest:
-        adopting = asyncio.create_task(guest.link.adopt())
+        adopting = asyncio.create_task(guest.link.reattach())
         await asyncio.sleep(0)
         await guest.say(op="hello", **hello)
         with pytest.raises(ProtocolError):
@@ -798,7 +798,7 @@ async def test_frames_that_crossed_our_own_reset_are_no_breach() -> None:
 async def asking(guest: ScriptedGuest, *numbers: int) -> list[tuple[int, dict[str, Any]]]:
     """Ask under these numbers; what arrived of it."""
     asked: list[tuple[int, dict[str, Any]]] = []
-    guest.link.asks.attend(lambda number, request: asked.append((number, request)))
+    guest.link.host_api.listen(lambda number, request: asked.append((number, request)))
     await guest.send(*(control({"op": "ask", "number": number, "request": {"op": "status"}}) for number in numbers))
     async with asyncio.timeout(LIMIT):
         while len(asked) < len(numbers) and not guest.link.error:
@@ -811,20 +811,20 @@ async def test_an_ask_is_answered_under_its_number_and_once() -> None:
         await guest.hello()
         assert await asking(guest, 7) == [(7, {"op": "status"})]
         for answer in ({"first": 1}, {"second": 2}):
-            guest.link.asks.answer(7, answer)
+            guest.link.host_api.answer(7, answer)
         assert await guest.told("answer") == {"op": "answer", "number": 7, "answer": {"first": 1}}
         await guest.say(op="answered", number=7)
-        guest.link.asks.answer(8, {"nobody": "asked"})
+        guest.link.host_api.answer(8, {"nobody": "asked"})
         assert await asking(guest, 7)
         assert guest.arrived() == []
 
 
 async def test_where_nobody_answers_asks_that_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_api, "UNATTENDED", 0.01)
+    monkeypatch.setattr(host_api, "LISTENER_WAIT", 0.01)
     async with scripted_guest() as guest:
         await guest.hello()
         await guest.say(op="ask", number=1, request={"op": "status"})
-        assert (await guest.told("answer"))["answer"] == host_api.NOBODY
+        assert (await guest.told("answer"))["answer"] == host_api.NO_LISTENER
 
 
 async def test_an_ask_that_comes_before_somebody_answers_asks_waits() -> None:
@@ -832,11 +832,11 @@ async def test_an_ask_that_comes_before_somebody_answers_asks_waits() -> None:
         await guest.hello()
         await guest.say(op="ask", number=1, request={"op": "early"})
         async with asyncio.timeout(LIMIT):
-            while not guest.link.asks._early:
+            while not guest.link.host_api._early:
                 await asyncio.sleep(0)
         assert await asking(guest) == [(1, {"op": "early"})]
-        guest.link.asks._give_up()  # which comes later, and is for those that nobody has taken on
-        guest.link.asks.answer(1, {"slow": "but sure"})
+        guest.link.host_api._refuse_early()  # which comes later, and is for those that nobody has taken on
+        guest.link.host_api.answer(1, {"slow": "but sure"})
         assert (await guest.told("answer"))["answer"] == {"slow": "but sure"}
 
 
@@ -844,12 +844,12 @@ async def test_an_ask_is_open_until_its_answer_has_arrived() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         await asking(guest, *range(1, MAX_OPEN + 1))
-        guest.link.asks.answer(1, {})
+        guest.link.host_api.answer(1, {})
         await guest.told("answer")
         await guest.say(op="answered", number=1)
         assert await asking(guest, 1)
         for number in range(1, MAX_OPEN + 1):
-            guest.link.asks.answer(number, {})
+            guest.link.host_api.answer(number, {})
         await guest.say(op="ask", number=MAX_OPEN + 1, request={})
         assert type(await asyncio.wait_for(guest.lost, LIMIT)) is ProtocolError
 
@@ -873,8 +873,8 @@ async def test_an_answer_to_one_that_sleeps_waits_for_it_and_is_no_reason_to_wak
         await guest.hello()
         await asking(guest, 1)
         await quiesce(guest)
-        link.asks.answer(1, {"it": "is so"})
-        assert not link.urged
+        link.host_api.answer(1, {"it": "is so"})
+        assert not link.control_waits
         link.detach()
         guest.close()
         await guest.attach()
@@ -890,8 +890,8 @@ async def test_an_answer_to_one_that_is_gone_is_dropped() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         await asking(guest, 1)
-        guest.link.lose(LinkClosedError("it ended."))
-        guest.link.asks.answer(1, {})
+        guest.link.close(LinkClosedError("it ended."))
+        guest.link.host_api.answer(1, {})
         assert guest.arrived() == []
 
 
@@ -922,7 +922,7 @@ async def test_output_in_crumbs_that_nobody_reads_costs_its_bytes_and_not_an_obj
             while process._size < crumbs and not guest.link.error:
                 await asyncio.sleep(0)
         assert not guest.link.error
-        guest.link.lose(LinkClosedError("the test is over."))
+        guest.link.close(LinkClosedError("the test is over."))
         assert await process.read() == (b"x" * crumbs, b"")
 
 

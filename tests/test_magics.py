@@ -17,7 +17,7 @@ from test_asks import Clerk, checkpoint
 
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.guest import host_api, magics
-from sandbox_provisioner.guest.magics import Problem, duration, run, size, told
+from sandbox_provisioner.guest.magics import Problem, answer_text, duration, run, size
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
@@ -36,12 +36,12 @@ def test_both_ends_of_the_socket_agree() -> None:
 
 @pytest.mark.parametrize("line", ["", "  ", "help"])
 def test_without_a_word_it_says_what_it_can_do(line: str) -> None:
-    assert all(f"%sandbox {word}" in run(line, dict) for word in magics.WORDS)
+    assert all(f"%sandbox {word}" in run(line, dict) for word in magics.OPERATIONS)
 
 
 @pytest.mark.parametrize("line", ["nonsense", "savepoint", "savepoint a b", "rewind", "status now", "-h", "x" * 5000])
 def test_what_it_cannot_do_is_said_with_what_it_can(line: str) -> None:
-    with pytest.raises(Problem, match="is not among these:\n%sandbox status") as problem:
+    with pytest.raises(Problem, match=r"is not a valid command\. The commands are:\n%sandbox status") as problem:
         run(line, dict)
     assert len(str(problem.value)) < 1000
 
@@ -53,8 +53,8 @@ def test_where_nobody_listens_that_is_said() -> None:
 
 def test_a_kernel_that_is_brought_back_in_the_middle_of_asking_says_what_it_is() -> None:
     restored = {"outcome": "restored"}
-    assert told("savepoint", "a", restored) == "This is savepoint a again.\n"
-    assert told("rewind", "a", restored) == "This is the kernel as it was before it was to be rewound to a.\n"
+    assert answer_text("savepoint", "a", restored) == "Restored from savepoint a.\n"
+    assert answer_text("rewind", "a", restored) == "Restored to the state before the rewind to a.\n"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_cell_saves_its_kernel_asks_after_it_and_is_refused_in_one_line(notebo
         "UsageError: There is one already. Choose another name.\n"
     )
     assert "cannot be a savepoint's name" in usage_error(notebook, "%sandbox savepoint a/b")
-    assert "is not among these" in usage_error(notebook, "%sandbox savepoint")
+    assert "is not a valid command" in usage_error(notebook, "%sandbox savepoint")
 
 
 @runsc_
@@ -192,7 +192,7 @@ def test_a_cell_saves_its_kernel_and_another_goes_back_to_that(open_notebook: Op
     request = notebook.kc.execute("%sandbox rewind before")
     assert notebook.reply(request)["status"] == "ok"
     (said,) = notebook.outputs(request)
-    assert said.startswith("Rewound to before; what was is kept as savepoint before-rewind-")
+    assert said.startswith("Rewound to before; the state before is kept as savepoint before-rewind-")
     notebook.kc.wait_for_ready(timeout=LONG)
     assert notebook.run("print(x)") == "then\n"
     assert (notebook_folder / "x").read_text() == "then\n" * 2  # the cell that saved it went on, once more
@@ -268,7 +268,7 @@ async def test_a_copy_that_another_takes_over_knows_that_it_is_the_savepoint(mak
     await heir.restore(tmp_path / "image")
     adopted = heir.link.process(process.number)
     assert adopted is not None
-    assert await said(adopted) == "This is savepoint before again."
+    assert await said(adopted) == "Restored from savepoint before."
     attend(heir.link, Clerk())
     assert "nb-1" in await said(await asking(heir, "status"))
 
@@ -279,8 +279,8 @@ async def test_an_ask_of_a_server_that_is_killed_hears_of_it(make: Make, tmp_pat
     command = f"{sandbox.spec.python} -I -B -c {shlex.quote(ASK)} 'savepoint before' 2> /tmp/said; touch /tmp/done"
     await sandbox.execute(["sh", "-c", command])
     await asyncio.wait_for(clerk.begun.wait(), LONG)
-    folder = sandbox._folder
-    assert folder is not None
+    assert sandbox._container and sandbox._container.folder
+    folder = sandbox._container.folder
     sandbox.link.detach()
     orphan = GVisorSandbox.orphan("asking", sandbox.spec, sandbox.runsc, "systrap", folder, sandbox.container_id)
     await orphan.checkpoint(tmp_path / "image")

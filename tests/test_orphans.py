@@ -89,7 +89,7 @@ def adopt(folder: RuntimeFolder, spec: BundleSpec, runsc: Runsc) -> GVisorSandbo
 async def test_a_killed_servers_sandbox_runs_on_and_can_be_saved_and_restored(
     orphaned: RuntimeFolder, spec: BundleSpec, runsc: Runsc, tmp_path: Path
 ) -> None:
-    assert orphaned.inhabited
+    assert orphaned.has_processes
     await adopt(orphaned, spec, runsc).checkpoint(tmp_path / "image")
     restored = GVisorSandbox("box", replace(spec, outlives=True), runsc)
     try:
@@ -131,13 +131,13 @@ async def test_a_failed_attempt_to_save_it_leaves_it_running(
     assert not (tmp_path / "image").exists()
     await sandbox.checkpoint(tmp_path / "image")
     assert (tmp_path / "image" / "checkpoint.img").exists()
-    assert not orphaned.inhabited
+    assert not orphaned.has_processes
 
 
 def test_a_sandbox_without_a_note_ends_with_its_server(spec: BundleSpec, runsc: Runsc, runtime: Path) -> None:
     Server(spec, runsc).kill_at(10)
     (left,) = left_behind()
     (left.path / "note.json").unlink()
-    left.let_go()
+    left.release()
     assert sweep() == [left.path.name]
     assert os.listdir(runtime) == []

@@ -67,13 +67,13 @@ def test_link_to_a_program_that_kernels_can_write(tmp_path: Path) -> None:
     programs.note_writable(str(tmp_path / "notebooks"))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tool").symlink_to(tool)
-    assert "sandboxes can write" in programs.distrust(str(tmp_path / "bin" / "tool"))
+    assert "sandboxes can write" in programs.reason_for_distrust(str(tmp_path / "bin" / "tool"))
 
 
 def test_folder_of_this_process_is_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = program(tmp_path / "bin")
     monkeypatch.chdir(tmp_path)
-    assert "sandboxes can write" in programs.distrust(str(tool))
+    assert "sandboxes can write" in programs.reason_for_distrust(str(tool))
 
 
 def test_root_folder_of_the_machine_condemns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,25 +86,25 @@ def test_root_folder_of_the_machine_condemns_nothing(monkeypatch: pytest.MonkeyP
 def test_folder_that_everybody_can_write(tmp_path: Path, mode: int) -> None:
     tool = program(tmp_path / "open" / "bin")
     (tmp_path / "open").chmod(mode)
-    assert f"everybody can write to {tmp_path / 'open'}" in programs.distrust(str(tool))
+    assert f"everybody can write to {tmp_path / 'open'}" in programs.reason_for_distrust(str(tool))
     (tmp_path / "open").chmod(0o1777)
-    assert programs.distrust(str(tool)) == ""
+    assert programs.reason_for_distrust(str(tool)) == ""
 
 
 def test_file_that_everybody_can_write(tmp_path: Path) -> None:
     tool = program(tmp_path)
     tool.chmod(0o777)
-    assert "everybody can write" in programs.distrust(str(tool))
+    assert "everybody can write" in programs.reason_for_distrust(str(tool))
 
 
 @pytest.mark.root  # no other user can give files away
 def test_program_of_another_user(tmp_path: Path) -> None:
     tool = program(tmp_path)
     os.chown(tool, 1234, 1234)
-    assert "belongs to another user (uid 1234)" in programs.distrust(str(tool))
+    assert "belongs to another user (uid 1234)" in programs.reason_for_distrust(str(tool))
     os.chown(tool, os.geteuid(), os.getegid())
     os.chown(tmp_path, 1234, 1234)
-    assert "belongs to another user" in programs.distrust(str(tool))
+    assert "belongs to another user" in programs.reason_for_distrust(str(tool))
 
 
 @pytest.mark.root  # no other user can give files away
@@ -114,4 +114,4 @@ def test_folder_that_another_group_can_write(tmp_path: Path, monkeypatch: pytest
     tmp_path.chmod(0o775)
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     monkeypatch.setattr(os, "getegid", lambda: 999)
-    assert "a group (gid 1234) can write" in programs.distrust(str(tool))
+    assert "a group (gid 1234) can write" in programs.reason_for_distrust(str(tool))

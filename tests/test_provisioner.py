@@ -731,7 +731,7 @@ def test_a_server_tells_the_notebook_and_its_log_why_a_kernel_did_not_start_and_
 ) -> None:
     server = serve()
     bad, good = sandboxed("bad", spec=NEVER_STARTED, mounts=[f"{tmp_path}/nowhere"]), sandboxed()
-    sentence = f"The mount '{tmp_path}/nowhere' cannot be made: there is no {tmp_path}/nowhere. Create it"
+    sentence = f"The mount '{tmp_path}/nowhere' cannot be made: {tmp_path}/nowhere does not exist. Create it"
     status, said = server.open_notebook(bad)
     assert status == 500
     assert sentence in said["message"]

@@ -11,7 +11,7 @@ import pytest
 
 from sandbox_provisioner.errors import MetadataError
 from sandbox_provisioner.guest.capabilities import CARRIED
-from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts, config, windows
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts, config, visible_mounts
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.kernel.kernel import Start
 from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, carrying, frozen_part, recipe, suits
@@ -153,7 +153,7 @@ def test_a_copys_folder_is_mounted_where_every_copys_is_and_seen_where_it_belong
     folder = Mount("/srv/w", "/w", True)
     spec = carrying(bare, folder)
     assert Mount("/srv/w", CARRIED, True) in all_mounts(spec) and folder not in all_mounts(spec)
-    assert folder in windows(spec)
+    assert folder in visible_mounts(spec)
     process = config(spec)["process"]
     assert process["args"][-1] == "template"
     assert set(process["capabilities"]["bounding"]) == {"CAP_SYS_ADMIN", "CAP_SETPCAP"}

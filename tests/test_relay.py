@@ -19,7 +19,7 @@ from sandbox_provisioner.guest.frames import WINDOW
 from sandbox_provisioner.kernel import relay as relay_module
 from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
 from sandbox_provisioner.kernel.relay_client import MAX_EARLY
-from sandbox_provisioner.mux.connection import GuestLink
+from sandbox_provisioner.mux.connection import ConnectionState, GuestConnection
 
 pytestmark = pytest.mark.filterwarnings("error")
 ANY = dict.fromkeys(CHANNELS, 0)
@@ -44,7 +44,7 @@ async def ports(relay: ChannelRelay) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def kernel(folder: Path, serve: Serve = echo) -> AsyncIterator[tuple[GuestLink, dict[str, str]]]:
+async def kernel(folder: Path, serve: Serve = echo) -> AsyncIterator[tuple[GuestConnection, dict[str, str]]]:
     """A sandbox in which something listens on five sockets: the link to it, and the targets."""
     async with AsyncExitStack() as stack:
         targets = {channel: await stack.enter_async_context(server(folder / channel, serve)) for channel in CHANNELS}
@@ -444,7 +444,7 @@ async def test_a_kernel_that_is_lost_takes_its_clients_and_leaves_the_listeners(
         client = await dial(ports["shell"])
         await client.send(b"x")
         await client.receive(1)
-        link.lose(LinkClosedError("it crashed."))
+        link.close(LinkClosedError("it crashed."))
         assert await client.rest() == b""
         held = await dial(ports["shell"])
         await held.send(b"patience")
@@ -503,7 +503,7 @@ async def test_beyond_the_limit_clients_are_turned_away_until_others_leave(
 async def test_where_no_stream_is_left_a_client_is_turned_away(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sandbox_provisioner.mux.connection.MAX_STREAMS", 2)
+    monkeypatch.setattr("sandbox_provisioner.mux.stream.MAX_STREAMS", 2)
     async with kernel(tmp_path) as (link, targets):
         relay.connect(link, targets)
         clients = [await dial(ports["shell"]) for _ in range(2)]
@@ -570,17 +570,17 @@ async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
         await client.send(READY)
         await client.receive(len(READY))
         assert not relay.waited_for
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         await client.send(QUESTION * 3)
         await until(lambda: relay.asked == 3)
         assert relay.waited_for
         link._flow()
         await client.receive(3 * len(QUESTION))
         assert not relay.waited_for
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         await client.send(QUESTION)
         await until(lambda: relay.asked == 4)
-        link.quiet = False
+        link.state = ConnectionState.OPEN
         await listener.send(GREETING + READY)
         await listener.receive(len(GREETING + READY))
         assert relay.waited_for  # a handshake is no word of the kernel's

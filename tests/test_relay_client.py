@@ -23,6 +23,7 @@ from sandbox_provisioner.kernel.handshake import GREETING, command, ready
 from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
 from sandbox_provisioner.kernel.synthetic_replies import _encode
 from sandbox_provisioner.kernel.zmtp import FRAME_COST
+from sandbox_provisioner.mux.connection import ConnectionState
 
 KEY = b"the kernel's key"
 SIGNING = (KEY, "hmac-sha256")
@@ -110,7 +111,7 @@ async def test_unsigned_messages_neither_count_nor_wake(
         await until(lambda: end.heard[channel] == CLIENT)
         end.writers[0].write(KERNEL)
         await client.receive(len(KERNEL))
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         await client.send(data[bad])
         await until(lambda: any(one.held() for one in relay._clients))
         assert not relay.waited_for and not relay.activity.busy
@@ -128,7 +129,7 @@ async def test_usage_requests_do_not_wake(
         await until(lambda: end.heard["control"] == CLIENT)
         end.writers[0].write(KERNEL)
         await client.receive(len(KERNEL))
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         await client.send(message("usage_request")[1])
         await until(lambda: any(one.held() for one in relay._clients))
         assert not relay.called
@@ -141,7 +142,7 @@ async def test_a_client_that_connects_while_the_kernel_rests_gets_its_handshake(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (end, link):
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         client = await dial(ports["shell"])
         await client.send(CLIENT)
         assert await client.receive(len(KERNEL)) == KERNEL
@@ -162,7 +163,7 @@ async def test_held_requests_are_answered_without_the_handshake(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (end, link):
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         client = await dial(ports["shell"])
         msg_id, request = message()
         await client.send(CLIENT + request)
@@ -277,7 +278,7 @@ async def test_heartbeats_that_are_not_read_are_not_kept(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (_, link):
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         client = await dial(ports["hb"])
         client._writer.transport.set_write_buffer_limits(1 << 16)
         beat = _encode([b"", b"x" * 60_000])
@@ -300,7 +301,7 @@ async def test_other_users_cannot_wake_or_crowd_out(
     monkeypatch.setattr(relay_module, "MAX_FOREIGN", 3)
     monkeypatch.setattr(relay_client, "trusted_peer", lambda connection: False)
     async with joined(relay, tmp_path) as (_, link):
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         foreign = [await dial(ports["shell"]) for _ in range(4)]
         await until(lambda: len(relay._clients) == 3)
         await foreign[0].send(GREETING)
@@ -324,7 +325,7 @@ async def test_a_real_client_talks_to_a_kernel_that_it_met_asleep(relay: Channel
 
     async with real_guest() as (link, _):
         relay.connect(link, dict.fromkeys(CHANNELS, f"unix:{tmp_path}/shell"), SIGNING)
-        link.quiet = True
+        link.state = ConnectionState.QUIESCED
         dealer = context.socket(zmq.DEALER)
         dealer.connect(f"tcp://{IP}:{ports['shell']}")
         session = Session(key=KEY)

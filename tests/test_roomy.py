@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_provisioner.gvisor.bundle import GUEST, GUEST_INSIDE
-from sandbox_provisioner.gvisor.interpreter import roomy
+from sandbox_provisioner.gvisor.interpreter import with_entrypoint
 
 SEEN = """
 import json, sys
@@ -99,4 +99,4 @@ def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) ->
 def test_only_a_python_that_runs_a_module_is_given_room(argv: list[str], inside: list[str] | None) -> None:
     expected = [part.replace("ROOMY", f"{GUEST_INSIDE}/entrypoint.py") for part in inside or argv]
 
-    assert roomy(argv) == expected
+    assert with_entrypoint(argv) == expected

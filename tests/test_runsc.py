@@ -119,12 +119,12 @@ def test_a_folder_that_we_may_not_look_into_holds_no_runsc(data: Path) -> None:
     (data / "sandbox").mkdir(parents=True, mode=0)
     with pytest.raises(RunscNotFoundError, match="No runsc"):
         runsc.find("", {"PATH": ""})
-    with pytest.raises(RunscNotFoundError, match="There is no runsc"):
+    with pytest.raises(RunscNotFoundError, match="No runsc at"):
         runsc.find(str(data / "sandbox" / "bin" / "runsc"))
 
 
 def test_a_folder_is_not_a_runsc(tmp_path: Path) -> None:
-    with pytest.raises(RunscNotFoundError, match="There is no runsc"):
+    with pytest.raises(RunscNotFoundError, match="No runsc at"):
         runsc.inspect(tmp_path)
 
 

@@ -332,7 +332,7 @@ def test_a_folder_that_is_just_being_born_is_left_alone_until_it_is_old(runtime:
     newborn.mkdir()
     assert sweep() == []
     assert newborn.exists()
-    past = time.time() - 2 * runtime_module.STALE_NEWBORN
+    past = time.time() - 2 * runtime_module.UNNAMED_TIMEOUT
     os.utime(newborn, (past, past))
     assert sweep() == [newborn.name]
 
@@ -396,7 +396,7 @@ def test_the_sandbox_of_a_killed_server_is_swept_with_everything_that_runs_in_it
             sandbox = GVisorSandbox("box", spec, find())
             await sandbox.start()
             await sandbox.execute([python, "-c", "import signal; signal.pause()"])
-            print(sandbox._folder.path.name, flush=True)
+            print(sandbox._container.folder.path.name, flush=True)
             await asyncio.Event().wait()
 
         asyncio.run(main())

@@ -199,7 +199,7 @@ def test_a_notebook_saves_and_rewinds_itself_and_both_cells_end(open_notebook: O
     notebook.run("x = 2")
     for _ in range(3):
         said = notebook.run("%sandbox rewind before")
-        assert said.startswith("Rewound to before; what was is kept as savepoint before-rewind-")
+        assert said.startswith("Rewound to before; the state before is kept as savepoint before-rewind-")
         assert notebook.run("print(x); x = 3") == "1\n"
     assert notebook.km.provisioner.claim.handle.metadata.sandbox_id in notebook.run("%sandbox status")
     assert len(document(notebook).savepoints) == 4

@@ -681,7 +681,7 @@ def test_a_kernel_is_not_woken_with_a_folder_that_a_link_leads_to(
     precious.mkdir()
     notebook_folder.rename(moved)
     notebook_folder.symlink_to(precious)
-    with pytest.raises(ConfigurationError, match="is another folder or file now: a link leads to"):
+    with pytest.raises(ConfigurationError, match="is now another folder or file: a link leads to"):
         notebook.wake()
     assert notebook.asleep
     notebook_folder.unlink()

@@ -86,7 +86,7 @@ def test_one_that_died_is_not_taken_and_its_template_stays(
     start_kernel(name)
     until(lambda: len(STANDBY.copies) == 1)
     dead = STANDBY.copies[0].sandbox
-    dead._main.send_signal(9)  # type: ignore[union-attr]
+    dead._container.main.send_signal(9)  # type: ignore[union-attr]
     until(lambda: dead.state != State.RUNNING)
     km, kc = start_kernel(name)
     assert is_copy(km) and km.provisioner.sandbox is not dead and run(kc, "1") == "1"

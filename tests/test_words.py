@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_provisioner._text import printable
 from sandbox_provisioner.errors import RunscError, SandboxError
-from sandbox_provisioner.gvisor.runsc import plain_words
+from sandbox_provisioner.gvisor.runsc import clean_output
 from sandbox_provisioner.setup.progress import Progress
 
 FORGED = "[E 2026-11-18 12:00:00.000 ServerApp] forged"
@@ -34,7 +34,7 @@ def test_what_somebody_said_fits_into_one_line_of_a_log(words: bytes, shown: str
     "error",
     [
         SandboxError(f"No file \x1b[2J\n{FORGED}", f"Remove \x07\r{FORGED}"),
-        RunscError(["runsc"], 1, plain_words(f"W1118 10:00:00.0 1 x.go:1] \x1b[2J\n{FORGED}".encode())),
+        RunscError(["runsc"], 1, clean_output(f"W1118 10:00:00.0 1 x.go:1] \x1b[2J\n{FORGED}".encode())),
     ],
 )
 def test_error_with_untrusted_text_forges_no_line(error: SandboxError) -> None:

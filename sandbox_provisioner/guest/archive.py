@@ -82,7 +82,7 @@ class Notes:
 # -- packing ---------------------------------------------------------------------------------------------------------
 
 
-class Steady:
+class FixedSizeReader:
     """A file that always returns as many bytes as requested, even if it shrank or cannot be read to the end."""
 
     def __init__(self, file: BinaryIO, name: str, notes: Notes) -> None:
@@ -120,7 +120,7 @@ class Packer:
     def _folder(self, name: str, path: str, place: Place) -> bool:
         """Pack everything that was written in a folder.
 
-        Return False if a mount lies inside; the folder then exists in every new sandbox and gets no member of its own.
+        Return False if a mount lies inside; the folder then exists in every new sandbox and gets no member.
         """
         try:
             entries = sorted(os.listdir(path))
@@ -173,7 +173,7 @@ class Packer:
             found = os.fstat(file.fileno())
             header = self._header(name, found, tarfile.REGTYPE)
             header.size = found.st_size
-            self._tar.addfile(header, Steady(file, name, self._notes))  # type: ignore[arg-type]
+            self._tar.addfile(header, FixedSizeReader(file, name, self._notes))  # type: ignore[arg-type]
 
     def _header(self, name: str, found: os.stat_result, kind: bytes, target: str = "") -> tarfile.TarInfo:
         header = tarfile.TarInfo(name)
@@ -196,7 +196,7 @@ class Unpacker:
     def unpack(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         """Unpack one member. Raises Refused or OSError if its path cannot be used."""
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
-            raise Refused("is of a kind that is not unpacked")
+            raise Refused("has a type that is not unpacked")
         with self._parent(member.name) as (place, parent, name):
             if member.isdir():
                 with self._step(place, parent, name) as folder:
@@ -239,7 +239,7 @@ class Unpacker:
         folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
         try:
             if not place.has(os.fstat(folder)):
-                raise Refused("is in a folder of the host's")
+                raise Refused("is in a folder of the host")
             yield folder
         finally:
             os.close(folder)
@@ -250,7 +250,7 @@ class Unpacker:
         except FileNotFoundError:
             return
         if not place.has(found):
-            raise Refused("is a file or folder of the host's")
+            raise Refused("is a file or folder of the host")
         os.unlink(name, dir_fd=parent)
 
     def _file(self, tar: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
@@ -270,8 +270,8 @@ class Unpacker:
 
 def create(places: dict[str, str], notes: Notes) -> None:
     """Pack ``places`` to stdout."""
-    form = {"format": tarfile.PAX_FORMAT, "encoding": "utf-8", "errors": "surrogateescape", "copybufsize": BUFFER}
-    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", bufsize=BUFFER, **form) as tar:  # type: ignore[call-overload]
+    options = {"format": tarfile.PAX_FORMAT, "encoding": "utf-8", "errors": "surrogateescape", "copybufsize": BUFFER}
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", bufsize=BUFFER, **options) as tar:  # type: ignore[call-overload]
         packer = Packer(tar, notes)
         for name, folder in places.items():
             packer.pack(name, folder)
@@ -280,8 +280,8 @@ def create(places: dict[str, str], notes: Notes) -> None:
 def extract(places: dict[str, str], notes: Notes) -> None:
     """Unpack stdin into ``places``."""
     unpacker = Unpacker(places)
-    form = {"encoding": "utf-8", "errors": "surrogateescape"}
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|", bufsize=BUFFER, **form) as tar:  # type: ignore[call-overload]
+    options = {"encoding": "utf-8", "errors": "surrogateescape"}
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|", bufsize=BUFFER, **options) as tar:  # type: ignore[call-overload]
         while member := tar.next():
             try:
                 unpacker.unpack(tar, member)

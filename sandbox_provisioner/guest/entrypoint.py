@@ -22,11 +22,11 @@ import runpy
 import sys
 from collections.abc import Callable
 
-WORDS = 70_000
+STACK_SIZE = 70_000
 """Stack size of the bottom frame, in words of 8 bytes."""
 
 
-def with_room(run: Callable[[str], None], module: str) -> None:
+def in_large_frame(run: Callable[[str], None], module: str) -> None:
     """Call ``run(module)`` in the bottom frame, whose stack size ``main`` has enlarged."""
     run(module)
 
@@ -46,11 +46,11 @@ def main() -> None:
         if sys.argv[1] != "ipykernel_launcher":
             sys.path.append(os.getcwd())
     run: Callable[[str], None] = runpy._run_module_as_main  # type: ignore[attr-defined]
-    module, begin = sys.argv.pop(1), with_room
-    begin.__code__ = begin.__code__.replace(co_stacksize=WORDS)
-    ours = globals()
-    for name in [name for name in ours if not name.startswith("__")]:
-        del ours[name]
+    module, begin = sys.argv.pop(1), in_large_frame
+    begin.__code__ = begin.__code__.replace(co_stacksize=STACK_SIZE)
+    names = globals()
+    for name in [name for name in names if not name.startswith("__")]:
+        del names[name]
     begin(run, module)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 PATH = "/run/jupyter/hooks"
 MAIN_THREAD_FREE = 0.5
 """Seconds to wait for the main thread before the hook runs in the hooks' own thread."""
-LONGEST = 1000
+MAX_MESSAGE = 1000
+"""Bytes of a request, and of an answer."""
 
 
 def call(request: dict[str, Any], seconds: float) -> str:
@@ -35,14 +36,14 @@ def call(request: dict[str, Any], seconds: float) -> str:
             peer.connect(PATH)
             peer.sendall(json.dumps(request).encode())
             peer.shutdown(socket.SHUT_WR)
-            while len(answer) < LONGEST and (piece := peer.recv(LONGEST)):
+            while len(answer) < MAX_MESSAGE and (piece := peer.recv(MAX_MESSAGE)):
                 answer += piece
                 peer.settimeout(max(0.001, until - time.monotonic()))
         except TimeoutError:
-            return f"it took longer than {seconds:g} seconds, and was not waited for"
+            return f"it took longer than {seconds:g} seconds"
         except OSError:
             return ""
-    return answer[:LONGEST].decode("utf-8", "replace")
+    return answer[:MAX_MESSAGE].decode("utf-8", "replace")
 
 
 def listen() -> None:
@@ -67,14 +68,14 @@ def _serve(server: socket.socket) -> None:
         with peer:
             try:
                 request = b""
-                while len(request) < LONGEST and (piece := peer.recv(LONGEST)):
+                while len(request) < MAX_MESSAGE and (piece := peer.recv(MAX_MESSAGE)):
                     request += piece
-                peer.sendall(_obey(**json.loads(request)).encode("utf-8", "replace"))
+                peer.sendall(_run_hook(**json.loads(request)).encode("utf-8", "replace"))
             except Exception:
                 pass  # The caller stopped waiting, the caller is not PID 1, or IPython is only partly imported.
 
 
-def _obey(name: str, reseed: bool) -> str:
+def _run_hook(name: str, reseed: bool) -> str:
     if reseed:
         _reseed()
     shells = sys.modules.get("IPython.core.interactiveshell")
@@ -82,10 +83,10 @@ def _obey(name: str, reseed: bool) -> str:
         return ""
     shell = shells.InteractiveShell.instance()
     hook = shell.user_ns.get(name)
-    return _run(shell, hook) if callable(hook) else ""
+    return _execute(shell, hook) if callable(hook) else ""
 
 
-def _run(shell: Any, hook: Callable[[], object]) -> str:
+def _execute(shell: Any, hook: Callable[[], object]) -> str:
     claim, started, ended = threading.Lock(), threading.Event(), threading.Event()
     trouble = ""
 

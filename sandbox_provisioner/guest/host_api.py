@@ -22,26 +22,26 @@ RESTORED = {"outcome": "restored"}
 GONE = {"problem": "The server ended before it answered."}
 
 
-class Ask:
-    """One connection: the bytes received so far, and the part of the answer that is still to be sent."""
+class Client:
+    """A connection: the bytes received so far, and the part of the answer that is still to be sent."""
 
     def __init__(self, peer: socket.socket) -> None:
-        self.peer = peer
-        self.said = b""
+        self.socket = peer
+        self.received = b""
         self.number = 0
         self.answer = b""
         self.watched = False
 
 
-class Asks:
+class HostApi:
     """All connections. ``tell`` sends a request to the host with a number, which the host's answer repeats."""
 
     def __init__(self, epoll: select.epoll, tell: Callable[..., None]) -> None:
         self.epoll = epoll
         self.tell = tell
         self.listener: socket.socket | None = None
-        self.open: dict[int, Ask] = {}
-        self.pending: dict[int, Ask] = {}
+        self.open: dict[int, Client] = {}
+        self.pending: dict[int, Client] = {}
         self.last = 0
 
     def listen(self, path: str) -> None:
@@ -56,31 +56,31 @@ class Asks:
             return
         listener.setblocking(False)
         self.listener = listener
-        self.go_on()
+        self.accept()
 
-    def go_on(self) -> None:
-        """Start accepting requests, or accept them again after ``stop``."""
+    def accept(self) -> None:
+        """Accept requests, from the start or again after ``stop``."""
         if self.listener:
             self.epoll.register(self.listener, select.EPOLLIN)
 
     def stop(self) -> None:
-        """Send pending requests an error, close all connections and accept none until ``go_on``. The host is gone."""
+        """Send pending requests an error, close all connections and accept none until ``accept``. The host is gone."""
         if self.listener:
             self.epoll.unregister(self.listener)
-        self.settle(GONE)
-        for ask in list(self.open.values()):
-            self._close(ask)
+        self.answer_all(GONE)
+        for client in list(self.open.values()):
+            self._close(client)
 
     def serve(self, fd: int) -> bool:
         """Handle an epoll event of ``fd``. Return False if the descriptor does not belong to a request."""
         if self.listener and fd == self.listener.fileno():
             self._accept()
         elif fd in self.open:
-            ask = self.open[fd]
-            if ask.answer:
-                self._write(ask)
-            elif not ask.number:
-                self._read(ask)
+            client = self.open[fd]
+            if client.answer:
+                self._write(client)
+            elif not client.number:
+                self._read(client)
         else:
             return False
         return True
@@ -92,41 +92,41 @@ class Asks:
         except OSError:
             return
         peer.setblocking(False)
-        ask = self.open[peer.fileno()] = Ask(peer)
-        self._watch(ask, select.EPOLLIN)
+        client = self.open[peer.fileno()] = Client(peer)
+        self._watch(client, select.EPOLLIN)
         if len(self.open) > MAX_OPEN:
-            self._reply(ask, {"problem": "The sandbox is asked too much at once. Wait for an answer, and ask again."})
+            self._reply(client, {"problem": "Too many requests at once. Wait for an answer, then try again."})
 
-    def _read(self, ask: Ask) -> None:
+    def _read(self, client: Client) -> None:
         try:
-            piece = ask.peer.recv(MAX_REQUEST + 1)
+            piece = client.socket.recv(MAX_REQUEST + 1)
         except BlockingIOError:
             return
         except OSError:
-            self._close(ask)
+            self._close(client)
             return
-        ask.said += piece
-        if len(ask.said) > MAX_REQUEST:
-            self._reply(ask, {"problem": f"What is asked of the sandbox has more than {MAX_REQUEST} bytes."})
+        client.received += piece
+        if len(client.received) > MAX_REQUEST:
+            self._reply(client, {"problem": f"The request is longer than {MAX_REQUEST} bytes."})
         elif not piece:
-            self._pass_on(ask)
+            self._pass_on(client)
 
-    def _pass_on(self, ask: Ask) -> None:
+    def _pass_on(self, client: Client) -> None:
         try:
-            request = json.loads(ask.said)
+            request = json.loads(client.received)
             fits = isinstance(request, dict) and len(json.dumps(request)) <= MAX_REQUEST
         except (ValueError, RecursionError):
             fits = False
         if not fits:
-            self._reply(ask, {"problem": "What is asked of the sandbox is no JSON object, or too large a one."})
+            self._reply(client, {"problem": "The request is not a JSON object, or is too large."})
             return
-        self._watch(ask, 0)
+        self._watch(client, 0)
         self.last += 1
-        ask.number = self.last
-        self.pending[ask.number] = ask
-        self.tell(op="ask", number=ask.number, request=request)
+        client.number = self.last
+        self.pending[client.number] = client
+        self.tell(op="ask", number=client.number, request=request)
 
-    def answered(self, number: int, answer: dict[str, Any]) -> None:
+    def answer(self, number: int, answer: dict[str, Any]) -> None:
         """Pass on an answer from the host, and confirm its arrival.
 
         The host limits the number of requests whose answers are unconfirmed.
@@ -135,37 +135,37 @@ class Asks:
         if number in self.pending:
             self._reply(self.pending[number], answer)
 
-    def settle(self, answer: dict[str, Any]) -> None:
+    def answer_all(self, answer: dict[str, Any]) -> None:
         """Send this answer to every request that waits for the host, because the current host does not know it."""
-        for ask in list(self.pending.values()):
-            self._reply(ask, answer)
+        for client in list(self.pending.values()):
+            self._reply(client, answer)
 
-    def _reply(self, ask: Ask, answer: dict[str, Any]) -> None:
-        self.pending.pop(ask.number, None)
-        ask.answer = json.dumps(answer).encode()
-        self._watch(ask, select.EPOLLOUT)
-        self._write(ask)
+    def _reply(self, client: Client, answer: dict[str, Any]) -> None:
+        self.pending.pop(client.number, None)
+        client.answer = json.dumps(answer).encode()
+        self._watch(client, select.EPOLLOUT)
+        self._write(client)
 
-    def _write(self, ask: Ask) -> None:
+    def _write(self, client: Client) -> None:
         try:
-            ask.answer = ask.answer[ask.peer.send(ask.answer) :]
+            client.answer = client.answer[client.socket.send(client.answer) :]
         except BlockingIOError:
             return
         except OSError:
-            ask.answer = b""
-        if not ask.answer:
-            self._close(ask)
+            client.answer = b""
+        if not client.answer:
+            self._close(client)
 
-    def _close(self, ask: Ask) -> None:
-        self.pending.pop(ask.number, None)
-        self._watch(ask, 0)
-        del self.open[ask.peer.fileno()]
-        ask.peer.close()
+    def _close(self, client: Client) -> None:
+        self.pending.pop(client.number, None)
+        self._watch(client, 0)
+        del self.open[client.socket.fileno()]
+        client.socket.close()
 
-    def _watch(self, ask: Ask, events: int) -> None:
+    def _watch(self, client: Client, events: int) -> None:
         """Set the epoll events of a connection. While the host has the request there are none, not even a hang-up."""
-        if ask.watched:
-            self.epoll.unregister(ask.peer)
+        if client.watched:
+            self.epoll.unregister(client.socket)
         if events:
-            self.epoll.register(ask.peer, events)
-        ask.watched = bool(events)
+            self.epoll.register(client.socket, events)
+        client.watched = bool(events)

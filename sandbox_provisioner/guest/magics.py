@@ -22,14 +22,14 @@ PATH = "/run/jupyter/sandbox"
 MAX_REQUEST = 4096
 SHELLS = "IPython.core.interactiveshell"
 USAGE = """\
-%sandbox status           what this kernel's sandbox is called, and what is kept of it
-%sandbox savepoint NAME   keep the kernel's memory as it is now; the kernel runs on
-%sandbox savepoints       the savepoints that there are
-%sandbox rewind NAME      go back to a savepoint; what is now is kept as another
+%sandbox status           show the id of this kernel's sandbox and its saved state
+%sandbox savepoint NAME   save the kernel's memory as a savepoint; the kernel runs on
+%sandbox savepoints       list the savepoints
+%sandbox rewind NAME      go back to a savepoint; the present state is kept as another
 %sandbox keep-awake [on|off|DURATION]
                           do not hibernate while threads or subprocesses work; a duration is such as 90s, 30m or 2h
 """
-WORDS = {"status": (0, 0), "savepoint": (1, 1), "savepoints": (0, 0), "rewind": (1, 1), "keep-awake": (0, 1)}
+OPERATIONS = {"status": (0, 0), "savepoint": (1, 1), "savepoints": (0, 0), "rewind": (1, 1), "keep-awake": (0, 1)}
 """The operations, each with the minimum and maximum number of arguments."""
 MODULE = "jupyter_sandbox"
 DURATION = re.compile(r"([0-9]{1,7})([smhd]?)")
@@ -38,7 +38,7 @@ UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def install() -> None:
     """Add the module ``jupyter_sandbox``, and register the magic with IPython when a shell is created."""
-    sys.meta_path.insert(0, _Watch())
+    sys.meta_path.insert(0, _ShellFinder())
     module = ModuleType(MODULE, "The sandbox that this kernel runs in.")
     module.keep_awake = keep_awake  # type: ignore[attr-defined]
     sys.modules[MODULE] = module
@@ -52,14 +52,14 @@ def keep_awake(seconds: float | None = None) -> Iterator[None]:
     refuses.
     """
     name = f"with-{os.urandom(8).hex()}"
-    _hold(name, seconds)
+    _request_keep_awake(name, seconds)
     try:
         yield
     finally:
-        _hold(name, 0)
+        _request_keep_awake(name, 0)
 
 
-def _hold(name: str, seconds: float | None) -> None:
+def _request_keep_awake(name: str, seconds: float | None) -> None:
     request = {"op": "keep-awake", "name": name, "seconds": seconds}
     try:
         answer = ask(request)
@@ -71,7 +71,7 @@ def _hold(name: str, seconds: float | None) -> None:
         raise RuntimeError(answer["problem"])
 
 
-class _Watch:
+class _ShellFinder:
     """Import finder that patches IPython's shell module when it is imported, and then removes itself."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -80,11 +80,11 @@ class _Watch:
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            _follow(spec)
+            _patch_after_import(spec)
         return spec
 
 
-def _follow(spec: ModuleSpec) -> None:
+def _patch_after_import(spec: ModuleSpec) -> None:
     """Patch the module's shell class right after the module has been executed."""
     loader: Any = spec.loader
     execute = loader.exec_module
@@ -92,12 +92,12 @@ def _follow(spec: ModuleSpec) -> None:
     def exec_module(module: ModuleType) -> None:
         del loader.exec_module
         execute(module)
-        _add(module.InteractiveShell)
+        _patch_shell(module.InteractiveShell)
 
     loader.exec_module = exec_module
 
 
-def _add(kind: Any) -> None:
+def _patch_shell(kind: Any) -> None:
     init_magics = kind.init_magics
 
     def with_ours(shell: Any) -> None:
@@ -115,7 +115,7 @@ def _magic(shell: Any) -> Callable[[str], None]:
         except Problem as problem:
             raise sys.modules["IPython.core.error"].UsageError(str(problem)) from None
 
-    sandbox.__doc__ = f"Ask after this kernel's sandbox, or save its state.\n\n{USAGE}"
+    sandbox.__doc__ = f"Show or save the state of this kernel's sandbox.\n\n{USAGE}"
     return sandbox
 
 
@@ -139,9 +139,9 @@ def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
     op, *names = line.split() or ["help"]
     if op == "help":
         return USAGE
-    least, most = WORDS.get(op, (1, 0))
-    if not least <= len(names) <= most:
-        raise Problem(f"%sandbox {line.strip()[:200]} is not among these:\n{USAGE}")
+    minimum, maximum = OPERATIONS.get(op, (1, 0))
+    if not minimum <= len(names) <= maximum:
+        raise Problem(f"%sandbox {line.strip()[:200]} is not a valid command. The commands are:\n{USAGE}")
     request: dict[str, Any] = {"op": op}
     if op == "keep-awake":
         request.update(name="notebook", seconds=_seconds(names[0] if names else "on"))
@@ -155,7 +155,7 @@ def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
         answer = ask(request)  # The sandbox was restored meanwhile; its new host does not know the request.
     if "problem" in answer:
         raise Problem(answer["problem"])
-    return told(op, "".join(names), answer)
+    return answer_text(op, "".join(names), answer)
 
 
 def _seconds(word: str) -> int | None:
@@ -164,7 +164,7 @@ def _seconds(word: str) -> int | None:
         return None if word == "on" else 0
     match = DURATION.fullmatch(word)
     if not match:
-        raise Problem(f"{word[:100]!r} is neither on nor off, nor a duration such as 90s, 30m or 2h.")
+        raise Problem(f"{word[:100]!r} is not on, off, or a duration such as 90s, 30m or 2h.")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -173,14 +173,14 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 
     KeyboardInterrupt ends the wait, but does not cancel the request.
     """
-    said = json.dumps(request, default=_plain).encode()
-    if len(said) > MAX_REQUEST:
-        said = json.dumps({**request, "parent": None}).encode()
+    data = json.dumps(request, default=_plain).encode()
+    if len(data) > MAX_REQUEST:
+        data = json.dumps({**request, "parent": None}).encode()
     answer = b""
     with socket.socket(socket.AF_UNIX) as peer:
         try:
             peer.connect(PATH)
-            peer.sendall(said)
+            peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # PID 1 may still have sent an answer that gives the reason.
@@ -195,7 +195,7 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(answer)
     except ValueError:
-        raise Problem("The sandbox does not answer. Its server may be about to stop; try again.") from None
+        raise Problem("The sandbox does not answer. Its server may be stopping; try again.") from None
     return found
 
 
@@ -207,16 +207,16 @@ def _plain(value: Any) -> str:
 # -- output for the user -------------------------------------------------------------------------------------------
 
 
-def told(op: str, name: str, answer: dict[str, Any]) -> str:
+def answer_text(op: str, name: str, answer: dict[str, Any]) -> str:
     """Return the text that tells the user about an answer."""
     if answer.get("outcome") == "restored":
         if op == "savepoint":
-            return f"This is savepoint {name} again.\n"
-        return f"This is the kernel as it was before it was to be rewound to {name}.\n"
+            return f"Restored from savepoint {name}.\n"
+        return f"Restored to the state before the rewind to {name}.\n"
     if op == "savepoint":
         return f"Saved as {name} ({size(answer['size'])} in {answer['seconds']:.1f} s). The kernel runs on.\n"
     if op == "rewind":
-        return f"Rewound to {name}; what was is kept as savepoint {answer['kept']}.\n"
+        return f"Rewound to {name}; the state before is kept as savepoint {answer['kept']}.\n"
     if op == "keep-awake":
         return f"{answer['awake']}.\n"
     return (_status(answer["status"]) if op == "status" else "") + _savepoints(answer)
@@ -242,11 +242,11 @@ def _savepoints(answer: dict[str, Any]) -> str:
     if savepoints is None:
         return ""
     if not savepoints:
-        return "There is no savepoint. `%sandbox savepoint NAME` makes one.\n"
+        return "No savepoints. `%sandbox savepoint NAME` makes one.\n"
     width = max(len(one["name"]) for one in savepoints)
     lines = [f"  {one['name']:<{width}}  {when(one['created'])}  {size(one['size'])}\n" for one in savepoints]
     if answer.get("more"):
-        lines.insert(0, f"  and {answer['more']} that are older\n")
+        lines.insert(0, f"  and {answer['more']} older ones\n")
     return "".join(["Savepoints:\n", *lines])
 
 

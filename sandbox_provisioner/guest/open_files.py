@@ -24,11 +24,11 @@ INIT_MAPS = "/run/jupyter/maps"
 """The file in which PID 1 records its mappings. Only a PID 1 of an older version lets others read /proc/1/maps."""
 
 Identity = tuple[int, int]
-Sighting = tuple[str, str, Identity]
+FileUse = tuple[str, str, Identity]
 """A path, its use and the file's device and inode."""
 
 
-def mappings(text: str) -> Iterator[Sighting]:
+def mappings(text: str) -> Iterator[FileUse]:
     """Yield the mapped files in the text of a process's ``maps``, in which a path may contain line ends."""
     parts = REGION.split(text)
     for start in range(1, len(parts), 5):
@@ -38,7 +38,7 @@ def mappings(text: str) -> Iterator[Sighting]:
             yield path[:-1], "shared" if kind == "s" else "mapped", identity
 
 
-def descriptors(folder: str) -> Iterator[Sighting]:
+def descriptors(folder: str) -> Iterator[FileUse]:
     """Yield the open files and folders and the working folder of the process with this ``/proc`` folder."""
     links = ["cwd"]
     try:
@@ -69,29 +69,29 @@ def state(path: str, use: str, identity: Identity) -> tuple[str, str]:
     return path, ""
 
 
-def inventory() -> list[tuple[str, str, str]]:
+def files_in_use() -> list[tuple[str, str, str]]:
     """Return all files in use by processes other than this one, once for each use."""
-    sightings: set[Sighting] = set()
+    uses: set[FileUse] = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
-            sightings.update(mappings(_read(f"/proc/{entry}/maps")))
+            uses.update(mappings(_read(f"/proc/{entry}/maps")))
         except PermissionError:
             if entry == "1":
-                sightings.update(_init_mappings())
+                uses.update(_init_mappings())
             continue
         except OSError:
             continue
-        sightings.update(descriptors(f"/proc/{entry}"))
+        uses.update(descriptors(f"/proc/{entry}"))
     found = set()
-    for path, use, identity in sightings:
+    for path, use, identity in uses:
         name, fate = state(path, use, identity)
         found.add((name, use, fate))
     return sorted(found)
 
 
-def _init_mappings() -> list[Sighting]:
+def _init_mappings() -> list[FileUse]:
     try:
         return list(mappings(_read(INIT_MAPS)))
     except OSError:
@@ -104,4 +104,4 @@ def _read(path: str) -> str:
 
 
 if __name__ == "__main__":
-    json.dump(inventory(), sys.stdout)
+    json.dump(files_in_use(), sys.stdout)

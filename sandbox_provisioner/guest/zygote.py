@@ -26,7 +26,7 @@ PATH = "/run/jupyter/frozen"
 INIT_MAPS = "/run/jupyter/maps"
 """The file in which PID 1 records its memory mappings."""
 MAPPED = re.compile(r" (/[^\n]*)$", re.MULTILINE)
-LATER = 1.0
+HISTORY_DELAY = 1.0
 """Delay in seconds before the start time in the history is updated: a start does not wait for that."""
 
 
@@ -45,15 +45,15 @@ def stop_at_start() -> None:
             own["init_code"](app)
 
     def start(app: Any) -> None:
-        def become(orders: dict[str, Any]) -> None:
+        def activate(orders: dict[str, Any]) -> None:
             for name, method in own.items():
                 setattr(kind, name, method)
-            _become(app, orders, before)
+            _take_identity(app, orders, before)
             reseed()
-            _forget_chances(app)
+            _reset_random_state(app)
 
-        _wait_for_orders(app, become)
-        _heed_user(app)
+        _wait_for_orders(app, activate)
+        _apply_user_settings(app)
         app.start()
 
     kind.load_config_file = lambda app, *arguments, **options: None
@@ -122,13 +122,13 @@ def _children() -> list[str]:
         return file.read().split()
 
 
-def _unfit(app: Any) -> str:
+def _why_unfit(app: Any) -> str:
     """Return why this kernel cannot be a template, or an empty string."""
     kernels = import_module("ipykernel.ipkernel")
     if not isinstance(app.kernel, kernels.IPythonKernel) or app.shell is None:
         return "it is not IPython's"
     if _children():
-        return "it has started a process, which would not learn whose it is"
+        return "it has started a process, which would not get the new identity"
     return ""
 
 
@@ -148,7 +148,7 @@ def _files() -> set[str]:
     return {os.path.realpath(path) for path in paths if os.path.isabs(path) and os.path.exists(path)}
 
 
-def _wait_for_orders(app: Any, become: Callable[[dict[str, Any]], None]) -> None:
+def _wait_for_orders(app: Any, activate: Callable[[dict[str, Any]], None]) -> None:
     """Answer requests on the socket until one of them has activated this copy."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(PATH)
@@ -158,17 +158,17 @@ def _wait_for_orders(app: Any, become: Callable[[dict[str, Any]], None]) -> None
             with peer, peer.makefile("rw", encoding="utf-8") as stream:
                 line = stream.readline()
                 if line.endswith("\n"):
-                    stream.write(json.dumps(_answer(app, json.loads(line), become)) + "\n")
+                    stream.write(json.dumps(_answer(app, json.loads(line), activate)) + "\n")
                     stream.flush()
 
 
-def _answer(app: Any, message: dict[str, Any], become: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _answer(app: Any, message: dict[str, Any], activate: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     if message["op"] == "preload":
         return _preload(message["modules"])
     if message["op"] == "report":
-        return {"unfit": _unfit(app)}
+        return {"unfit": _why_unfit(app)}
     try:
-        become(message)
+        activate(message)
         os.unlink(PATH)
         return {}
     except Exception as error:
@@ -185,7 +185,7 @@ def _preload(modules: list[str]) -> dict[str, Any]:
 # -- after the restore -------------------------------------------------------------------------------------------------
 
 
-def _become(app: Any, orders: dict[str, Any], before: dict[str, str]) -> None:
+def _take_identity(app: Any, orders: dict[str, Any], before: dict[str, str]) -> None:
     """Take on the environment, folder, connection file and key of the requested kernel."""
     frozen_in, cwd, frozen_file, file = os.getcwd(), orders["cwd"], app.connection_file, orders["connection_file"]
     own = {name: value for name, value in os.environ.items() if before.get(name) != value}
@@ -209,7 +209,7 @@ def _become(app: Any, orders: dict[str, Any], before: dict[str, str]) -> None:
     app.shell.starting_dir = cwd
 
 
-def _forget_chances(app: Any) -> None:
+def _reset_random_state(app: Any) -> None:
     """Renew the random ids and seeds that were drawn when the template was made."""
     app.session.session = str(uuid.uuid4())
     app.kernel.ident = str(uuid.uuid4())
@@ -226,7 +226,7 @@ def _forget_chances(app: Any) -> None:
         sys.modules["torch"].seed()
 
 
-def _heed_user(app: Any) -> None:
+def _apply_user_settings(app: Any) -> None:
     """Apply the user's configuration, extensions and startup files as a newly started application does."""
     if _configured(app):
         given = app.config.copy()
@@ -240,10 +240,12 @@ def _heed_user(app: Any) -> None:
     if _has_code(app):
         app.init_code()
     app.shell.history_manager.reset(new_session=False)
-    import_module("tornado.ioloop").IOLoop.current().call_later(LATER, _date_history, app.shell.history_manager)
+    import_module("tornado.ioloop").IOLoop.current().call_later(
+        HISTORY_DELAY, _set_history_time, app.shell.history_manager
+    )
 
 
-def _date_history(history: Any) -> None:
+def _set_history_time(history: Any) -> None:
     """Set the start time of the history session to now, because the session began in the template."""
     if history.enabled and history.session_number:
         with history.db:

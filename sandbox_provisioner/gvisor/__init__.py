@@ -1,6 +1,7 @@
 """The gVisor driver: start, checkpoint and restore one sandbox with runsc. Knows no storage and no Jupyter.
 
 - ``sandbox``: GVisorSandbox, the driver; ``state``: its legal actions and states
+- ``container``: one runsc container; ``pause``: stop a sandbox, write its image, and let it go on
 - ``runsc``: find and call the runsc binary; ``programs``: find trusted programs on the host
 - ``bundle``: the OCI configuration; ``mounts``: the host folders that a kernel may use
 - ``reserved_dirs``: folders that no kernel may write to; ``restore_plan``: mounts of a restored sandbox

@@ -84,8 +84,8 @@ def parse_mount(text: str) -> Mount:
     if not os.path.exists(source):
         raise ConfigurationError(
             "mounts",
-            f"The mount {text!r} cannot be made: there is no {source}.",
-            "Create it, or take it out of mounts.",
+            f"The mount {text!r} cannot be made: {source} does not exist.",
+            "Create it, or remove it from mounts.",
         )
     return Mount(source, os.path.normpath(destination), mode == "rw")
 
@@ -177,7 +177,7 @@ def _listed(spec: BundleSpec) -> list[Mount]:
     return [*system_mounts(), *private, *spec.mounts, *carried]
 
 
-def windows(spec: BundleSpec) -> list[Mount]:
+def visible_mounts(spec: BundleSpec) -> list[Mount]:
     """Return every mount as processes in the sandbox see it: the carried folder also at its own destination."""
     return [*all_mounts(spec), *([spec.carried] if spec.carried else [])]
 
@@ -188,17 +188,17 @@ def config(spec: BundleSpec) -> dict[str, Any]:
     PID 1 of a template has the two capabilities that it needs to bind the carried folder and then to drop them.
     """
     held = ["CAP_SYS_ADMIN", "CAP_SETPCAP"] if spec.carried else []
-    powers = dict.fromkeys(("bounding", "effective", "permitted"), held) | {"inheritable": [], "ambient": []}
-    way = ["template"] if spec.carried else ["outlive"] if spec.outlives else []
+    capabilities = dict.fromkeys(("bounding", "effective", "permitted"), held) | {"inheritable": [], "ambient": []}
+    mode = ["template"] if spec.carried else ["outlive"] if spec.outlives else []
     namespaces = ["pid", "ipc", "uts", "mount"] + (["network"] if spec.network == "none" else [])
     return {
         "ociVersion": "1.0.2",
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": [spec.python, "-I", "-S", "-B", GUEST_INSIDE, *way],
+            "args": [spec.python, "-I", "-S", "-B", GUEST_INSIDE, *mode],
             "env": [f"{name}={value}" for name, value in spec.environment.items()],
             "cwd": "/",
-            "capabilities": powers,
+            "capabilities": capabilities,
             "noNewPrivileges": True,
         },
         "root": {"path": "rootfs"},
@@ -235,7 +235,7 @@ def write(folder: Path, spec: BundleSpec) -> None:
     for mount in (*spec.mounts, *([spec.carried] if spec.carried else [])):
         if mount.source and not os.path.exists(mount.source):
             raise ConfigurationError(
-                "mounts", f"{mount.source}, which the sandbox is to see, is not there.", "Create it, or correct mounts."
+                "mounts", f"{mount.source}, which is to be mounted, does not exist.", "Create it, or correct mounts."
             )
     root = folder / "rootfs"
     (root / "etc" / "ssl").mkdir(parents=True)

@@ -16,7 +16,7 @@ GRACE = 10.0
 """Seconds to wait until a killed script has exited."""
 STALL = 60.0
 """Seconds without any input or output after which a script is given up."""
-WORDS_KEPT = 1 << 12
+STDERR_KEPT = 1 << 12
 """Bytes of stderr that are kept for the error message."""
 
 
@@ -27,7 +27,7 @@ class GuestTool:
         self._process = process
         self._output = process.stream()
         self._task = task
-        self._words = bytearray()
+        self._stderr = bytearray()
 
     @classmethod
     @asynccontextmanager
@@ -49,15 +49,15 @@ class GuestTool:
     async def output(self) -> AsyncIterator[bytes]:
         """Yield its stdout and keep the end of its stderr for ``finish``. Raises GuestError if it stalls."""
         while True:
-            async with self._patience():
+            async with self._stall_limit():
                 piece = await anext(self._output, None)
             if piece is None:
                 return
             if piece.stream == "stdout":
                 yield piece.data
             else:
-                self._words += piece.data
-                del self._words[:-WORDS_KEPT]
+                self._stderr += piece.data
+                del self._stderr[:-STDERR_KEPT]
 
     async def write(self, data: bytes) -> bool:
         """Write to its stdin, waiting until there is room.
@@ -65,7 +65,7 @@ class GuestTool:
         Return False if the script has closed its stdin; ``finish`` reports the reason.
         """
         try:
-            async with self._patience():
+            async with self._stall_limit():
                 await self._process.write(data)
         except BrokenPipeError:
             return False
@@ -76,18 +76,20 @@ class GuestTool:
         self._process.close_stdin()
         async for _ in self.output():
             pass
-        async with self._patience():
+        async with self._stall_limit():
             status = await self._process.wait()
-        words = printable(bytes(self._words))
+        message = printable(bytes(self._stderr))
         if status:
-            raise GuestError(f"{self._task} failed in the sandbox: {words or f'it ended with status {status}'}.")
-        return words
+            raise GuestError(f"{self._task} failed in the sandbox: {message or f'it exited with status {status}'}.")
+        return message
 
     @asynccontextmanager
-    async def _patience(self) -> AsyncIterator[None]:
+    async def _stall_limit(self) -> AsyncIterator[None]:
         """Raise GuestError if the block takes longer than ``STALL`` seconds."""
         try:
             async with asyncio.timeout(STALL):
                 yield
         except TimeoutError:
-            raise GuestError(f"{self._task} failed in the sandbox: it stood still for {STALL:.0f} seconds.") from None
+            raise GuestError(
+                f"{self._task} failed in the sandbox: no input or output for {STALL:.0f} seconds."
+            ) from None

@@ -34,7 +34,7 @@ def resolve(command: str, env: Mapping[str, str]) -> str:
     return os.path.abspath(path)
 
 
-def roomy(argv: Sequence[str]) -> list[str]:
+def with_entrypoint(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` with ``python -m MODULE`` replaced by ``python entrypoint.py MODULE``; others are unchanged.
 
     The docstring of ``guest/entrypoint.py`` explains why.
@@ -46,14 +46,14 @@ def roomy(argv: Sequence[str]) -> list[str]:
     return [*argv[:module], f"{GUEST_INSIDE}/entrypoint.py", *argv[module + 1 :]]
 
 
-def frozen(argv: Sequence[str]) -> list[str]:
-    """Return an ``argv`` from ``roomy`` with the flag to stop before the kernel serves; empty for any other command."""
+def as_zygote(argv: Sequence[str]) -> list[str]:
+    """Add the flag to stop before the kernel serves to an ``argv`` with the entrypoint; return [] for any other."""
     script = f"{GUEST_INSIDE}/entrypoint.py"
     place = list(argv).index(script) + 1 if script in argv else 0
     return [*argv[:place], "--frozen", *argv[place:]] if place else []
 
 
-def installing(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def pip_target(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return a folder in the home for packages of a virtual environment, and the variables that make pip use it.
 
     The environment itself is read-only in the sandbox, and pip would install nowhere else. Outside an environment pip
@@ -71,7 +71,7 @@ def installing(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str
     return folders[0], {"PIP_PREFIX": own, "PYTHONPATH": path}
 
 
-class Find(NamedTuple):
+class NeededPath(NamedTuple):
     """A path that a command needs, as named and with links followed. ``origins``: the folders whose files name it."""
 
     path: str
@@ -81,32 +81,32 @@ class Find(NamedTuple):
 
 def visible(argv: Sequence[str], env: Mapping[str, str]) -> list[Mount]:
     """Return the mounts that ``argv``, whose first item is an absolute path, needs to run as on the host."""
-    return believed(look(argv, env))
+    return trusted_mounts(needed_paths(argv, env))
 
 
-def believed(finds: Iterable[Find], writable: Iterable[str] = ()) -> list[Mount]:
-    """Return read-only mounts of the trusted ``finds``, for a guest that may have written to ``writable`` folders.
+def trusted_mounts(paths: Iterable[NeededPath], writable: Iterable[str] = ()) -> list[Mount]:
+    """Return read-only mounts of the trusted ``paths``, for a guest that may have written to ``writable`` folders.
 
-    A find is not trusted if a file in a writable folder names it, or if it is a link that leads out of one.
+    A path is not trusted if a file in a writable folder names it, or if it is a link that leads out of one.
     """
     folders = [os.path.realpath(folder) for folder in writable]
-    return list(dict.fromkeys(Mount(find.path, find.path) for find in finds if not _doubted(find, folders)))
+    return list(dict.fromkeys(Mount(one.path, one.path) for one in paths if not _untrusted(one, folders)))
 
 
-def _doubted(find: Find, folders: Sequence[str]) -> bool:
+def _untrusted(needed: NeededPath, folders: Sequence[str]) -> bool:
     return any(
-        (within(find.path, folder) and not within(find.real, folder))
-        or any(within(origin, folder) for origin in find.origins)
+        (within(needed.path, folder) and not within(needed.real, folder))
+        or any(within(origin, folder) for origin in needed.origins)
         for folder in folders
     )
 
 
-def look(argv: Sequence[str], env: Mapping[str, str]) -> list[Find]:
+def needed_paths(argv: Sequence[str], env: Mapping[str, str]) -> list[NeededPath]:
     """Return every path that ``argv``, whose first item is an absolute path, needs to run as on the host."""
     paths = [(path, ()) for path in (*user_site_folders(), *env.get("PYTHONPATH", "").split(os.pathsep), *argv[1:])]
     paths += [(entry, ()) for folder in user_site_folders() for entry in path_file_entries(folder)]
     return [
-        Find(normal, os.path.realpath(normal), origins)
+        NeededPath(normal, os.path.realpath(normal), origins)
         for path, origins in dict.fromkeys([*_installations(argv[0]), *paths])
         if os.path.isabs(path) and os.path.exists(path) and not private(normal := os.path.normpath(path))
     ]
@@ -145,7 +145,7 @@ def _installed(prefix: str) -> bool:
     return bool(glob(os.path.join(escape(prefix), "lib*/python3*/os.py"))) or within(prefix, "/usr")
 
 
-def parts(prefix: str) -> list[str]:
+def environment_parts(prefix: str) -> list[str]:
     """Return the parts of an environment that stay read-only, even for a kernel whose folder is the environment."""
     return [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg")]
 
@@ -170,11 +170,11 @@ def programs(program: str) -> Iterator[str]:
 def _shebang(program: str) -> list[str]:
     with open(program, "rb") as file:
         first = file.readline(512)
-    words = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
-    if len(words) > 1 and Path(words[0]).name == "env":
-        found = shutil.which(words[-1])
+    command = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
+    if len(command) > 1 and Path(command[0]).name == "env":
+        found = shutil.which(command[-1])
         return [found] if found else []
-    return words[:1]
+    return command[:1]
 
 
 def _base_python(program: str) -> list[str]:

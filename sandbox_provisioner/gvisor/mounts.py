@@ -173,7 +173,7 @@ def require_itself(folder: Mount) -> None:
     if real != folder.source:
         raise ConfigurationError(
             "working_folder",
-            f"{folder.source}, which the kernel sees, is another folder or file now: a link leads to {real}.",
+            f"{folder.source}, which the kernel sees, is now another folder or file: a link leads to {real}.",
             "Put it back in its place; the kernel's state is kept.",
         )
 
@@ -182,7 +182,7 @@ def replaced(*mounts: Mount) -> ConfigurationError:
     """Return the error for the case that one of ``mounts`` was replaced while the kernel started."""
     places = " or ".join(mount.destination for mount in mounts)
     problem = f"{places} was replaced by something else while the kernel started."
-    return ConfigurationError("working_folder", problem, "Look into it, and start the kernel again.")
+    return ConfigurationError("working_folder", problem, "Check the folder, then start the kernel again.")
 
 
 def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mount]:

@@ -34,7 +34,7 @@ def trusted_program(name: str, environ: Mapping[str, str] = os.environ, folders:
     """
     refused = []
     for path in on_path(name, environ, folders):
-        reason = distrust(path)
+        reason = reason_for_distrust(path)
         if not reason:
             return path
         refused.append(f"{path} is not used, because {reason}")
@@ -52,10 +52,10 @@ def on_path(name: str, environ: Mapping[str, str] = os.environ, folders: Iterabl
 def trusted_path(environ: Mapping[str, str] = os.environ) -> str:
     """Return PATH without the folders to which a sandbox or another user can add programs."""
     folders = environ.get("PATH", os.defpath).split(os.pathsep)
-    return os.pathsep.join(folder for folder in folders if os.path.isabs(folder) and not distrust(folder))
+    return os.pathsep.join(folder for folder in folders if os.path.isabs(folder) and not reason_for_distrust(folder))
 
 
-def distrust(path: str, writable: Iterable[str] | None = None) -> str:
+def reason_for_distrust(path: str, writable: Iterable[str] | None = None) -> str:
     """Return a clause that explains why a program or folder is not trusted; empty if it is.
 
     A path is not trusted if a sandbox or another user may have written it. The path as named and the path with links
@@ -67,7 +67,7 @@ def distrust(path: str, writable: Iterable[str] | None = None) -> str:
         for place in (Path(end), *Path(end).parents)
     )
     for place in places:
-        if reason := _strange(place):
+        if reason := _changeable(place):
             return reason
     for folder in writable_folders() if writable is None else writable:
         inside = [place for place in places if within(os.path.realpath(place), folder)]
@@ -76,7 +76,7 @@ def distrust(path: str, writable: Iterable[str] | None = None) -> str:
     return ""
 
 
-def _strange(place: str) -> str:
+def _changeable(place: str) -> str:
     """Return a clause that explains why another user can change the file or folder ``place``; empty if none can."""
     try:
         found = os.lstat(place)

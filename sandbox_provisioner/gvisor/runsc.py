@@ -30,7 +30,7 @@ from ..errors import (
     SandboxError,
     UserNamespacesForbiddenError,
 )
-from .programs import distrust, on_path, trusted_program
+from .programs import on_path, reason_for_distrust, trusted_program
 
 OLDEST = date(2024, 7, 29)
 """Oldest usable build: earlier ones cannot checkpoint a process that polls a socket, and every kernel does."""
@@ -74,20 +74,20 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
         if value:
             yield name, Path(value).expanduser()
     for found in on_path("runsc", environ):
-        if not distrust(found):
+        if not reason_for_distrust(found):
             yield "PATH", Path(found)
             break
     for folder in dict.fromkeys(bin_folders()):
         path = folder / "runsc"
-        if os.access(path, os.F_OK) and not distrust(str(path), ()):  # kernels see these folders read-only
+        if os.access(path, os.F_OK) and not reason_for_distrust(str(path), ()):  # kernels see these folders read-only
             yield "jupyter sandbox setup", path
 
 
-def refused(environ: Mapping[str, str] = os.environ) -> list[str]:
+def untrusted_candidates(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a clause for each runsc that is not used because it is not trusted, with the reason."""
-    places = [(path, distrust(path)) for path in on_path("runsc", environ)]
+    places = [(path, reason_for_distrust(path)) for path in on_path("runsc", environ)]
     own = [str(folder / "runsc") for folder in dict.fromkeys(bin_folders())]
-    places += [(path, distrust(path, ())) for path in own if os.access(path, os.F_OK)]
+    places += [(path, reason_for_distrust(path, ())) for path in own if os.access(path, os.F_OK)]
     return [f"{path} is not used, because {reason}" for path, reason in places if reason]
 
 
@@ -97,7 +97,7 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
     A configured runsc (setting, ``SANDBOX_RUNSC``, ``RUNSC_PATH``) must be usable. A runsc on PATH or in a data folder
     is skipped if it is too old or does not run.
     """
-    passed_over: RunscTooOldError | None = None
+    too_old: RunscTooOldError | None = None
     for origin, path in candidates(setting, environ):
         explicit = origin not in ("PATH", "jupyter sandbox setup")
         remedy = f"Correct or unset {origin}, then run `jupyter sandbox setup`." if explicit else SETUP_HINT
@@ -107,15 +107,15 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
         except RunscTooOldError as error:
             if explicit:
                 raise
-            passed_over = passed_over or error
+            too_old = too_old or error
         except RunscNotFoundError:
             if explicit:
                 raise
         else:
             return runsc
-    if passed_over:
-        raise passed_over
-    untrusted = "".join(f"; {clause}" for clause in refused(environ))
+    if too_old:
+        raise too_old
+    untrusted = "".join(f"; {clause}" for clause in untrusted_candidates(environ))
     raise RunscNotFoundError(f"No runsc (gVisor) was found on this machine{untrusted}.", SETUP_HINT)
 
 
@@ -123,17 +123,17 @@ def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
     """Return the runsc at ``path`` with its version, of any age. Raises RunscNotFoundError if it does not run."""
     named = f"{path} ({origin})" if origin else str(path)
     if not os.access(path, os.F_OK) or not path.is_file():
-        raise RunscNotFoundError(f"There is no runsc at {named}.", remedy)
+        raise RunscNotFoundError(f"No runsc at {named}.", remedy)
     if not os.access(path, os.X_OK):
-        raise RunscNotFoundError(f"{named} is not executable.", f"`chmod +x {path}` makes it so.")
-    version = _ask_version(path, path.stat(), remedy)
+        raise RunscNotFoundError(f"{named} is not executable.", f"Run `chmod +x {path}`.")
+    version = _read_version(path, path.stat(), remedy)
     return Runsc(path.absolute(), version)
 
 
 _versions: dict[tuple[str, int, int], str] = {}
 
 
-def _ask_version(path: Path, stat: os.stat_result, remedy: str) -> str:
+def _read_version(path: Path, stat: os.stat_result, remedy: str) -> str:
     key = (str(path), stat.st_mtime_ns, stat.st_size)
     if key not in _versions:
         try:
@@ -142,8 +142,8 @@ def _ask_version(path: Path, stat: os.stat_result, remedy: str) -> str:
             raise RunscNotFoundError(f"{path} could not be run: {error}.", remedy) from error
         found = re.search(r"version (\S+)", answer.stdout)
         if answer.returncode or not found:
-            words = (answer.stderr or answer.stdout).strip()[:200]
-            raise RunscNotFoundError(f"{path} does not answer as runsc does: {words!r}.", remedy)
+            message = (answer.stderr or answer.stdout).strip()[:200]
+            raise RunscNotFoundError(f"{path} does not answer as runsc does: {message!r}.", remedy)
         _versions[key] = found[1]
     return _versions[key]
 
@@ -179,9 +179,9 @@ class Runsc:
     def settings(self, network: str, platform: str) -> list[str]:
         """Return the global flags of every call for a sandbox with this network and platform."""
         chosen = [f"--network={network}", f"--platform={platform}"]
-        return [*chosen, "--ignore-cgroups", "--overlay2=root:memory", *self.caution(os.geteuid())]
+        return [*chosen, "--ignore-cgroups", "--overlay2=root:memory", *self.extra_flags(os.geteuid())]
 
-    def caution(self, uid: int) -> list[str]:
+    def extra_flags(self, uid: int) -> list[str]:
         """Return extra flags for a build that may let a guest remount a read-only folder writable.
 
         Without directfs the sandbox has no file descriptors of the host, and the host refuses the write, at the cost of
@@ -248,24 +248,24 @@ def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
     return "In a container, its seccomp profile may forbid them; or start the server as root."
 
 
-def checked(argv: Sequence[str], returncode: int | None, words: bytes) -> None:
+def checked(argv: Sequence[str], returncode: int | None, output: bytes) -> None:
     """Raise RunscError with runsc's own message unless the call succeeded."""
     if returncode != 0:
-        raise RunscError(argv, returncode, plain_words(words))
+        raise RunscError(argv, returncode, clean_output(output))
 
 
-def explain(argv: Sequence[str], returncode: int | None, words: str) -> SandboxError:
+def explain(argv: Sequence[str], returncode: int | None, output: str) -> SandboxError:
     """Return the error for a sandbox that did not start: a known cause, or else runsc's own message."""
-    if "unshare failed" in words or "unshare: write failed" in words:
+    if "unshare failed" in output or "unshare: write failed" in output:
         return UserNamespacesForbiddenError(
-            f"This system forbids user namespaces to ordinary users ({words.strip()}).", namespace_remedy()
+            f"This system forbids user namespaces to ordinary users ({output.strip()}).", namespace_remedy()
         )
-    if "no space left on device" in words.lower():
-        return DiskFullError(words)
-    return RunscError(argv, returncode, words, problem="The sandbox did not start: runsc")
+    if "no space left on device" in output.lower():
+        return DiskFullError(output)
+    return RunscError(argv, returncode, output, problem="The sandbox did not start: runsc")
 
 
-def plain_words(raw: bytes, limit: int = 2000) -> str:
+def clean_output(raw: bytes, limit: int = 2000) -> str:
     """Return the last ``limit`` characters of runsc's output, without log prefixes and repeated lines."""
     text = raw.decode("utf-8", "replace")
     lines = [re.sub(r"^[IWEDF]\d{4} \S+\s+\d+ \S+\] ", "", one_line(line)).strip() for line in text.splitlines()]

@@ -31,9 +31,9 @@ from ..errors import ConfigurationError, ProgramNotFoundError
 from .programs import trusted_program
 
 NAME = re.compile(r"\.?[0-9a-f]{12}")
-STALE_NEWBORN = 3600.0
+UNNAMED_TIMEOUT = 3600.0
 """Seconds for which a scan ignores a folder that does not have its final name yet."""
-GONE_WITHIN = 5.0
+KILL_TIMEOUT = 5.0
 """Seconds to wait until killed runsc processes have exited, before their folder is removed."""
 NOTE, RESCUED = "note.json", "rescued"
 
@@ -46,11 +46,11 @@ def runtime_root() -> Path:
     with it the state of kernels that still run. Raises ConfigurationError if others can change the folder.
     """
     if chosen := os.environ.get("SANDBOX_RUNTIME_DIR"):
-        return _made(Path(chosen, "jupyter-sandbox").absolute())
+        return _create_root(Path(chosen, "jupyter-sandbox").absolute())
     try:
         return _recorded_root(Path(jupyter_data_dir(), "sandbox", "runtime"))
     except OSError:  # the data folder cannot be written
-        return _made(_fixed_root())
+        return _create_root(_fixed_root())
 
 
 def _fixed_root() -> Path:
@@ -89,10 +89,10 @@ def _read_record(record: Path) -> Path | None:
         root = Path(record.read_text())
     except FileNotFoundError:
         return None
-    return root if root.is_absolute() and _own(root) else None
+    return root if root.is_absolute() and _owned(root) else None
 
 
-def _own(root: Path) -> bool:
+def _owned(root: Path) -> bool:
     """Return True if ``root`` is a folder that only this user can change or replace."""
     try:
         found, above = root.lstat(), root.parent.stat().st_mode
@@ -102,7 +102,7 @@ def _own(root: Path) -> bool:
     return own and not (above & 0o022 and not above & stat.S_ISVTX)
 
 
-def _made(root: Path) -> Path:
+def _create_root(root: Path) -> Path:
     """Create ``root`` if needed, and return it. Raises ConfigurationError if that fails or others can change it."""
     try:
         root.mkdir(mode=0o700, parents=True)
@@ -114,7 +114,7 @@ def _made(root: Path) -> Path:
             f"{root} cannot be made: {error.strerror}.",
             "Set SANDBOX_RUNTIME_DIR to a folder of your own.",
         ) from error
-    if not _own(root):
+    if not _owned(root):
         raise ConfigurationError(
             "SANDBOX_RUNTIME_DIR",
             f"{root} is not a folder that only you can change.",
@@ -126,7 +126,7 @@ def _made(root: Path) -> Path:
 def runtime_roots() -> list[Path]:
     """Return each folder that may contain folders of sandboxes: the present one, and that of earlier versions."""
     root, fixed = runtime_root(), _fixed_root()
-    old = [] if os.environ.get("SANDBOX_RUNTIME_DIR") or fixed == root or not _own(fixed) else [fixed]
+    old = [] if os.environ.get("SANDBOX_RUNTIME_DIR") or fixed == root or not _owned(fixed) else [fixed]
     return [root, *old]
 
 
@@ -151,12 +151,12 @@ class RuntimeFolder:
         """Create and lock a new folder. It gets its final name only when it is locked, so no scan finds it unlocked."""
         root = runtime_root()
         name = uuid4().hex[:12]
-        newborn = root / f".{name}"
-        newborn.mkdir(mode=0o700)
-        folder = cls(newborn, os.open(newborn, os.O_RDONLY | os.O_DIRECTORY))
+        unnamed = root / f".{name}"
+        unnamed.mkdir(mode=0o700)
+        folder = cls(unnamed, os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY))
         try:
             fcntl.flock(folder._lock, fcntl.LOCK_EX)
-            folder._move(newborn.rename(root / name))
+            folder._move(unnamed.rename(root / name))
             folder.bundle.mkdir()
             folder.state.mkdir()
         except OSError:
@@ -165,7 +165,7 @@ class RuntimeFolder:
         return folder
 
     @classmethod
-    def of_the_dead(cls, path: Path) -> RuntimeFolder | None:
+    def reclaim(cls, path: Path) -> RuntimeFolder | None:
         """Lock and return the folder of an owner that has exited.
 
         Return None if the owner lives, the folder is gone, or it is new and has no final name yet.
@@ -175,7 +175,7 @@ class RuntimeFolder:
         except OSError:
             return None
         try:
-            if path.name.startswith(".") and time.time() - os.fstat(lock).st_mtime < STALE_NEWBORN:
+            if path.name.startswith(".") and time.time() - os.fstat(lock).st_mtime < UNNAMED_TIMEOUT:
                 raise BlockingIOError
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists():
@@ -201,7 +201,7 @@ class RuntimeFolder:
         return read_note(self.path)
 
     @property
-    def inhabited(self) -> bool:
+    def has_processes(self) -> bool:
         """True while a runsc process runs for this folder."""
         return any(_processes(self.state))
 
@@ -211,29 +211,29 @@ class RuntimeFolder:
 
     def remove(self) -> None:
         """Kill the runsc processes of this folder, and remove it with its mounts. Blocks, usually for milliseconds."""
-        deadline = time.monotonic() + GONE_WITHIN
+        deadline = time.monotonic() + KILL_TIMEOUT
         while kill_processes(self.state) and time.monotonic() < deadline:
             time.sleep(0.01)
         for mounted in mounts_below(self.path):
             with suppress(ProgramNotFoundError):
                 subprocess.run([trusted_program("umount"), "-l", mounted], capture_output=True)
         shutil.rmtree(self.path, ignore_errors=True)
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
-        """Release the lock, and keep the folder."""
+    def release(self) -> None:
+        """Release the lock and keep the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
-def _let_go_of_all() -> None:
+def _release_all() -> None:
     """Close inherited locks. Called in a forked child, which would otherwise keep them after the owner exits."""
     for folder in list(_held):
-        folder.let_go()
+        folder.release()
 
 
-os.register_at_fork(after_in_child=_let_go_of_all)
+os.register_at_fork(after_in_child=_release_all)
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
@@ -246,7 +246,7 @@ def read_note(path: Path) -> dict[str, Any] | None:
 
 
 def sweep() -> list[str]:
-    """Remove the processes, mounts and folders of dead owners. Folders with a note are kept.
+    """Remove the processes, mounts and folders of owners that have exited. Folders with a note are kept.
 
     Return the names of the removed folders.
     """
@@ -256,11 +256,11 @@ def sweep() -> list[str]:
     return [folder.path.name for folder in found]
 
 
-Wanted = Callable[[dict[str, Any] | None], bool]
+NoteFilter = Callable[[dict[str, Any] | None], bool]
 
 
-def scan(wanted: Wanted) -> tuple[list[RuntimeFolder], list[Path]]:
-    """Lock and return the folders of dead owners whose note is ``wanted``; also return those that are being rescued.
+def scan(wanted: NoteFilter) -> tuple[list[RuntimeFolder], list[Path]]:
+    """Lock and return the folders of exited owners whose note is ``wanted``; also return those that are being rescued.
 
     Only one scan runs at a time: a scan locks each folder for a moment, and would hide it from another scan. A folder
     that stays locked afterwards has an owner, or is marked as rescued. Blocks.
@@ -277,11 +277,11 @@ def scan(wanted: Wanted) -> tuple[list[RuntimeFolder], list[Path]]:
     return found, rescued
 
 
-def _scan(root: Path, wanted: Wanted, found: list[RuntimeFolder], rescued: list[Path]) -> None:
+def _scan(root: Path, wanted: NoteFilter, found: list[RuntimeFolder], rescued: list[Path]) -> None:
     for path in root.iterdir():
         if not NAME.fullmatch(path.name):
             continue
-        folder = RuntimeFolder.of_the_dead(path)
+        folder = RuntimeFolder.reclaim(path)
         if folder is None:
             if (path / RESCUED).exists() and wanted(read_note(path)):
                 rescued.append(path)
@@ -290,11 +290,11 @@ def _scan(root: Path, wanted: Wanted, found: list[RuntimeFolder], rescued: list[
             if note is not None:
                 folder.mark_rescued()
         else:
-            folder.let_go()
+            folder.release()
 
 
 def left_behind() -> Iterator[RuntimeFolder]:
-    """Yield the folders of dead owners, each locked by this process: the caller removes it or lets it go."""
+    """Yield the folders of exited owners, each locked by this process: the caller removes or releases it."""
     yield from scan(lambda note: True)[0]
 
 

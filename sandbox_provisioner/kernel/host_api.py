@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from .._redaction import public
 from ..errors import ConfigurationError, SandboxError
-from ..mux.connection import GuestLink
+from ..mux.connection import GuestConnection
 from ..persistence.metadata import Checkpoint
 from ..persistence.names import SANDBOX_ID
 from .kernel import INTERNAL
@@ -94,7 +94,7 @@ class Askable(Protocol):
         """Keep the kernel awake and return a sentence that states for how long."""
 
 
-def attend(link: GuestLink, kernel: Askable) -> None:
+def attend(link: GuestConnection, kernel: Askable) -> None:
     """Answer the requests that arrive on ``link``, one at a time, by calling ``kernel``. Call in the link's loop."""
     turn = asyncio.Lock()
     serving: set[asyncio.Task[None]] = set()
@@ -102,14 +102,14 @@ def attend(link: GuestLink, kernel: Askable) -> None:
     async def reply(number: int, request: Mapping[str, Any]) -> None:
         async with turn:
             if not link.error:  # otherwise the guest that sent the request is gone
-                link.asks.answer(number, await serve(request, kernel))
+                link.host_api.answer(number, await serve(request, kernel))
 
     def on_ask(number: int, request: Mapping[str, Any]) -> None:
         task = asyncio.create_task(reply(number, request))
         serving.add(task)
         task.add_done_callback(serving.discard)
 
-    link.asks.attend(on_ask)
+    link.host_api.listen(on_ask)
 
 
 async def serve(request: Mapping[str, Any], kernel: Askable) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..gvisor.runtime_dir import sweep
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
 from ..mux.activation import activate
-from ..mux.connection import GuestLink
+from ..mux.connection import GuestConnection
 from ..mux.process import GuestProcess
 from ..persistence.metadata import Checkpoint
 from ..process import Process
@@ -106,7 +106,7 @@ class SandboxedKernel:
         self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._called
         self.on_trouble: Callable[[SandboxError], None] = lambda error: None
-        self.on_joined: Callable[[GuestLink], None] = lambda link: None
+        self.on_joined: Callable[[GuestConnection], None] = lambda link: None
         self.heeds_calls: Callable[[], bool] = lambda: True
         self.handle: SandboxHandle | None = None
         self.manager: SandboxManager | None = None
@@ -258,7 +258,7 @@ class SandboxedKernel:
             signing = _signing(handle.contents)
             await self.relay.reconnect(handle.instance.link, handle.contents["targets"], signing, *farewell)
             self.on_joined(handle.instance.link)  # last: reconnect() must not wait for its connections
-        before.link.lose(LinkClosedError("it was rewound."))
+        before.link.close(LinkClosedError("it was rewound."))
 
     def _note_activity(self) -> None:
         """Record the kernel's unfinished requests for the server that restores it."""
@@ -307,7 +307,7 @@ class SandboxedKernel:
         Called by the manager after it has saved the kernel.
         """
         asked = self.relay.called or self.relay.asked > self._heeded
-        if asked or (self.handle and self.handle.instance.link.urged):
+        if asked or (self.handle and self.handle.instance.link.control_waits):
             self._called()
 
     def _called(self) -> None:

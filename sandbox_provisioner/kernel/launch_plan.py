@@ -14,7 +14,15 @@ from typing import Any
 from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
 
 from ..gvisor.bundle import BundleSpec, Mount, parse_mount
-from ..gvisor.interpreter import Find, believed, installing, look, parts, resolve, roomy
+from ..gvisor.interpreter import (
+    NeededPath,
+    environment_parts,
+    needed_paths,
+    pip_target,
+    resolve,
+    trusted_mounts,
+    with_entrypoint,
+)
 from ..gvisor.mounts import homes, masks, shields, unlinked, within
 from ..gvisor.reserved_dirs import hide, require_unreserved, reserved_folders
 from ..gvisor.runsc import Runsc
@@ -62,10 +70,10 @@ def plan(
     argv[0] = resolve(argv[0], env)
     cwd = folder.destination if folder else env["HOME"]
     info = json.loads(Path(connection).read_text()) | _guest_endpoints(settings.guest_transport)
-    packages, variables = installing(argv[0], env)
+    packages, variables = pip_target(argv[0], env)
     configured, watched = _configured(folder, settings, root)
     start = Start(
-        argv=roomy(argv),
+        argv=with_entrypoint(argv),
         env=env | variables,
         cwd=cwd,
         connection_file=inside,
@@ -74,7 +82,7 @@ def plan(
         watched=watched,
         remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
     )
-    finds = look(argv, env) + (look([sys.executable], env) if argv[0] != sys.executable else [])
+    finds = needed_paths(argv, env) + (needed_paths([sys.executable], env) if argv[0] != sys.executable else [])
     spec, bare = (_bundle(finds, env, shown, configured, settings, runsc) for shown in (folder, None))
     return Launch(spec, start, targets(info), bare, env)
 
@@ -124,7 +132,7 @@ def _configured(
 
 
 def _bundle(
-    finds: list[Find],
+    finds: list[NeededPath],
     env: dict[str, str],
     folder: Mount | None,
     configured: tuple[Mount, ...],
@@ -134,9 +142,9 @@ def _bundle(
     given = [*([folder] if folder else []), *configured]
     reserved = reserved_folders(settings.storage_dir)
     hide(given, reserved, env["HOME"])  # creates missing reserved folders, before the lookups below
-    seen = believed(finds, [mount.source for mount in given if mount.writable])
+    seen = trusted_mounts(finds, [mount.source for mount in given if mount.writable])
     trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
-    trusted += [part for mount in seen for part in (mount.source, *parts(mount.source))]
+    trusted += [part for mount in seen for part in (mount.source, *environment_parts(mount.source))]
     mounts = [*seen, *given, *shields(given, trusted)]
     secret = {*homes(), jupyter_runtime_dir(), *map(str, runtime_roots())}
     hidden = dict.fromkeys([*masks(mounts, secret, env["HOME"]), *hide(mounts, reserved, env["HOME"])])

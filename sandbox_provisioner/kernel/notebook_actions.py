@@ -62,7 +62,7 @@ class Inside:
             )
 
         def farewell(kept: str, problem: SandboxError | None) -> tuple[bytes, bytes]:
-            said = f"Rewound to {name}; what was is kept as savepoint {kept}."
+            said = f"Rewound to {name}; the state before is kept as savepoint {kept}."
             return conclude(cell, self._session(), said, public(problem) if problem else "") if cell else (b"", b"")
 
         return await self._kernel.rewind(name, farewell)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import GuestError, SandboxError
-from ..mux.connection import GuestLink
-from ..mux.stream import Stream
+from ..mux.connection import GuestConnection
+from ..mux.stream import GuestStream
 from ..workers import control, finished
 from .activity import KernelActivity
 from .message_reader import Header, MessageReader
@@ -59,7 +59,7 @@ class ChannelRelay:
         self._servers: dict[str, asyncio.Server] = {}
         self._addresses: dict[str, str | int] = {}
         self._clients: set[ClientConnection] = set()
-        self._link: GuestLink | None = None
+        self._link: GuestConnection | None = None
         self._targets: Mapping[str, str] = {}
 
     async def reserve_tcp(self, ip: str, ports: Mapping[str, int]) -> dict[str, int]:
@@ -113,7 +113,9 @@ class ChannelRelay:
             raise SandboxError(f"The {channel} channel cannot listen on {where}: {error.strerror or error}.") from error
         self._reserved[channel] = listener
 
-    def connect(self, link: GuestLink, targets: Mapping[str, str], signing: tuple[bytes, str] | None = None) -> None:
+    def connect(
+        self, link: GuestConnection, targets: Mapping[str, str], signing: tuple[bytes, str] | None = None
+    ) -> None:
         """Join every client, waiting or future, to the kernel behind ``link``, at its channel's target.
 
         ``signing`` is the kernel's key and signature scheme; without it, messages cannot be checked and all count.
@@ -163,7 +165,7 @@ class ChannelRelay:
 
     async def reconnect(
         self,
-        link: GuestLink,
+        link: GuestConnection,
         targets: Mapping[str, str],
         signing: tuple[bytes, str] | None,
         private: bytes,
@@ -262,7 +264,7 @@ class ChannelRelay:
         """Return a reader for the messages of one direction; None if they cannot be checked."""
         return MessageReader(*self._signing, on_message) if self._signing else None
 
-    def open(self, channel: str) -> Stream | None:
+    def open(self, channel: str) -> GuestStream | None:
         """Return a new stream to a channel; None without a kernel. Raises ConnectionError if too many are open."""
         if self._link is None or self._link.error:
             return None

@@ -11,7 +11,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, cast
 
-from ..mux.stream import Stream
+from ..mux.stream import GuestStream
 from .activity import OBSERVING
 from .handshake import Handshake, KernelHandshake
 from .heartbeat import Heart
@@ -20,7 +20,7 @@ from .peers import trusted_peer
 from .zmtp import GREETING_SIZE, MessageTooLargeError, Position, identity
 
 if TYPE_CHECKING:
-    from ..mux.connection import GuestLink
+    from ..mux.connection import GuestConnection
     from .relay import ChannelRelay
 
 CALLS = ("shell", "stdin", "control")
@@ -45,7 +45,7 @@ class ClientConnection(asyncio.Protocol):
         self.channel = channel
         self.trusted = True
         self.identity = b""
-        self._stream: Stream | None = None
+        self._stream: GuestStream | None = None
         self._heart: Heart | None = None
         self._handshake: Handshake | None = None
         self._kernel_handshake: KernelHandshake | None = None
@@ -171,9 +171,9 @@ class ClientConnection(asyncio.Protocol):
         """True while the connection is joined to the kernel."""
         return self._stream is not None and not self._transport.is_closing()
 
-    def leads_to(self, link: GuestLink) -> bool:
+    def leads_to(self, link: GuestConnection) -> bool:
         """Return True if the connection's stream belongs to ``link``."""
-        return self._stream is not None and self._stream.link is link
+        return self._stream is not None and self._stream.connection is link
 
     @property
     def ready(self) -> bool:

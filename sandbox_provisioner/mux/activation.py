@@ -13,17 +13,18 @@ from typing import Any
 
 from .._text import printable
 from ..errors import GuestError, LinkClosedError
-from .connection import GuestLink
+from .connection import GuestConnection
 
-FROZEN = "unix:/run/jupyter/frozen"
-LONGEST_REPORT = 1 << 23
-LONGEST = 500
+ZYGOTE = "unix:/run/jupyter/frozen"
+MAX_ANSWER = 1 << 23
+"""Bytes of the stopped kernel's answer."""
+MAX_PROBLEM = 500
 ACTIVATING = 30.0
 """Longest time for the activation of a copy, in seconds."""
 
 
 async def activate(
-    link: GuestLink,
+    connection: GuestConnection,
     orders: Mapping[str, Any],
     *,
     folder: str,
@@ -38,43 +39,44 @@ async def activate(
     """
     try:
         async with asyncio.timeout(ACTIVATING):
-            await link.activate(folder=folder, files=dict(files), expect=dict(expect), outlive=False)
-            said = await tell(link, op="activate", **orders)
+            await connection.activate(folder=folder, files=dict(files), expect=dict(expect), outlive=False)
+            answer = await tell(connection, op="activate", **orders)
             if outlive:
-                await link.activate(folder="", files={}, expect={}, outlive=True)
+                await connection.activate(folder="", files={}, expect={}, outlive=True)
     except TimeoutError:
         raise GuestError(f"A copy of a template was not ready within {ACTIVATING:g} seconds.") from None
-    if said.get("trouble"):
-        raise GuestError(f"A copy of a template could not be activated: {printable(str(said['trouble'])[:LONGEST])}.")
+    if answer.get("trouble"):
+        problem = printable(str(answer["trouble"])[:MAX_PROBLEM])
+        raise GuestError(f"A copy of a template could not be activated: {problem}.")
 
 
-async def tell(link: GuestLink, **message: Any) -> dict[str, Any]:
+async def tell(connection: GuestConnection, **message: Any) -> dict[str, Any]:
     """Send a message to the stopped kernel of a template as soon as it listens, and return its answer.
 
     Raises GuestError for an invalid answer, LinkClosedError if the kernel has exited or closes the stream.
     """
-    answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-    heard = bytearray()
-    stream = link.open(FROZEN)
+    reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    received = bytearray()
+    stream = connection.open(ZYGOTE)
 
-    def hear(data: bytes) -> None:
-        heard.extend(data)
+    def receive(data: bytes) -> None:
+        received.extend(data)
         stream.consumed(len(data))
-        if not answer.done() and (len(heard) > LONGEST_REPORT or heard.endswith(b"\n")):
-            answer.set_result(bytes(heard))
+        if not reply.done() and (len(received) > MAX_ANSWER or received.endswith(b"\n")):
+            reply.set_result(bytes(received))
 
     def end() -> None:
-        if not answer.done():
-            answer.set_exception(LinkClosedError("The frozen kernel ended, or does not answer."))
+        if not reply.done():
+            reply.set_exception(LinkClosedError("The template's kernel has exited or does not answer."))
 
-    stream.on_data, stream.on_end = hear, end
+    stream.on_data, stream.on_end = receive, end
     stream.write(json.dumps(message).encode() + b"\n")
     try:
-        said = json.loads(await answer)
+        answer = json.loads(await reply)
     except ValueError as error:
-        raise GuestError("What the frozen kernel says makes no sense.") from error
+        raise GuestError("Invalid answer from the template's kernel.") from error
     finally:
         stream.reset()
-    if not isinstance(said, dict):
-        raise GuestError("What the frozen kernel says makes no sense.")
-    return said
+    if not isinstance(answer, dict):
+        raise GuestError("Invalid answer from the template's kernel.")
+    return answer

@@ -1,7 +1,7 @@
 """Track the guest's unanswered requests, so that a hostile guest can occupy only bounded memory on the host.
 
-A request ("ask") stays open until the guest confirms that the answer arrived: a guest that sends requests without
-reading the answers soon reaches the limit.
+A request ("ask" in the protocol) stays open until the guest confirms that the answer arrived: a guest that sends
+requests without reading the answers soon reaches the limit.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from ..errors import ProtocolError
 from ..guest.host_api import MAX_OPEN, MAX_REQUEST
 
-UNATTENDED = 10.0
-"""Seconds that a request waits for ``attend``: a restored kernel may send one before the server listens."""
-NOBODY = {"problem": "Nobody here answers what is asked of this sandbox."}
+LISTENER_WAIT = 10.0
+"""Seconds that a request waits for ``listen``: a restored kernel may send one before the server listens."""
+NO_LISTENER = {"problem": "This sandbox's server does not accept requests."}
 
 Listener = Callable[[int, dict[str, Any]], None]
 
 
-class OpenAsks:
-    """The open requests of one link, by number. Raises ProtocolError for a message that a correct PID 1 never sends.
+class HostApi:
+    """The open requests of one guest, by number. Raises ProtocolError for a message that a correct PID 1 never sends.
 
     ``send`` takes the messages that carry the answers.
     """
@@ -33,7 +33,7 @@ class OpenAsks:
         self._early: list[tuple[int, dict[str, Any]]] = []
         self._answered: dict[int, bool] = {}
 
-    def attend(self, listener: Listener) -> None:
+    def listen(self, listener: Listener) -> None:
         """Call ``listener`` for every request from now on, and for those that already wait."""
         self._listener = listener
         early, self._early = self._early, []
@@ -46,33 +46,33 @@ class OpenAsks:
             self._answered[number] = True
             self._send({"op": "answer", "number": number, "answer": answer})
 
-    def asked(self, number: Any, request: Any) -> None:
-        """Register a request from the guest. Called by the link. Raises ProtocolError if invalid or one too many."""
+    def receive(self, number: Any, request: Any) -> None:
+        """Register a request from the guest. Called by the connection. Raises ProtocolError if it is not allowed."""
         if type(number) is not int or not 0 < number < 1 << 31 or number in self._answered:
-            raise ProtocolError("The guest asks under a number that it cannot ask under.")
+            raise ProtocolError("Invalid request number from guest.")
         if not isinstance(request, dict) or len(json.dumps(request)) > MAX_REQUEST:
-            raise ProtocolError("The guest asks for what cannot be asked for.")
+            raise ProtocolError("Invalid request from guest.")
         if len(self._answered) >= MAX_OPEN:
-            raise ProtocolError(f"The guest asks for more than {MAX_OPEN} things at once.")
+            raise ProtocolError(f"The guest has more than {MAX_OPEN} open requests.")
         self._answered[number] = False
         if self._listener:
             self._listener(number, request)
         else:
             self._early.append((number, request))
-            asyncio.get_running_loop().call_later(UNATTENDED, self._give_up)
+            asyncio.get_running_loop().call_later(LISTENER_WAIT, self._refuse_early)
 
-    def arrived(self, number: Any) -> None:
-        """Close a request whose answer the guest has received. Called by the link. Raises ProtocolError."""
+    def confirm(self, number: Any) -> None:
+        """Close a request whose answer the guest has received. Called by the connection. Raises ProtocolError."""
         if type(number) is not int or not self._answered.get(number):
-            raise ProtocolError("The guest has got an answer that nobody gave.")
+            raise ProtocolError("The guest confirmed an answer that was not sent.")
         del self._answered[number]
 
-    def forget(self) -> None:
-        """Drop all requests. Called by the link when the guest is gone."""
+    def clear(self) -> None:
+        """Drop all requests. Called by the connection when the guest is gone."""
         self._early.clear()
         self._answered.clear()
 
-    def _give_up(self) -> None:
+    def _refuse_early(self) -> None:
         early, self._early = self._early, []
         for number, _ in early:
-            self.answer(number, NOBODY)
+            self.answer(number, NO_LISTENER)

@@ -6,46 +6,63 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import ProtocolError
-from ..guest.frames import AMOUNT, CREDIT, DATA, EOF, MAX_PAYLOAD, RESET, SMALLEST_CREDIT, WINDOW, encode, encode_credit
+from ..errors import GuestError, ProtocolError
+from ..guest.frames import (
+    AMOUNT,
+    CREDIT,
+    DATA,
+    EOF,
+    MAX_PAYLOAD,
+    OPEN,
+    RESET,
+    SMALLEST_CREDIT,
+    WINDOW,
+    encode,
+    encode_credit,
+)
 
 if TYPE_CHECKING:
-    from .connection import GuestLink
+    from .connection import GuestConnection
+
+MAX_STREAMS = 4096
+MAX_REFUSED = 64
+"""Streams that a guest may try to open before its connection is closed; each is refused."""
 
 
-class Stream:
+class GuestStream:
     """One flow of bytes to and from a target in the sandbox. I/O loop only.
 
     The owner sets the callbacks. It calls ``consumed`` for bytes that it has processed, which lets the guest send more,
     and should stop producing while ``ready`` is False; ``on_ready`` is called when it may continue.
     """
 
-    def __init__(self, link: GuestLink, number: int) -> None:
+    def __init__(self, connection: GuestConnection, table: StreamTable, number: int) -> None:
         self.number = number
+        self._table = table
         self.on_data: Callable[[bytes], None] = lambda data: None
         self.on_end: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
-        self.link = link
+        self.connection = connection
         self._credit = WINDOW
         self._allowance = WINDOW
         self._owed = 0
         self._backlog: deque[bytes] = deque()
         self._closing: int | None = None
-        self._closed = False
-        self._ended = False
+        self.closed = False
+        self.ended = False
 
     @property
     def ready(self) -> bool:
         """True while written bytes are sent at once."""
-        return not self._backlog and self._credit > 0 and not self.link.quiet
+        return not self._backlog and self._credit > 0 and not self.connection.quiet
 
     @property
     def backlog(self) -> int:
-        """Number of bytes that wait for credit, or for the link to resume."""
+        """Number of bytes that wait for credit, or for the connection to resume."""
         return sum(map(len, self._backlog))
 
     def held(self) -> bytes:
-        """Return the bytes that wait for credit, or for the link to resume."""
+        """Return the bytes that wait for credit, or for the connection to resume."""
         return b"".join(self._backlog)
 
     def forget_held(self) -> None:
@@ -54,7 +71,7 @@ class Stream:
 
     def write(self, data: bytes) -> None:
         """Send ``data`` now, or as soon as there is credit for it. Ignored after ``end`` or ``reset``."""
-        if not self._closed and self._closing is None:
+        if not self.closed and self._closing is None:
             self._backlog.append(data)
             self._flush()
 
@@ -73,21 +90,21 @@ class Stream:
         self._close(RESET)
 
     def _grant(self) -> None:
-        abandoned = self._closed and self._closing == RESET
-        if self._owed < SMALLEST_CREDIT or self._ended or abandoned or self.link.quiet:
+        abandoned = self.closed and self._closing == RESET
+        if self._owed < SMALLEST_CREDIT or self.ended or abandoned or self.connection.quiet:
             return
         self._allowance += self._owed
-        self.link._send(encode_credit(self.number, self._owed))
+        self.connection.send(encode_credit(self.number, self._owed))
         self._owed = 0
 
     def _close(self, how: int) -> None:
-        if self._closed:
+        if self.closed:
             return
         self._closing = max(how, self._closing or how)
         self._flush()
 
     def _flush(self) -> None:
-        if self.link.quiet:
+        if self.connection.quiet:
             return
         while self._backlog and self._credit > 0:
             data = self._backlog.popleft()
@@ -96,33 +113,35 @@ class Stream:
                 self._backlog.appendleft(data[room:])
                 data = data[:room]
             self._credit -= len(data)
-            self.link._send(encode(DATA, self.number, data))
+            self.connection.send(encode(DATA, self.number, data))
         if self._closing is not None and not self._backlog:
-            self._closed = True
-            self.link._send(encode(self._closing, self.number))
-            self.link._retire(self)
+            self.closed = True
+            self.connection.send(encode(self._closing, self.number))
+            self._retire()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Send what waits, because the traffic continues. Called by the connection."""
         self._grant()
         self._flush()
-        if self.ready and not self._closed:
+        if self.ready and not self.closed:
             self.on_ready()
 
-    def _received(self, kind: int, payload: bytes) -> None:
+    def received(self, kind: int, payload: bytes) -> None:
+        """Handle a frame from the guest. Called by the connection. Raises ProtocolError."""
         if kind == DATA:
             self._allowance -= len(payload)
-            if self._ended or not payload or self._allowance < 0:
-                raise ProtocolError("The guest sent bytes that it had no credit for.")
-            if self._closed and self._closing == RESET:
+            if self.ended or not payload or self._allowance < 0:
+                raise ProtocolError("The guest sent bytes without credit.")
+            if self.closed and self._closing == RESET:
                 return
             self.on_data(payload)
         elif kind == CREDIT:
             if len(payload) != AMOUNT.size:
-                raise ProtocolError("The guest sent a malformed credit.")
+                raise ProtocolError("Invalid credit from guest.")
             (amount,) = AMOUNT.unpack(payload)
             self._credit += amount
             if amount < SMALLEST_CREDIT or self._credit > WINDOW:
-                raise ProtocolError("The guest gave credit in crumbs, or for bytes that were never sent.")
+                raise ProtocolError("The guest gave too little credit, or credit for bytes that were not sent.")
             self._flush()
             if self.ready:
                 self.on_ready()
@@ -130,11 +149,70 @@ class Stream:
             self._end_received(kind)
 
     def _end_received(self, kind: int) -> None:
-        if self._ended and kind == EOF:
+        if self.ended and kind == EOF:
             raise ProtocolError("The guest ended a stream twice.")
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self.on_end()
-        if kind == RESET and not self._closed:
+        if kind == RESET and not self.closed:
             self.reset()
-        self.link._retire(self)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Forget the stream if both directions are closed."""
+        if self.closed and self.ended:
+            self._table.pop(self.number, None)
+
+    def lose(self) -> None:
+        """End it, because the connection was closed. Called by the connection."""
+        self.closed = True
+        if not self.ended:
+            self.ended = True
+            self.on_end()
+
+
+class StreamTable(dict[int, GuestStream]):
+    """The streams of one connection by number. The host's numbers are odd."""
+
+    def __init__(self, connection: GuestConnection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._next = 1
+        self._refused = 0
+        self._late_frames = 0
+
+    def open(self, target: str) -> GuestStream:
+        """Open a stream. Raises GuestError if too many are open."""
+        if len(self) >= MAX_STREAMS:
+            raise GuestError(f"The sandbox has {MAX_STREAMS} open streams, which is the limit.")
+        stream = self[self._next] = GuestStream(self._connection, self, self._next)
+        self._next += 2
+        self._connection.send(encode(OPEN, stream.number, target.encode()))
+        return stream
+
+    def received(self, kind: int, number: int, payload: bytes) -> None:
+        """Handle a frame from the guest. Raises ProtocolError if it does not fit the stream's state."""
+        if kind == OPEN:
+            self._refused += 1
+            if self._refused > MAX_REFUSED or number % 2:
+                raise ProtocolError("The guest tried to open too many streams, or one with an invalid number.")
+            self._connection.send(encode(RESET, number))
+        elif stream := self.get(number):
+            stream.received(kind, payload)
+        elif kind == DATA or not 0 < number < self._next:
+            raise ProtocolError(f"The guest sent a frame of kind {kind} for stream {number}, which is not open.")
+        else:
+            self._late_frames += 1  # CREDIT, EOF or RESET that was sent before our own close arrived
+            if self._late_frames > 8 * self._next:
+                raise ProtocolError("The guest sent too many frames for closed streams.")
+
+    def resume(self) -> None:
+        """Send what waits on all streams, because the traffic continues."""
+        for stream in list(self.values()):
+            stream.resume()
+
+    def close(self) -> None:
+        """End all streams, because the connection was closed."""
+        for stream in list(self.values()):
+            stream.lose()
+        self.clear()

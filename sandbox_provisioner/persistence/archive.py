@@ -17,7 +17,7 @@ from typing import BinaryIO
 from uuid import uuid4
 
 from ..errors import DiskFullError, SnapshotError
-from ..gvisor.bundle import BundleSpec, windows
+from ..gvisor.bundle import BundleSpec, visible_mounts
 from ..gvisor.guest_tool import GuestTool
 from ..gvisor.sandbox import GVisorSandbox
 from .tar_check import TarCheck
@@ -91,7 +91,7 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
 
 def _places(spec: BundleSpec) -> list[str]:
     """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless mounted from the host."""
-    of_the_host = {mount.destination for mount in windows(spec) if mount.source}
+    of_the_host = {mount.destination for mount in visible_mounts(spec) if mount.source}
     places = {"/": "root", "/tmp": "tmp", spec.home: "home"}
     return [f"{name}={folder}" for folder, name in places.items() if folder not in of_the_host]
 

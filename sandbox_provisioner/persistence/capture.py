@@ -29,7 +29,7 @@ async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[st
     """
     if not sandbox.reachable:
         return {}
-    await sandbox.link.call(BEFORE_CHECKPOINT)
+    await sandbox.link.call_hook(BEFORE_CHECKPOINT)
     try:
         async with asyncio.timeout(INVENTORY):
             files = await compatibility.inventory(sandbox, fingerprints)
@@ -37,7 +37,7 @@ async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[st
             raise UnsaveableError(sandbox.sandbox_id, reasons)
         return await asyncio.to_thread(_bounded, sandbox.sandbox_id, compatibility.to_json(files))
     except BaseException as error:
-        await asyncio.shield(sandbox.link.call(AFTER_RESTORE))
+        await asyncio.shield(sandbox.link.call_hook(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
             raise UnsaveableError(sandbox.sandbox_id, ["it does not say which files it depends on"]) from error
         raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import CorruptObjectError, MetadataError, ObjectNotFoundError
-from ..gvisor.bundle import BundleSpec, windows
+from ..gvisor.bundle import BundleSpec, visible_mounts
 from ..gvisor.runsc import Runsc
 from ..storage.base import Advance, ObjectStore
 from . import compatibility
@@ -80,6 +80,6 @@ def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:
 
 def file_obstacles(checkpoint: Checkpoint, spec: BundleSpec, fingerprints: Fingerprints) -> list[str]:
     """Return which files that ``checkpoint`` depends on differ in a sandbox of ``spec``, as clauses. Blocks."""
-    sources = (mount.source for mount in windows(spec) if mount.source)
+    sources = (mount.source for mount in visible_mounts(spec) if mount.source)
     missing = [f"{path}, which it sees, is not there" for path in sources if not os.path.exists(path)]
     return missing + compatibility.differences(compatibility.from_json(checkpoint.files), spec, fingerprints)

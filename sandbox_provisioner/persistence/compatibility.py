@@ -21,7 +21,7 @@ from threading import Event, Lock
 from typing import Any, TypeVar
 
 from ..errors import GuestError, MetadataError
-from ..gvisor.bundle import BundleSpec, Mount, windows
+from ..gvisor.bundle import BundleSpec, Mount, visible_mounts
 from ..gvisor.guest_tool import GuestTool
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
@@ -239,7 +239,7 @@ def _usable(path: str) -> bool:
 
 def _windows(spec: BundleSpec) -> list[Mount]:
     """Return the mounts with links in their sources resolved, innermost first."""
-    mounts = [mount._replace(source=mount.source and os.path.realpath(mount.source)) for mount in windows(spec)]
+    mounts = [mount._replace(source=mount.source and os.path.realpath(mount.source)) for mount in visible_mounts(spec)]
     return sorted(mounts, key=lambda mount: len(mount.destination), reverse=True)
 
 

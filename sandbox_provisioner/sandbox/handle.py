@@ -473,7 +473,7 @@ class SandboxHandle:
                     garbage.update(await self._change(lambda document: document.saved(made[0], now())))
 
                 try:
-                    await self.instance.checkpoint(image, commit, insist=insist is not None)
+                    await self.instance.checkpoint(image, commit, force=insist is not None)
                 except RunscError as error:
                     if insist is None or self.instance.reachable or error.hosts_fault:
                         raise

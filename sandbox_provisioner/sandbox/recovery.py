@@ -69,7 +69,7 @@ class Recovery:
                     _under_way.pop(key, None)
         except BaseException:
             for folder, _ in found:
-                folder.let_go()
+                folder.release()
             raise
 
     async def _find(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> None:
@@ -122,7 +122,7 @@ class Recovery:
 
     async def _rescue(self, folder: RuntimeFolder, note: Note, few: asyncio.Semaphore) -> Recovered:
         async with few:
-            alive = await control(lambda: folder.inhabited)
+            alive = await control(lambda: folder.has_processes)
             try:
                 handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), PATIENCE)
                 try:
@@ -138,7 +138,7 @@ class Recovery:
                 await control(folder.remove)
                 return Recovered(note.sandbox_id, saved=False, problem="it was deleted")
             except Exception as error:
-                folder.let_go()
+                folder.release()
                 log.error("Sandbox %s, whose server was killed, was not saved: %s", note.sandbox_id, error)
                 runs_on = alive and not isinstance(error, LeaseHeldError)  # the lease's holder has taken over
                 return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)

@@ -25,7 +25,7 @@ from ..errors import ConfigurationError, RunscTooOldError, SandboxError, Signatu
 from ..gvisor.bundle import Mount, parse_mount
 from ..gvisor.mounts import homes, within
 from ..gvisor.reserved_dirs import require_unreserved, reserved_folders
-from ..gvisor.runsc import OLDEST, Runsc, candidates, find, inspect, refused, require_user_namespaces
+from ..gvisor.runsc import OLDEST, Runsc, candidates, find, inspect, require_user_namespaces, untrusted_candidates
 from ..gvisor.runtime_dir import runtime_root
 from ..sandbox.listing import look
 from ..sandbox.user_sandboxes import Persistence, registry
@@ -101,7 +101,7 @@ def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
 def check_refused(environ: Mapping[str, str]) -> list[Check]:
     """Return a failed check for each runsc that is not used because sandboxes or other users could write to it."""
     remedy = "Take its folder off PATH, or let only root or you write to it."
-    return [Check("runsc on PATH", False, clause, remedy, required=False) for clause in refused(environ)]
+    return [Check("runsc on PATH", False, clause, remedy, required=False) for clause in untrusted_candidates(environ)]
 
 
 def check_age(runsc: Runsc, today: date) -> Check:

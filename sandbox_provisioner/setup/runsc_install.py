@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
 
 from ..errors import ProgramNotFoundError, RunscNotFoundError, SandboxError
-from ..gvisor.programs import distrust, on_path, trusted_path, trusted_program
+from ..gvisor.programs import on_path, reason_for_distrust, trusted_path, trusted_program
 from ..gvisor.runsc import OLDEST, Runsc, inspect
 from . import apt_entries
 from .progress import Note, Progress
@@ -189,7 +189,7 @@ def pinned_version(go_mod: str) -> str:
 def go_on_machine(oldest: str, usual_folder: str) -> str | None:
     """Return a trusted go command that is new enough, from PATH or the folder of Go's own installer, or None."""
     for go in on_path("go", folders=[usual_folder]):
-        if not distrust(go) and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
+        if not reason_for_distrust(go) and _numbers(_go_variable(go, "GOVERSION")) >= _numbers(oldest):
             return go
     return None
 

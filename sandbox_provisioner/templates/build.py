@@ -23,8 +23,8 @@ from typing import Any
 from .._text import printable
 from ..errors import GuestError, LinkClosedError, SandboxError, UnsettledError
 from ..guest.capabilities import CARRIED
-from ..gvisor.bundle import BundleSpec, Mount, windows
-from ..gvisor.interpreter import frozen
+from ..gvisor.bundle import BundleSpec, Mount, visible_mounts
+from ..gvisor.interpreter import as_zygote
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
 from ..kernel.kernel import FIRST_PROCESS
@@ -163,7 +163,7 @@ async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> 
 async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) -> dict[str, Any]:
     """Start the kernel, make it import ``modules``, and return why it is unfit, the modules left out, and its files."""
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
-    process = await sandbox.execute(frozen(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
+    process = await sandbox.execute(as_zygote(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
     if process.number != FIRST_PROCESS:
         raise SandboxError("The kernel is not the first process of its template.")
     end = asyncio.create_task(process.read())
@@ -236,7 +236,7 @@ async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
 
 def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, Mount]]:
     """Yield the host path and the mount of each sandbox path that a sandbox of ``spec`` has from the host."""
-    views = sorted(windows(spec), key=lambda mount: len(mount.destination), reverse=True)
+    views = sorted(visible_mounts(spec), key=lambda mount: len(mount.destination), reverse=True)
     for path in map(str, paths):
         view = next((mount for mount in views if within(path, mount.destination)), None)
         if view and view.source and view.destination != CARRIED:

@@ -20,7 +20,7 @@ from .. import __version__
 from ..errors import MetadataError
 from ..guest.capabilities import CARRIED
 from ..gvisor.bundle import GUEST, BundleSpec, Mount, all_mounts
-from ..gvisor.interpreter import frozen
+from ..gvisor.interpreter import as_zygote
 from ..gvisor.mounts import within
 from ..gvisor.runsc import Runsc
 from ..kernel.kernel import Start
@@ -128,7 +128,7 @@ def recipe(
 ) -> Recipe | None:
     """Return the recipe of the template for ``start``; None if such a kernel cannot be frozen."""
     connection = json.loads(start.files[start.connection_file])
-    if not frozen(start.argv) or "curve_secretkey" in connection or _profiled(start, bare):
+    if not as_zygote(start.argv) or "curve_secretkey" in connection or _profiled(start, bare):
         return None
     settings = hashlib.sha256(json.dumps(dict(kernelspec_env), sort_keys=True).encode()).hexdigest()
     return Recipe(

@@ -17,7 +17,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from servers import Server, hears
 
 from sandbox_provisioner.errors import UnresponsiveError
-from sandbox_provisioner.gvisor import sandbox as gvisor
+from sandbox_provisioner.gvisor import pause
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc, find
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
@@ -192,12 +192,12 @@ async def stop_init(sandbox: GVisorSandbox) -> None:
 async def test_stopped_init_is_cut_off_and_saved(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 1.0)
+    monkeypatch.setattr(pause, "QUIESCE_TIMEOUT", 1.0)
     sandbox = GVisorSandbox("stopped", replace(spec, outlives=True), runsc)
     await sandbox.start()
     try:
         await stop_init(sandbox)
-        await sandbox.checkpoint(tmp_path / "image", insist=True)
+        await sandbox.checkpoint(tmp_path / "image", force=True)
         assert sandbox.state == State.CHECKPOINTED
         assert os.listdir(tmp_path / "image")
         with pytest.raises(Exception, match="saved without its help"):
@@ -210,8 +210,8 @@ async def test_stopped_init_is_cut_off_and_saved(
 async def test_stopped_init_is_an_error_for_a_savepoint(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 1.0)
-    monkeypatch.setattr(gvisor, "CARRY_ON_TIMEOUT", 1.0)
+    monkeypatch.setattr(pause, "QUIESCE_TIMEOUT", 1.0)
+    monkeypatch.setattr(pause, "RESUME_TIMEOUT", 1.0)
     sandbox = GVisorSandbox("stopped", replace(spec, outlives=True), runsc)
     await sandbox.start()
     try:
@@ -231,7 +231,7 @@ async def test_init_that_is_slow_to_go_on_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 0.2)
+    monkeypatch.setattr(pause, "QUIESCE_TIMEOUT", 0.2)
     sandbox = GVisorSandbox("slow", spec, runsc)
     await sandbox.start()
     code = "import os, signal, time; os.kill(1, signal.SIGSTOP); time.sleep(4); os.kill(1, signal.SIGCONT)"
@@ -240,9 +240,9 @@ async def test_init_that_is_slow_to_go_on_is_waited_for(
         for number in range(LONG):  # PID 1 is stopped at some time of one of these, or before
             with suppress(UnresponsiveError):
                 await asyncio.wait_for(sandbox.copy(tmp_path / str(number)), LONG)
-            if "It is not saved, so it is waited for" in caplog.text:
+            if "It is not saved, so the server waits" in caplog.text:
                 break
-        assert "It is not saved, so it is waited for" in caplog.text
+        assert "It is not saved, so the server waits" in caplog.text
         assert sandbox.state == State.RUNNING
         hello = await sandbox.execute([sandbox.spec.python, "-I", "-c", "print('hello')"])
         assert (await asyncio.wait_for(hello.read(), LONG))[0] == b"hello\n"
@@ -258,19 +258,19 @@ async def test_stopped_init_that_a_savepoint_waits_for_is_saved_when_the_server_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(gvisor, "QUIESCE_TIMEOUT", 1.0)
+    monkeypatch.setattr(pause, "QUIESCE_TIMEOUT", 1.0)
     sandbox = GVisorSandbox("stopped", replace(spec, outlives=True), runsc)
     await sandbox.start()
     try:
         await stop_init(sandbox)
         copying = asyncio.create_task(sandbox.copy(tmp_path / "copy"))
         async with asyncio.timeout(LONG):
-            while "It is not saved, so it is waited for" not in caplog.text:
+            while "It is not saved, so the server waits" not in caplog.text:
                 await asyncio.sleep(0.05)
         sandbox.hurry()
         with pytest.raises(UnresponsiveError, match="did not come to rest"):
             await asyncio.wait_for(copying, LONG)
-        await sandbox.checkpoint(tmp_path / "image", insist=True)
+        await sandbox.checkpoint(tmp_path / "image", force=True)
         assert sandbox.state == State.CHECKPOINTED
         assert os.listdir(tmp_path / "image")
     finally:

@@ -1,0 +1,172 @@
+"""One runsc container: its runtime folder, the runsc process that runs it, and the commands on it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from fcntl import F_SETPIPE_SZ, fcntl
+from signal import SIGKILL
+from typing import Any
+from uuid import uuid4
+
+from ..errors import DiskFullError, ProtocolError, RunscNotFoundError, SandboxError
+from ..mux.connection import GuestConnection
+from ..process import LocalProcess
+from ..workers import CONTROL, control
+from . import bundle
+from .bundle import BundleSpec
+from .runsc import SETUP_HINT, Runsc, checked, clean_output, explain
+from .runtime_dir import RuntimeFolder, kill_processes
+
+START_TIMEOUT = 120.0
+COMMAND_TIMEOUT = 30.0
+PIPE_SIZE = 1 << 20
+OUTPUT_TIMEOUT = 5.0
+"""Seconds to wait for the rest of runsc's output after a failed start."""
+OUTPUT_KEPT = 1 << 14
+"""Bytes of runsc's output that are kept for the error message."""
+
+
+class Container:
+    """A runsc container, used for one start or restore of a sandbox, with its own id.
+
+    ``reachable`` is False if PID 1 cannot be reached: its server was killed, or it did not answer and was cut off.
+    """
+
+    def __init__(self, runsc: Runsc, spec: BundleSpec, platform: str) -> None:
+        self.id = uuid4().hex[:12]
+        self.reachable = True
+        self.folder: RuntimeFolder | None = None
+        self.main: LocalProcess | None = None
+        self._runsc = runsc
+        self._settings = runsc.settings(spec.network, platform)
+        self._output = bytearray()
+
+    @property
+    def ended(self) -> bool:
+        """True if its runsc process is not a running child of this process."""
+        return self.main is None or self.main.returncode is not None
+
+    def prepare(self, spec: BundleSpec, note: Mapping[str, Any] | None) -> None:
+        """Create its runtime folder with the bundle and the note. Raises SandboxError. Blocks."""
+        try:
+            self.folder = RuntimeFolder.create()
+            bundle.write(self.folder.bundle, spec)
+            self.write_note(note)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFullError(str(error)) from error
+            raise SandboxError(f"The sandbox's folder cannot be written: {error}.") from error
+
+    def write_note(self, note: Mapping[str, Any] | None) -> None:
+        """Write ``note`` and the container's id into its folder, if it has one."""
+        if note is not None and self.folder:
+            self.folder.write_note({**note, "container_id": self.id})
+
+    async def run(self, connection: GuestConnection, command: str, *arguments: str) -> None:
+        """Start the process of ``runsc run`` or ``restore`` with ``connection`` attached. Raises SandboxError."""
+        assert self.folder is not None
+        guest_in, to_guest = os.pipe()
+        try:
+            from_guest, guest_out = os.pipe()
+        except OSError:
+            os.close(guest_in)
+            os.close(to_guest)
+            raise
+        for pipe in (to_guest, from_guest):
+            with suppress(OSError):  # optional: the user's pipe quota may refuse it
+                fcntl(pipe, F_SETPIPE_SZ, PIPE_SIZE)
+        argv = self._argv(command, *arguments, f"--bundle={self.folder.bundle}", self.id)
+        try:
+            await connection.attach(to_guest, from_guest)
+            self.main = LocalProcess.start(argv, stdin=guest_in, stdout=guest_out)
+        except OSError as error:
+            raise self._unusable(error) from error
+        finally:
+            os.close(guest_in)
+            os.close(guest_out)
+
+    async def started(self, greet: Callable[[], Awaitable[None]], extra_time: float) -> None:
+        """Wait until ``greet`` returns, which means that the guest answers.
+
+        Raises the error of ``explain`` if runsc exits before, or at the timeout.
+        """
+        assert self.main is not None
+        reading = asyncio.create_task(self._keep_output(self.main))
+        answer = asyncio.ensure_future(greet())
+        end = asyncio.create_task(self.main.wait())
+        try:
+            await asyncio.wait({answer, end}, timeout=START_TIMEOUT + extra_time, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and not answer.exception():
+                return
+            if answer.done():
+                if isinstance(error := answer.exception(), ProtocolError):
+                    raise error
+                await asyncio.wait({end}, timeout=OUTPUT_TIMEOUT)  # the pipe closed first: runsc's exit follows
+            if end.done():
+                await asyncio.wait({reading}, timeout=OUTPUT_TIMEOUT)
+            raise explain(self._argv("..."), self.main.returncode, clean_output(bytes(self._output)))
+        finally:
+            for task in (answer, end):
+                task.cancel()
+            await asyncio.gather(answer, end, return_exceptions=True)
+
+    async def _keep_output(self, main: LocalProcess) -> None:
+        async for piece in main.stream():
+            self._output += piece.data
+            del self._output[:-OUTPUT_KEPT]
+
+    async def command(self, command: str, *options: str, timeout: float = COMMAND_TIMEOUT) -> bytes:
+        """Run a runsc command on the container and return its output. Raises SandboxError."""
+        argv = self._argv(command, *options, self.id)
+        try:
+            status, out, err = await LocalProcess.run(argv, timeout)
+        except OSError as error:
+            raise self._unusable(error) from error
+        checked(argv, status, err or out)
+        return out
+
+    async def status(self) -> str:
+        """Return runsc's word for its state, such as "running" or "paused". Raises SandboxError."""
+        try:
+            return str(json.loads(await self.command("state"))["status"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise SandboxError(f"Invalid answer of `runsc state`: {error}.") from error
+
+    def kill(self) -> None:
+        """Kill its processes, without waiting for that."""
+        if self.folder:
+            state = self.folder.state
+            CONTROL.submit(lambda: kill_processes(state))
+
+    async def kill_now(self) -> None:
+        """Kill its processes, so that the operation in progress fails at once."""
+        if self.main and self.folder:
+            self.main.send_signal(SIGKILL)
+            await control(kill_processes, self.folder.state)
+
+    async def remove(self) -> None:
+        """Kill its processes and remove its folder. May be called more than once."""
+        folder, main = self.folder, self.main
+        self.folder = self.main = None
+        if main:
+            main.send_signal(SIGKILL)
+        if folder:
+            try:
+                await control(folder.remove)
+            except RuntimeError:  # the interpreter is exiting, and starts no more threads
+                folder.remove()
+        if main:
+            await main.stop(grace=0)
+            main.close()
+
+    def _argv(self, *arguments: str) -> list[str]:
+        assert self.folder is not None
+        return self._runsc.command(self.folder.state, *arguments, settings=self._settings)
+
+    def _unusable(self, error: OSError) -> RunscNotFoundError:
+        return RunscNotFoundError(f"{self._runsc.path} cannot be run: {error.strerror}.", SETUP_HINT)

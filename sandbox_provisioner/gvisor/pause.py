@@ -1,0 +1,154 @@
+"""Pause a running sandbox, write its image, and let it go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import LinkClosedError, SandboxError, UnresponsiveError
+from ..mux.connection import GuestConnection
+from ..workers import control, finished
+from .container import Container
+
+log = logging.getLogger(__name__)
+
+# Timeouts in seconds.
+CHECKPOINT_TIMEOUT = 600.0
+QUIESCE_TIMEOUT = 10.0
+RESUME_TIMEOUT = 600.0
+"""Time for an unsaved sandbox to answer after a checkpoint. Long, because a busy machine is slow and giving up early
+could lose the only copy of its state."""
+RESUME_AGAIN = 1.0
+"""Time between two calls of ``runsc resume``."""
+ORPHAN_NOTICES = 1.0
+"""Time in which a running sandbox notices that its server is gone, and closes the pipe."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The pause of one running sandbox: ``write_image``, then ``resume`` unless the sandbox is ended."""
+
+    sandbox_id: str
+    container: Container
+    connection: GuestConnection
+
+    async def write_image(self, partial: Path, image: Path, force: bool = False) -> None:
+        """Quiesce and pause it, and write its memory to ``partial``, which is then renamed to ``image``.
+
+        If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` cuts the sandbox off.
+        """
+        await self._quiesce(force)
+        if (
+            self.container.reachable or await self.container.status() != "paused"
+        ):  # else its killed server may have paused it
+            await self.container.command("pause")
+        options = ("--leave-running", "--compression=none", "--exclude-committed-zero-pages", f"--image-path={partial}")
+        await self.container.command("checkpoint", *options, timeout=CHECKPOINT_TIMEOUT)
+        await finished(control(partial.rename, image))
+
+    async def resume(self, outlives: bool, hurried: asyncio.Event) -> None:
+        """Let it go on after a failed checkpoint or a copy. Raises SandboxError or TimeoutError if it is lost.
+
+        Its state is not saved, so a sandbox that does not answer is waited for, until ``RESUME_TIMEOUT`` or ``hurried``
+        is set. Then it is cut off if it ``outlives`` this server, and can still be saved as it is.
+        """
+        await self._unpause(hurried)
+        if self.container.reachable:
+            await self._await_answer(outlives, hurried)
+
+    def cut_off(self) -> None:
+        """Close the connection, because PID 1 does not answer. The sandbox can then only be checkpointed or deleted."""
+        self.connection.detach()
+        self.container.reachable = False
+
+    async def _quiesce(self, force: bool) -> None:
+        if self.container.reachable:
+            try:
+                await asyncio.wait_for(self.connection.quiesce(), QUIESCE_TIMEOUT)
+                return
+            except TimeoutError:
+                if not force:
+                    raise UnresponsiveError(self.sandbox_id, "did not come to rest for a checkpoint") from None
+            log.warning("Sandbox %s did not come to rest for a checkpoint; saving it as it is", self.sandbox_id)
+            self.cut_off()
+        await self._wait_for_other_commands()
+
+    async def _wait_for_other_commands(self) -> None:
+        """Wait until no runsc command of a killed server acts on the sandbox. Raises SandboxError at the timeout."""
+        assert self.container.folder is not None
+        try:
+            async with asyncio.timeout(CHECKPOINT_TIMEOUT):
+                await asyncio.sleep(ORPHAN_NOTICES)
+                while await control(self.container.folder.runs, b"pause", b"checkpoint", b"resume"):
+                    await asyncio.sleep(ORPHAN_NOTICES)
+        except TimeoutError:
+            problem = f"A runsc command that a killed server started for sandbox {self.sandbox_id} does not end."
+            raise SandboxError(problem) from None
+
+    async def _unpause(self, hurried: asyncio.Event) -> None:
+        """Call ``runsc resume``; repeat it while it fails and the sandbox is paused, which it may never have been."""
+        while True:
+            try:
+                await self.container.command("resume")
+                return
+            except SandboxError as error:
+                if not self.container.reachable or hurried.is_set() or self.container.ended or await self._runs():
+                    return
+                log.warning("Sandbox %s is paused and not saved; trying to resume it again: %s", self.sandbox_id, error)
+            await asyncio.sleep(RESUME_AGAIN)
+
+    async def _runs(self) -> bool:
+        """Return True if runsc reports that the sandbox is not paused; False if it is, or runsc gives no answer."""
+        with suppress(SandboxError):
+            return await self.container.status() != "paused"
+        return False
+
+    async def _await_answer(self, outlives: bool, hurried: asyncio.Event) -> None:
+        """Wait until the guest answers after a resume.
+
+        Raises LinkClosedError if it exits. At the timeout, or when ``hurried`` is set, a guest that ``outlives`` this
+        server is cut off; for others, raises TimeoutError.
+        """
+        assert self.container.main is not None
+        answer = asyncio.ensure_future(self.connection.resume())
+        end = asyncio.ensure_future(self.container.main.wait())
+        waits: list[asyncio.Future[Any]] = [answer, end, asyncio.ensure_future(hurried.wait())]
+        try:
+            waited = await self._first_of(waits)
+            if answer.done():
+                return answer.result()
+            if end.done():
+                raise LinkClosedError("it ended.")
+            if not outlives:
+                raise TimeoutError(f"it did not answer for {waited:g} seconds")
+            log.error("Sandbox %s does not answer. It is cut off and can only be saved as it is", self.sandbox_id)
+            self.cut_off()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _first_of(self, waits: list[asyncio.Future[Any]]) -> float:
+        """Wait for the first of ``waits`` or the timeout, with a warning each time that the waiting time has doubled.
+
+        Return the seconds that were waited without a result.
+        """
+        patience, waited = QUIESCE_TIMEOUT + self.connection.hooks.seconds, 0.0
+        while waited < max(patience, RESUME_TIMEOUT):
+            step = max(patience, waited)
+            done, _ = await asyncio.wait(waits, timeout=step, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                break
+            waited += step
+            if waited < RESUME_TIMEOUT:
+                log.warning(
+                    "Sandbox %s has not answered for %d seconds. It is not saved, so the server waits. If this lasts, "
+                    "stop the server, which saves it as it is, or restart its kernel, which loses its state",
+                    self.sandbox_id,
+                    waited,
+                )
+        return waited
