@@ -9,10 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from jupyter_core.paths import jupyter_data_dir
+from traitlets import Bool, Enum, Float, Int, List, TraitType
 
 from .errors import ConfigurationError
+
+Trait = TypeVar("Trait", bound=TraitType[Any, Any])
 
 SIGNING_KEY = "SANDBOX_SIGNING_KEY"
 TRUST_STORAGE = "SANDBOX_TRUST_STORAGE"
@@ -87,6 +91,36 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
     if value not in choices:
         raise ConfigurationError(variable, f"{variable} is {value!r}.", f"It can be {' or '.join(choices)}.")
     return value
+
+
+def setting(variable: str, trait: Trait) -> Trait:
+    """Make ``trait`` configurable, with an environment variable as its default, and return it.
+
+    The variable is read for each new object, by the function of this module for the trait's type. Its name is added to
+    the trait's help.
+    """
+    kind = ", comma-separated" if isinstance(trait, List) else ""
+    trait.help = trait.metadata["help"] = f"{trait.help} Environment{kind}: {variable}"
+    trait.tag(config=True)
+    unset = trait.default()
+    vars(trait)["default"] = lambda owner=None: _value(variable, trait, unset)  # traitlets calls it for each object
+    return trait
+
+
+def _value(variable: str, trait: TraitType[Any, Any], unset: Any) -> object:
+    match trait:
+        case List():
+            return words(variable)
+        case Enum(values=[first, *others]):
+            return choice(variable, (first, *others), first)
+        case Bool():
+            return flag(variable, default=unset)
+        case Float():
+            return seconds(variable, unset)
+        case Int():
+            return count(variable, unset)
+        case _:
+            return text(variable, unset)
 
 
 def user_name() -> str:
@@ -201,10 +235,6 @@ class GCSConfig:
     def can_checkpoint(self) -> bool:
         """Return True if persistent sandboxes can be checkpointed."""
         return self.can_persist() and (self.embedded or self.checkpoints.is_set)
-
-    def can_hand_off(self) -> bool:
-        """Return True if a running sandbox can be handed off to another server, which needs a checkpoint."""
-        return self.can_checkpoint()
 
     def can_snapshot(self) -> bool:
         """Return True if file snapshots can be stored, of ephemeral sandboxes too."""

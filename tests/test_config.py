@@ -91,7 +91,7 @@ def refusal_of(environ: dict[str, str]) -> ConfigurationError:
 def test_with_nothing_set_the_embedded_default_can_do_everything(tmp_path: Path) -> None:
     settings = GCSConfig.from_environment(tmp_path, {})
     assert settings == GCSConfig(folder=tmp_path, signing_key="")
-    assert settings.can_persist() and settings.can_checkpoint() and settings.can_hand_off() and settings.can_snapshot()
+    assert settings.can_persist() and settings.can_checkpoint() and settings.can_snapshot()
 
 
 def test_an_empty_variable_is_one_that_is_not_set(tmp_path: Path) -> None:
@@ -135,15 +135,15 @@ def test_the_environment_decides_when_it_is_asked(monkeypatch: pytest.MonkeyPatc
 
 CAPABILITIES = [
     # what is set                                     persist, checkpoint, hand off, snapshot
-    ([METADATA], (False, False, False, False)),
-    ([LOCK], (False, False, False, False)),
-    ([METADATA, LOCK], (True, False, False, False)),
-    (["SANDBOX_METADATA_MOUNT_PATH", "SANDBOX_LOCK_MOUNT_PATH"], (True, False, False, False)),
-    ([METADATA, LOCK, CHECKPOINT], (True, True, True, False)),
-    ([METADATA, LOCK, CHECKPOINT_MOUNT], (True, True, True, False)),
-    ([CHECKPOINT], (False, False, False, False)),
-    (["FILESYSTEM_SNAPSHOT_BUCKET"], (False, False, False, True)),
-    (["FILESYSTEM_SNAPSHOT_MOUNT_PATH"], (False, False, False, True)),
+    ([METADATA], (False, False, False)),
+    ([LOCK], (False, False, False)),
+    ([METADATA, LOCK], (True, False, False)),
+    (["SANDBOX_METADATA_MOUNT_PATH", "SANDBOX_LOCK_MOUNT_PATH"], (True, False, False)),
+    ([METADATA, LOCK, CHECKPOINT], (True, True, False)),
+    ([METADATA, LOCK, CHECKPOINT_MOUNT], (True, True, False)),
+    ([CHECKPOINT], (False, False, False)),
+    (["FILESYSTEM_SNAPSHOT_BUCKET"], (False, False, True)),
+    (["FILESYSTEM_SNAPSHOT_MOUNT_PATH"], (False, False, True)),
 ]
 
 
@@ -153,7 +153,6 @@ def test_what_a_server_can_do_follows_from_what_is_set(variables: list[str], abl
     assert able == (
         settings.can_persist(),
         settings.can_checkpoint(),
-        settings.can_hand_off(),
         settings.can_snapshot(),
     )
 

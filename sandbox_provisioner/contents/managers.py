@@ -48,27 +48,23 @@ class GuardedContents(LoggingConfigurable):
 
     root_dir: str
 
-    allowed_link_targets = List(
-        Unicode(),
-        config=True,
-        help="Further folders that links in the server's folder may lead to, besides the sources of "
-        "SandboxProvisioner.mounts. Environment, comma-separated: SANDBOX_ALLOWED_LINK_TARGETS",
+    allowed_link_targets = config.setting(
+        "SANDBOX_ALLOWED_LINK_TARGETS",
+        List(
+            Unicode(),
+            help="Further folders that links in the server's folder may lead to, besides the sources of "
+            "SandboxProvisioner.mounts.",
+        ),
     )
-
-    max_file_size = Int(
-        min=1,
-        config=True,
-        help="The largest file, in bytes, that the server loads into its memory, to open, copy, convert or hash it. "
-        "Downloads, uploads and checkpoints are not limited. Environment: SANDBOX_MAX_FILE_SIZE",
+    max_file_size = config.setting(
+        "SANDBOX_MAX_FILE_SIZE",
+        Int(
+            MAX_FILE_SIZE,
+            min=1,
+            help="The largest file, in bytes, that the server loads into its memory, to open, copy, convert or hash "
+            "it. Downloads, uploads and checkpoints are not limited.",
+        ),
     )
-
-    @default("max_file_size")
-    def _default_max_file_size(self) -> int:
-        return config.count("SANDBOX_MAX_FILE_SIZE", MAX_FILE_SIZE)
-
-    @default("allowed_link_targets")
-    def _default_allowed_link_targets(self) -> list[str]:
-        return config.words("SANDBOX_ALLOWED_LINK_TARGETS")
 
     @validate("allowed_link_targets")
     def _absolute_targets(self, proposal: Any) -> list[str]:
