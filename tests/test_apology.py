@@ -13,11 +13,10 @@ from sandbox_provisioner.kernel.synthetic_replies import (
     ENAME,
     NOT_REWOUND,
     Cell,
-    _encode,
-    _messages,
     apologise,
     conclude,
 )
+from sandbox_provisioner.kernel.zmtp import encode, messages
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +26,12 @@ def session() -> Session:
 
 def request(session: Session, kind: str, **content: Any) -> tuple[dict[str, Any], bytes]:
     message = session.msg(kind, content)
-    return message["header"], _encode(session.serialize(message))
+    return message["header"], encode(session.serialize(message))
 
 
 def heard(session: Session, data: bytes) -> list[dict[str, Any]]:
     reader = Session(key=session.key)
-    return [reader.deserialize(reader.feed_identities(frames)[1]) for frames in _messages(data)]
+    return [reader.deserialize(reader.feed_identities(frames)[1]) for frames in messages(data)]
 
 
 def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: Session) -> None:
@@ -96,4 +95,4 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 
 @given(st.lists(st.binary(max_size=600), min_size=1, max_size=6))
 def test_frames_survive_the_wire(frames: list[bytes]) -> None:
-    assert list(_messages(_encode(frames))) == [frames]
+    assert list(messages(encode(frames))) == [frames]

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
-from sandbox_provisioner.kernel.handshake import GREETING, ready
 from sandbox_provisioner.kernel.heartbeat import LARGEST, Heart
-from sandbox_provisioner.kernel.zmtp import COMMAND, LONG, MORE
+from sandbox_provisioner.kernel.zmtp import COMMAND, GREETING, LONG, MORE, ready
 
 PATIENCE = 20
 NULL_READY = bytes([COMMAND, len(ready("hb"))]) + ready("hb").replace(b"REP", b"REQ")

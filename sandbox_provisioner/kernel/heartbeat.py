@@ -6,8 +6,7 @@ kernel.
 
 from __future__ import annotations
 
-from .handshake import GREETING, MECHANISM, command, ready
-from .zmtp import COMMAND, LONG
+from .zmtp import COMMAND, GREETING, Head, command, head, is_plain, ready
 
 PING, PONG = b"\x04PING", b"\x04PONG"
 TTL = 2
@@ -32,38 +31,23 @@ class Heart:
         if not self._greeted:
             if len(self._heard) < len(GREETING):
                 return said
-            if self._heard[0] != GREETING[0] or self._heard[12:32] != MECHANISM:
+            if self._heard[0] != GREETING[0] or not is_plain(self._heard):
                 raise ValueError("not a plain ZMTP connection")
             del self._heard[: len(GREETING)]
             self._greeted = True
             said += command(ready("hb"))
-        while frame := self._frame():
-            said += _answer(frame)
+        while found := head(self._heard):
+            if found.end > LARGEST:
+                raise ValueError("too large for a heartbeat")
+            if found.end > len(self._heard):
+                break
+            said += _answer(found, bytes(self._heard[: found.end]))
+            del self._heard[: found.end]
         return said
 
-    def _frame(self) -> bytes:
-        """Remove and return the next whole frame; empty if it is incomplete. Raises ValueError if it is too large."""
-        head = _head(self._heard)
-        if len(self._heard) < head:
-            return b""
-        size = head + int.from_bytes(self._heard[1:head], "big")
-        if size > LARGEST:
-            raise ValueError("a heartbeat that large is none")
-        if len(self._heard) < size:
-            return b""
-        frame = bytes(self._heard[:size])
-        del self._heard[:size]
-        return frame
 
-
-def _head(frame: bytes | bytearray) -> int:
-    return 9 if frame and frame[0] & LONG else 2
-
-
-def _answer(frame: bytes) -> bytes:
-    if not frame[0] & COMMAND:
-        return frame
-    body = frame[_head(frame) :]
-    if body.startswith(PING) and len(body) < 1 << 8:
-        return command(PONG + body[len(PING) + TTL :])
-    return b""
+def _answer(found: Head, whole: bytes) -> bytes:
+    if not found.flags & COMMAND:
+        return whole
+    body = whole[found.start :]
+    return command(PONG + body[len(PING) + TTL :]) if body.startswith(PING) and len(body) < 1 << 8 else b""

@@ -1,11 +1,17 @@
-"""Follow ZeroMQ's wire protocol (ZMTP 3) on a connection as its bytes pass, without keeping them."""
+"""Encode, decode and follow ZeroMQ's wire protocol, ZMTP 3: the only place that knows its bytes."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 MORE, LONG, COMMAND = 1, 2, 4
-GREETING_SIZE = 64
+MECHANISM = b"NULL".ljust(20, b"\0")
+MECHANISM_END = 32
+"""Offset in a greeting at which the name of the security mechanism ends."""
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + MECHANISM + bytes(32)
+GREETING_SIZE = len(GREETING)
+SOCKET_TYPES = {"shell": b"ROUTER", "stdin": b"ROUTER", "control": b"ROUTER", "iopub": b"PUB", "hb": b"REP"}
 HANDSHAKE = 2
 """Maximum number of commands in a side's handshake; on an encrypted connection all later ones are messages."""
 FRAME_COST = 1 << 10
@@ -19,6 +25,73 @@ IDENTITY = b"\x08Identity"
 
 class MessageTooLargeError(ValueError):
     """A message has more bytes or frames than the connection allows."""
+
+
+class Head(NamedTuple):
+    """The beginning of a frame: its flags, the offset at which its body starts, and the size of the body."""
+
+    flags: int
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The offset at which the body ends."""
+        return self.start + self.size
+
+
+def head(data: bytes | bytearray, place: int = 0) -> Head | None:
+    """Return the head of the frame at ``place``; None if it is incomplete."""
+    if place >= len(data):
+        return None
+    start = place + (9 if data[place] & LONG else 2)
+    return Head(data[place], start, int.from_bytes(data[place + 1 : start], "big")) if start <= len(data) else None
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """Encode one frame."""
+    if len(body) > 0xFF:
+        return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
+    return bytes([flags, len(body)]) + body
+
+
+def encode(frames: Sequence[bytes]) -> bytes:
+    """Encode a multipart message."""
+    return b"".join(frame(body, MORE) for body in frames[:-1]) + frame(frames[-1])
+
+
+def messages(data: bytes) -> Iterator[list[bytes]]:
+    """Yield the multipart messages in a piece of a connection. Raises ValueError if one is incomplete."""
+    bodies: list[bytes] = []
+    place = 0
+    while place < len(data):
+        found = head(data, place)
+        if found is None or found.flags & ~(MORE | LONG | COMMAND) or found.end > len(data):
+            raise ValueError("not whole frames")
+        if not found.flags & COMMAND:
+            bodies.append(data[found.start : found.end])
+            if not found.flags & MORE:
+                yield bodies
+                bodies = []
+        place = found.end
+    if bodies:
+        raise ValueError("not a whole message")
+
+
+def command(body: bytes) -> bytes:
+    """Encode a command."""
+    return frame(body, COMMAND)
+
+
+def ready(channel: str) -> bytes:
+    """Return the body of the READY command that ends the handshake of a kernel's socket for ``channel``."""
+    kind = SOCKET_TYPES[channel]
+    return b"\x05READY" + b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+
+
+def is_plain(greeting: bytes | bytearray) -> bool:
+    """Return True if a greeting asks for a connection without encryption."""
+    return greeting[MECHANISM_END - len(MECHANISM) : MECHANISM_END] == MECHANISM
 
 
 class Sink(Protocol):
@@ -69,31 +142,34 @@ class Position:
             if self._rest:
                 place += self._skip(data, place, end)
                 continue
-            flags = data[place]
-            start = place + (9 if flags & LONG else 2)
-            if start > end:
+            found = head(data, place)
+            if found is None:
                 self._head = data[place:]
                 break
-            size = int.from_bytes(data[place + 1 : start], "big") if flags & LONG else data[place + 1]
-            if flags & COMMAND:
-                self._commands += 1
-                self.handshake_size = self.handshake_size or GREETING_SIZE + (start - place) + size
-                self._in_message = False
-                messages += self._commands > HANDSHAKE
-                self._size = 0
-            else:
-                messages += not self._more
-                if not self._more:
-                    self._size = 0
-                self._more = bool(flags & MORE)
-                self._in_message = True
-                if not size and self._sink:
-                    self._sink.end_frame(self._more)
-            self._size += size + FRAME_COST
+            messages += self._begin_frame(found)
+            if found.flags & COMMAND:
+                self.handshake_size = self.handshake_size or GREETING_SIZE + found.end - place
             if self._size > self._limit:
                 raise MessageTooLargeError(f"a message of more than {self._limit} bytes")
-            place, self._rest = start, size
+            place, self._rest = found.start, found.size
         return messages
+
+    def _begin_frame(self, found: Head) -> bool:
+        """Update the state for a new frame. Return True if a message begins with it."""
+        begins = not self._more
+        if found.flags & COMMAND:
+            self._commands += 1
+            begins = self._commands > HANDSHAKE
+            self._size = 0
+        else:
+            if begins:
+                self._size = 0
+            self._more = bool(found.flags & MORE)
+            if not found.size and self._sink:
+                self._sink.end_frame(self._more)
+        self._in_message = not found.flags & COMMAND
+        self._size += found.size + FRAME_COST
+        return begins
 
     def _skip(self, data: bytes, place: int, end: int) -> int:
         """Process the rest of a frame, as far as it is in ``data``; return how many bytes that was."""
