@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner.contents.beneath import AccessRefused, Area, Beneath, open_real
+from sandbox_provisioner.contents.beneath import Beneath
+from sandbox_provisioner.contents.entries import AccessRefused
 from sandbox_provisioner.contents.file_functions import Refused
+from sandbox_provisioner.contents.links import Area, open_real
 from sandbox_provisioner.contents.trash import move_to_trash
 from sandbox_provisioner.kernel.shared_folders import recall, remember
 

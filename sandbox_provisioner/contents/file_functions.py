@@ -19,7 +19,8 @@ from tornado.web import HTTPError
 
 from .._text import one_line
 from ..gvisor.mounts import within
-from .beneath import AccessRefused, Beneath
+from .beneath import Beneath
+from .entries import AccessRefused
 from .trash import home_trash, move_to_trash
 
 ADVICE = (

@@ -15,7 +15,8 @@ from typing import Any
 from jupyter_server.serverapp import ServerApp
 
 from ..config import own_folder
-from ..contents.managers import CLASSES, GuardedContents
+from ..contents.guarded import GuardedContents
+from ..contents.managers import CLASSES
 from ..gvisor.mounts import within
 from . import telemetry
 from .handlers import handlers
