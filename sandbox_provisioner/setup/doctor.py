@@ -29,9 +29,9 @@ from ..gvisor.runsc import OLDEST, Runsc, candidates, find, inspect, refused, re
 from ..gvisor.runtime_dir import runtime_root
 from ..sandbox.listing import look
 from ..sandbox.user_sandboxes import Persistence, registry
+from .folders import nearest, writable
 from .kernelspecs import PROVISIONER, Kernel, kernels
 from .progress import marks
-from .runsc_install import nearest, writable
 
 SETUP = "`jupyter sandbox setup`"
 OLDEST_LINUX = (4, 14, 77)
