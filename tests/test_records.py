@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID
@@ -109,7 +110,7 @@ def test_any_bytes_are_a_record_or_our_error(data: bytes) -> None:
     refusal_of(data)
 
 
-@given(st.sampled_from(list(records.FIELDS)), VALUES)
+@given(st.sampled_from([field.name for field in fields(SandboxRecord)]), VALUES)
 def test_any_value_of_a_field_is_understood_or_our_error(name: str, value: Any) -> None:
     try:
         records.decode(document(**{name: value}), ID, "the/file.json")

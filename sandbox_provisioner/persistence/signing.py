@@ -10,7 +10,6 @@ signature.
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from uuid import UUID
 
+from .._text import json_object
 from ..config import SHORTEST_KEY, SIGNING_KEY, GCSConfig, user_name
 from ..errors import ConfigurationError, ConflictError, ForeignSandboxError, SandboxError, SignatureError
 from ..storage.base import NEW
@@ -141,11 +141,7 @@ class Signer:
 
 def named_user(data: bytes) -> str:
     """Return the user that an unverified document names; empty if it cannot be read."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return ""
-    return str(document.get("user", "")) if isinstance(document, dict) else ""
+    return str(json_object(data).get("user", ""))
 
 
 def _id(key: bytes) -> bytes:

@@ -64,7 +64,7 @@ def nothing(amount: int) -> None:
 
 
 class ObjectStore(ABC):
-    """A set of named objects in a folder, in a bucket below a prefix, or in memory.
+    """A set of named objects in a folder or in a bucket below a prefix.
 
     Names have 1 to 512 characters: segments of up to 255 letters, digits, ``-``, ``_`` and ``.``, joined by ``/``, that
     do not begin with a dot. Any other name raises StorageError before it is used. A name must not be a folder of
@@ -73,7 +73,7 @@ class ObjectStore(ABC):
     """
 
     kind: str
-    """Kind of the store: ``local``, ``mounted``, ``gcs`` or ``memory``."""
+    """Kind of the store: ``local``, ``mounted`` or ``gcs``."""
     where: str
     """Location of the store, for messages: a path or ``gs://bucket/prefix``."""
 

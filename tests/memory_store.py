@@ -1,4 +1,4 @@
-"""MemoryStore: objects in this process's memory, for the tests of users of this package."""
+"""MemoryStore: objects in this process's memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
-from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
-from .disk import READ, closing, disk_errors, landing
-from .names import valid_name, valid_prefix
-from .parts import Sums, record_of, spans_of, write_to, wrong_part
+from sandbox_provisioner.errors import ConflictError, CorruptObjectError, ObjectNotFoundError
+from sandbox_provisioner.storage.base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
+from sandbox_provisioner.storage.disk import READ, closing, disk_errors, landing
+from sandbox_provisioner.storage.names import valid_name, valid_prefix
+from sandbox_provisioner.storage.parts import Sums, record_of, spans_of, write_to, wrong_part
 
 
 class _Object(NamedTuple):
