@@ -328,7 +328,11 @@ async def test_a_disk_that_is_full_or_not_there_is_an_error_of_ours(start: Start
 
 
 def test_no_room_is_said_to_be_that() -> None:
-    with pytest.raises(DiskFullError), archive._words(Path("target")), open("/dev/full", "wb", buffering=0) as full:
+    with (
+        pytest.raises(DiskFullError),
+        archive._disk_errors(Path("target")),
+        open("/dev/full", "wb", buffering=0) as full,
+    ):
         archive._write(full, b"x")
 
 

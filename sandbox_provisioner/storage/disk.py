@@ -68,7 +68,7 @@ def sync(folder: int) -> None:
 
 
 @contextmanager
-def landing(target: Path, size: int) -> Iterator[int]:
+def replacing(target: Path, size: int) -> Iterator[int]:
     """Yield a temporary file beside ``target``, and rename it to ``target`` when it is complete and on the disk.
 
     The temporary file is kept only if the block raises StorageUnavailableError or the process is killed; the next call

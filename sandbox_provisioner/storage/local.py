@@ -30,7 +30,7 @@ class LocalStore(FolderStore):
         self._patience = patience
 
     @contextmanager
-    def _turn(self, root: int) -> Iterator[Check]:
+    def _exclusive(self, root: int) -> Iterator[Check]:
         deadline = time.monotonic() + self._patience
         with closing(os.open(GENERATION, OPEN, 0o600, dir_fd=root)) as lock:
             while True:

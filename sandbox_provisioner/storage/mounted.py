@@ -38,7 +38,7 @@ class MountedStore(FolderStore):
         self._stale = stale
 
     @contextmanager
-    def _turn(self, root: int) -> Iterator[Check]:
+    def _exclusive(self, root: int) -> Iterator[Check]:
         mine = uuid.uuid4().hex.encode()
         start = since = time.monotonic()
         seen: bytes | None = None
