@@ -5,15 +5,13 @@ Google's packages are imported at the first request, so that the package works w
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
+from ..config import BUCKET
 from ..errors import RateLimitedError, StorageError, StorageUnavailableError
-
-BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 TIMEOUT = 30.0
 """Seconds that one request may go without a response."""

@@ -1,7 +1,7 @@
 """Open the files of a store's folder one folder at a time from its root, so that no link can lead out of it.
 
-New files are written in ``.tmp``, and folders are moved there to be deleted. ``delete_abandoned`` deletes those that dead
-processes left there.
+New files are written in ``.tmp``, and folders are moved there to be deleted. ``delete_abandoned`` deletes those that
+dead processes left there.
 """
 
 from __future__ import annotations
