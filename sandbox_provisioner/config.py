@@ -266,8 +266,8 @@ class GCSConfig:
             names = [place.bucket_variable if place in strict else place.variables for place in missing]
             raise ConfigurationError(
                 missing[0].bucket_variable,
-                f"This server cannot keep such a sandbox, because it lacks {' and '.join(names)}.",
-                "Set what is missing in the server's environment, or ask for a sandbox that needs less.",
+                f"This server cannot store such a sandbox: it lacks {' and '.join(names)}.",
+                "Set these variables in the server's environment, or request a sandbox that does not need them.",
             )
 
 
@@ -276,7 +276,7 @@ def _bucket(variable: str, environ: Mapping[str, str]) -> str:
     if value and not BUCKET.fullmatch(value):
         raise ConfigurationError(
             variable,
-            f"{variable} is {value!r}, which cannot be the name of a bucket.",
+            f"{variable} is {value!r}, which is not a valid bucket name.",
             "Set it to the bucket's name alone, without gs:// and without a path.",
         )
     return value
@@ -298,7 +298,7 @@ def _absolute(variable: str, environ: Mapping[str, str]) -> Path | None:
 def _mount(variable: str, environ: Mapping[str, str]) -> Path | None:
     folder = _absolute(variable, environ)
     if folder and not os.path.isdir(folder):
-        problem = f"{variable} is {environ[variable]!r}, where there is nothing."
+        problem = f"{variable} is {environ[variable]!r}, which does not exist."
         raise ConfigurationError(variable, problem, "Mount the bucket there first, or correct the path.")
     return folder
 
@@ -309,7 +309,7 @@ def _prefix(variable: str, environ: Mapping[str, str]) -> str:
     if value and not PREFIX.fullmatch(prefix):
         raise ConfigurationError(
             variable,
-            f"{variable} is {value!r}, which cannot stand before the name of an object.",
+            f"{variable} is {value!r}, which is not a valid prefix of object names.",
             "It is made of letters, digits, '-', '_' and '.', in parts that are joined by '/' and begin with no dot.",
         )
     return prefix

@@ -273,7 +273,7 @@ async def test_too_much_is_refused_and_leaves_no_file(start: Start, tmp_path: Pa
 
 
 LIES = {
-    "it is no tar": ("print('x' * 100000)", SnapshotError, "no tar"),
+    "it is no tar": ("print('x' * 100000)", SnapshotError, "invalid tar"),
     "it is cut off": ("import os; os.write(1, bytes(512))", SnapshotError, "cut off"),
     "it fails at the end": (
         "import os, sys; os.write(1, bytes(10240)); sys.exit('so\\nsorry')",

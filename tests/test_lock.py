@@ -494,7 +494,7 @@ async def test_an_owner_that_stood_still_for_too_long_is_told_when_it_wakes(grou
         assert lease.token > token
         player.send_signal(signal.SIGCONT)
         told = await soon(asyncio.to_thread(hear, player))
-        assert re.search("stood still|the newcomer .* has it now|its entry was removed", told["lost"])
+        assert re.search("was suspended|the newcomer .* has it now|its entry was removed", told["lost"])
         assert ask(player, "release") == {"released": True}
     await asyncio.sleep(2 * RENEWAL)
     assert not lease.lost.done()

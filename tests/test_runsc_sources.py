@@ -352,5 +352,5 @@ def test_a_machine_without_apt(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     """The sleeping child holds the pipe that is read to its end: the call returns only when the child is gone."""
-    with pytest.raises(SandboxError, match=r"sh was ended after 0 s: started"):
+    with pytest.raises(SandboxError, match=r"sh was stopped after 0 s: started"):
         run(["sh", "-c", "sleep 1000 & echo started; wait"], print, cwd=tmp_path, limit=0.5)

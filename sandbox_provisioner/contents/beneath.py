@@ -64,7 +64,7 @@ class Beneath:
                 os.close(found)
                 raise AccessRefused(special(path))
             return found
-        raise AccessRefused(f"{path} is replaced by a link again and again.")
+        raise AccessRefused(f"{path} is repeatedly replaced by a link.")
 
     def stat(self, path: str) -> os.stat_result:
         """Return the status of a file or folder, with links followed. Raises AccessRefused for anything else."""
@@ -75,7 +75,7 @@ class Beneath:
                 if not _ordinary(found):
                     raise AccessRefused(special(path))
                 return found
-        raise AccessRefused(f"{path} is replaced by a link again and again.")
+        raise AccessRefused(f"{path} is repeatedly replaced by a link.")
 
     def lstat(self, path: str) -> os.stat_result:
         """Return the status of an entry itself, which can be a link."""

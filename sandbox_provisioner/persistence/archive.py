@@ -67,14 +67,14 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
                 if size > limit:
                     raise SnapshotError(
                         f"The snapshot of sandbox {sandbox.sandbox_id} is larger than {limit:,} bytes.",
-                        "Delete what is not needed in the sandbox's home and /tmp, or allow more.",
+                        "Delete files that are not needed in the sandbox's home and /tmp.",
                     )
                 check.feed(data)
                 await asyncio.to_thread(_write, file, data)
             _log(sandbox, await tool.finish())
             check.end()
         except ValueError as error:
-            raise SnapshotError(f"Sandbox {sandbox.sandbox_id} sent a snapshot that is no tar: {error}.") from error
+            raise SnapshotError(f"Sandbox {sandbox.sandbox_id} sent an invalid tar archive: {error}.") from error
     return size
 
 

@@ -57,7 +57,7 @@ class Stores:
         if self.checkpoints is None:
             raise ConfigurationError(
                 "SANDBOX_CHECKPOINT_BUCKET",
-                "A sandbox's memory is saved in a place for checkpoints, and SANDBOX_CHECKPOINT_BUCKET is not set.",
+                "This server has no storage for checkpoints: SANDBOX_CHECKPOINT_BUCKET is not set.",
                 "Set it, or SANDBOX_CHECKPOINT_MOUNT_PATH.",
             )
         return self.checkpoints
@@ -68,7 +68,7 @@ def required_shelf(shelf: Shelf | None) -> Shelf:
     if shelf is None:
         raise ConfigurationError(
             "FILESYSTEM_SNAPSHOT_BUCKET",
-            "This server has no place for snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
+            "This server has no storage for file snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
             "Set it, or FILESYSTEM_SNAPSHOT_MOUNT_PATH.",
         )
     return shelf
@@ -121,7 +121,7 @@ def _own(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"The folder {folder} for persistent sandboxes cannot be made: {error.strerror}."
+        problem = f"The folder {folder} for persistent sandboxes cannot be created: {error.strerror}."
         remedy = "Set SANDBOX_STORAGE_DIR to a folder of your own."
         raise ConfigurationError("SANDBOX_STORAGE_DIR", problem, remedy) from error
     return folder

@@ -39,7 +39,7 @@ async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[st
     except BaseException as error:
         await asyncio.shield(sandbox.link.call(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
-            raise UnsaveableError(sandbox.sandbox_id, ["it does not say which files it depends on"]) from error
+            raise UnsaveableError(sandbox.sandbox_id, ["it does not report the files that it depends on"]) from error
         raise
 
 

@@ -65,7 +65,7 @@ def check_names(artifact: GCSArtifact, prefix: str) -> None:
     named_well = artifact.name.startswith(prefix) and NAME.fullmatch(artifact.name.removeprefix(prefix))
     if not named_well or not set(artifact.files) <= set(IMAGE_FILES):
         names = ", ".join(sorted(artifact.files))
-        raise MetadataError(f"A checkpoint is said to be {artifact.name!r:.200} with the files {names!r:.200}.")
+        raise MetadataError(f"A checkpoint has an invalid name or files: {artifact.name!r:.200}, {names!r:.200}.")
 
 
 def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:

@@ -84,7 +84,7 @@ async def inventory(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[
         async for piece in tool.output():
             text += piece
             if len(text) > MOST_TEXT:
-                raise GuestError(f"The sandbox says that more files are in use than fit into {MOST_TEXT:,} bytes.")
+                raise GuestError(f"The sandbox's list of files in use is longer than {MOST_TEXT:,} bytes.")
         await tool.finish()
     given_up = Event()
     try:
@@ -178,7 +178,7 @@ def to_json(prints: Prints) -> dict[str, Any]:
 def from_json(document: object) -> dict[str, FilePrint]:
     """Return the prints in a document. Raises MetadataError if they are malformed."""
     if not isinstance(document, Mapping) or len(document) > MOST_FILES:
-        raise MetadataError("The list of files in use is not one.")
+        raise MetadataError("The list of files in use is invalid.")
     return {_checked_path(path): _checked(path, value) for path, value in document.items()}
 
 
@@ -204,7 +204,7 @@ def _checked(path: str, value: object) -> FilePrint:
     except TypeError:
         sound = False
     if not sound:
-        raise MetadataError(f"What the list of files in use has for {shown(path)} cannot be understood.")
+        raise MetadataError(f"The list of files in use has an invalid entry for {shown(path)}.")
     return found
 
 
@@ -222,7 +222,7 @@ def _sightings(text: bytes) -> Iterator[tuple[str, str, str]]:
             raise ValueError(f"{len(sightings)} files")
         known = [(str(path), USES.index(use), STATES.index(state)) for path, use, state in sightings]
     except (TypeError, ValueError, RecursionError) as error:
-        raise GuestError(f"The sandbox's list of files in use makes no sense: {shown(str(error)[:100])}.") from error
+        raise GuestError(f"The sandbox's list of files in use is invalid: {shown(str(error)[:100])}.") from error
     known.sort(key=lambda sighting: (sighting[0], sighting[2], -sighting[1]))
     worst = {path: (use, state) for path, use, state in known}
     return ((path, USES[use], STATES[state]) for path, (use, state) in worst.items() if _usable(path))

@@ -122,7 +122,7 @@ class Ledger:
         def encode_and_write() -> ObjectInfo:
             data = self._signer.sign(self._name, metadata.encode(changed))
             if most is not None and len(data) > max(most, self.size):
-                problem = f"its record in storage would have {len(data):,} bytes, and {most:,} at most can be kept"
+                problem = f"its stored document would have {len(data):,} bytes; at most {most:,} are allowed"
                 raise UnsaveableError(changed.sandbox_id, [f"{problem}: delete some of its savepoints"])
             return self._store.write(self._name, data, self.generation)
 

@@ -46,7 +46,7 @@ def encode(record: SandboxRecord) -> bytes:
         return json.dumps(document, indent=1, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         problem = f"The settings of sandbox {record.id} cannot be recorded: {error}."
-        raise ConfigurationError("settings", problem, "Use what JSON knows.") from error
+        raise ConfigurationError("settings", problem, "Use only JSON values.") from error
 
 
 def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
@@ -57,7 +57,7 @@ def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
         document = json.loads(data, parse_constant=_no_number)
         version = document.get("version") if isinstance(document, dict) else None
         if type(version) is not int:
-            raise ValueError("it is no record of a sandbox")
+            raise ValueError("it is not a sandbox record")
         if version > VERSION:
             remedy = "Upgrade sandbox-provisioner."
             raise UnreadableRecordError(path, f"it has version {version}, and this program knows {VERSION}", remedy)
@@ -70,4 +70,4 @@ def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

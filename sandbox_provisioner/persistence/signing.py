@@ -178,8 +178,8 @@ def read_or_make_key(path: Path) -> str:
 def _unusable(path: Path, problem: str) -> ConfigurationError:
     return ConfigurationError(
         SIGNING_KEY,
-        f"The key {path}, which signs what is saved, cannot be used: {problem}.",
-        "Restore it from a backup: what was saved is signed with it. Without a backup, remove the file, so that a new "
-        "key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if nobody "
+        f"The key {path}, which signs stored documents, cannot be used: {problem}.",
+        "Restore it from a backup: saved sandboxes are signed with it. Without a backup, remove the file, so that a "
+        "new key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if nobody "
         "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open it.",
     )

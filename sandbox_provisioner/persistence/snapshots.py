@@ -51,7 +51,7 @@ async def load(shelf: Shelf, below: str, sandbox: GVisorSandbox) -> None:
     if artifact is None:
         raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
     if FILE not in artifact.files:
-        raise CorruptObjectError(store.where, below + MANIFEST, f"it does not tell of {FILE}")
+        raise CorruptObjectError(store.where, below + MANIFEST, f"it does not list {FILE}")
     async with staging(shelf.staging) as folder:
         await bulk(store.download, below + FILE, artifact.files[FILE], folder / FILE)
         await archive.load(sandbox, folder / FILE)

@@ -162,7 +162,7 @@ def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None 
     if place.exists() and not present.is_twin:
         raise SandboxError(
             f"{place} exists and was not made by `jupyter sandbox setup`.",
-            "It was left as it is; move it away to have a twin in its place.",
+            "It was left unchanged. Move it away, so that the sandboxed kernel can be installed there.",
         )
     twin = Kernel(place.name, place, twin_spec(origin, {**DEFAULTS, **present.config, **(config or {})}))
     try:

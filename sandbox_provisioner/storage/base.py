@@ -51,7 +51,7 @@ class FileRecord:
         if self.size < 0 or self.part_size < 1 or len(self.parts) != -(-max(self.size, 1) // self.part_size):
             return f"its record has {len(self.parts)} parts for {self.size} bytes"
         if not all(0 <= part < 1 << 32 for part in self.parts):
-            return "its record has a checksum that cannot be one"
+            return "its record has an invalid checksum"
         if self.digests and len(self.digests) != len(self.parts):
             return f"its record has {len(self.digests)} digests for {len(self.parts)} parts"
         if not all(DIGEST.fullmatch(digest) for digest in self.digests):

@@ -208,7 +208,7 @@ class FolderStore(ObjectStore):
             step = 1
             while os.fstat(file).st_mtime_ns <= last:
                 if step > COARSEST:
-                    raise StorageError(self.where, f"{self.where} does not keep the times of its files.")
+                    raise StorageError(self.where, f"The file system of {self.where} does not keep modification times.")
                 os.utime(file, ns=(last + step, last + step))
                 os.fsync(file)
                 step *= 10

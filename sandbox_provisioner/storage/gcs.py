@@ -213,7 +213,7 @@ class GCSStore(ObjectStore):
         blob = self._blob(_part(name, span.number))
         blob.download_to_file(writer, raw_download=True, checksum=None, timeout=TIMEOUT, retry=self._requests.retry())
         if writer.finish() != (span.length, record.parts[span.number]):
-            raise ConnectionError(f"{blob.name} was damaged on its way")
+            raise ConnectionError(f"{blob.name} was damaged in transit")
         if not writer.sums.match(record, span.number):
             raise wrong_checksum(self.where, name, span, record)
 
@@ -235,7 +235,7 @@ def _download(blob: Any) -> bytes:
         raw_download=True, checksum=None, timeout=TIMEOUT, retry=None, if_generation_match=blob.generation
     )
     if len(data) != _size(blob) or _encode(google_crc32c.value(data)) != blob.crc32c:
-        raise ConnectionError(f"{blob.name} was damaged on its way")
+        raise ConnectionError(f"{blob.name} was damaged in transit")
     return data
 
 

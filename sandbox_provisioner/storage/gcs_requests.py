@@ -36,7 +36,7 @@ class Requests:
     def __init__(self, bucket: str, patience: float = 60.0, on_time: Callable[[float], None] | None = None) -> None:
         if not BUCKET.fullmatch(bucket):
             remedy = "A bucket's name has 3 to 222 lower-case letters, digits, '-', '_' and '.'."
-            raise StorageError(bucket, f"{bucket!r} cannot be the name of a bucket.", remedy)
+            raise StorageError(bucket, f"{bucket!r} is not a valid bucket name.", remedy)
         self.name = bucket
         self.patience = patience
         self._on_time = on_time
@@ -124,11 +124,11 @@ class Requests:
 
     def no_bucket(self) -> StorageError:
         """Return the error for a bucket that does not exist."""
-        problem = f"There is no bucket {self.name}, or these credentials may not see it."
+        problem = f"Bucket {self.name} does not exist, or these credentials cannot access it."
         return StorageError(self.name, problem, "Check the bucket's name; `gcloud storage buckets list` shows yours.")
 
     def _denied(self, error: Exception) -> StorageError:
-        problem = f"Google does not let this server use the bucket {self.name}: {error}."
+        problem = f"Google denied access to bucket {self.name}: {error}."
         remedy = (
             "Check that GOOGLE_APPLICATION_CREDENTIALS, or this machine's service account, is an identity that has "
             "the role Storage Object User on the bucket."

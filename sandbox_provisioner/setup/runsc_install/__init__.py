@@ -64,8 +64,8 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
         except SandboxError as error:
             reasons.append(f"  {source.name}: {error.problem}")
     raise RunscNotFoundError(
-        "No runsc could be had:\n" + "\n".join(reasons),
-        f"\nLet this machine reach one of these, or name a runsc of {OLDEST} or newer in SANDBOX_RUNSC.",
+        "runsc could not be installed:\n" + "\n".join(reasons),
+        f"\nGive this machine access to one of these sources, or set SANDBOX_RUNSC to a runsc of {OLDEST} or newer.",
     )
 
 

@@ -70,7 +70,7 @@ def run(
         finally:
             clock.cancel()
     if child.returncode == -signal.SIGKILL:
-        raise SandboxError(f"{Path(argv[0]).name} was ended after {limit:.0f} s: {_last_words(lines)}")
+        raise SandboxError(f"{Path(argv[0]).name} was stopped after {limit:.0f} s: {_last_words(lines)}")
     if check and child.returncode:
         raise SandboxError(f"{Path(argv[0]).name} failed: {_last_words(lines)}")
     return "".join(lines)
