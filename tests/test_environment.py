@@ -562,7 +562,7 @@ async def test_a_sandbox_restored_elsewhere_uses_the_same_files_and_is_not_taken
 LIES = {
     "it fails": ("sys.exit('no\\x1b[31m way')", r"no.\[31m way"),
     "it says nothing": ("", "is invalid"),
-    "it says too much": ("while True: sys.stdout.write('x' * 65536)", "than fit into"),
+    "it says too much": ("while True: sys.stdout.write('x' * 65536)", "is longer than"),
     "it says nothing for ever": ("import time; time.sleep(1000)", "stood still"),
     "it ignores being told to end": (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",

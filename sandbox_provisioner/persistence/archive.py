@@ -87,8 +87,8 @@ def _places(spec: BundleSpec) -> list[str]:
 
 @contextmanager
 def _created(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which is removed if the block raises."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
+    """Yield an empty file, which is removed if the block raises."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb", buffering=0) as file:
         try:
             yield file
         except BaseException:

@@ -180,6 +180,6 @@ def _unusable(path: Path, problem: str) -> ConfigurationError:
         SIGNING_KEY,
         f"The key {path}, which signs stored documents, cannot be used: {problem}.",
         "Restore it from a backup: saved sandboxes are signed with it. Without a backup, remove the file, so that a "
-        "new key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if nobody "
-        "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open it.",
+        "new key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if "
+        "nobody else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open it.",
     )
