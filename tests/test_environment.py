@@ -40,7 +40,7 @@ from sandbox_provisioner.persistence.compatibility import (
     to_json,
     unsaveable,
 )
-from sandbox_provisioner.persistence.digest_cache import Fingerprints, GivenUpError
+from sandbox_provisioner.persistence.digest_cache import DigestCache, GivenUpError
 
 LONG = 60
 slow_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -57,7 +57,7 @@ class Machine:
         for path in (self.library, self.data, self.secret):
             path.parent.mkdir(parents=True)
             path.write_bytes(path.name.encode() * 1000)
-        self.prints = Fingerprints(folder / "memory")
+        self.prints = DigestCache(folder / "memory")
 
     @property
     def spec(self) -> BundleSpec:
@@ -248,7 +248,7 @@ def test_nothing_outside_the_mounts_is_opened_whatever_the_sandbox_says(
     trap: Machine, said: list[tuple[str, str, str]]
 ) -> None:
     with watched() as opened:
-        found = examine(json.dumps(said).encode(), trap.spec, Fingerprints(trap.folder / "none"))
+        found = examine(json.dumps(said).encode(), trap.spec, DigestCache(trap.folder / "none"))
     sources = [os.path.realpath(mount.source) for mount in all_mounts(trap.spec) if mount.source]
     memory = str(trap.folder / "none")
     assert [path for path in opened if not any(within(path, source) for source in (*sources, memory))] == []
@@ -278,7 +278,7 @@ def test_no_way_out_of_a_folder_is_taken(trap: Machine, path: str, use: str) -> 
 )
 def test_nonsense_is_an_error_of_ours(trap: Machine, text: bytes) -> None:
     try:
-        examine(text, trap.spec, Fingerprints(trap.folder / "none"))
+        examine(text, trap.spec, DigestCache(trap.folder / "none"))
     except GuestError:
         pass
 

@@ -114,7 +114,7 @@ async def test_unsigned_messages_neither_count_nor_wake(
         assert not relay.waited_for and not relay.activity.busy
         link._flow()
         await until(lambda: end.heard[channel] == CLIENT + data[bad])  # it still passes
-        assert relay.asked == 0 and calls == []
+        assert relay.sent == 0 and calls == []
 
 
 async def test_usage_requests_do_not_wake(

@@ -13,7 +13,7 @@ TTL = 2
 LARGEST = 1 << 16
 
 
-class Heart:
+class Heartbeat:
     """The heartbeats of one connection. Owned by its ``ClientConnection``."""
 
     def __init__(self) -> None:

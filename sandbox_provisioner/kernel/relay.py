@@ -41,7 +41,7 @@ RECONNECT = 3.0
 class ChannelRelay:
     """The listeners and client connections of one SandboxedKernel, which owns it. I/O loop only.
 
-    ``asked`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``heeded``
+    ``sent`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``answered``
     is that count when the kernel last began a message. ``activity`` gets all requests and replies. ``on_call`` is
     called when a client needs a hibernated kernel, ``on_oversized`` with the channel of a message that was refused
     because it exceeds ``max_message_size`` bytes.
@@ -52,7 +52,7 @@ class ChannelRelay:
         self.max_message_size = MAX_MESSAGE
         self.on_call: Callable[[], None] = lambda: None
         self.on_oversized: Callable[[str], None] = lambda channel: None
-        self.asked = self.heeded = 0
+        self.sent = self.answered = 0
         self.lingering: set[LingeringStream] = set()
         self._signing: tuple[bytes, str] | None = None
         self._reserved: dict[str, socket.socket] = {}
@@ -119,7 +119,7 @@ class ChannelRelay:
         ``signing`` is the kernel's key and signature scheme; without it, messages cannot be checked and all count.
         """
         self._link, self._targets, self._signing = link, targets, signing
-        self.asked = self.heeded = 0
+        self.sent = self.answered = 0
         for client in list(self._clients):
             client.join()
 
@@ -193,7 +193,7 @@ class ChannelRelay:
     @property
     def waited_for(self) -> bool:
         """True if the kernel has sent nothing since a client's last request."""
-        return self.asked > self.heeded or self.called
+        return self.sent > self.answered or self.called
 
     async def drained(self) -> None:
         """Wait until the kernel has closed all its connections, so that its last messages have been passed on."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..mux.stream import Stream
 from .handshake import HeldClient
-from .heartbeat import Heart
+from .heartbeat import Heartbeat
 from .message_tracker import CALLS, MessageTracker
 from .peers import trusted_peer
 from .zmtp import MessageTooLargeError
@@ -73,7 +73,7 @@ class ClientConnection(asyncio.Protocol):
         self.channel = channel
         self.trusted = True
         self._stream: Stream | None = None
-        self._heart: Heart | None = None
+        self._heart: Heartbeat | None = None
         self._held: HeldClient | None = None
         self._messages = MessageTracker(relay, channel)
         self._early = b""
@@ -108,7 +108,7 @@ class ClientConnection(asyncio.Protocol):
         if self._held and not self._answer_handshake(self._held, data):
             return
         asked = self._follow(data) if self.channel in CALLS else 0
-        self._relay.asked += asked
+        self._relay.sent += asked
         self._pass_on(data)
         waiting = self._waits_for_kernel
         if asked and waiting:
@@ -159,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
         if self._stream or self._transport.is_closing():
             return
         if self._relay.resting and self.channel == "hb":
-            self._heart = Heart()
+            self._heart = Heartbeat()
             return
         try:
             self._stream = self._relay.open(self.channel)
@@ -296,7 +296,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_large()
             return
         if begun and self.channel != "hb":
-            self._relay.heeded = self._relay.asked
+            self._relay.answered = self._relay.sent
         self._unsent += len(data)
         if self._congested:
             self._waiting += data

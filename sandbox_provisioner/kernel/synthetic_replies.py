@@ -17,14 +17,14 @@ ENAME = "KernelNotWoken"
 NOT_REWOUND = "KernelNotRewound"
 
 
-class Answers(NamedTuple):
+class Replies(NamedTuple):
     """Encoded messages for the client that sent the request, and for all clients on iopub."""
 
     private: bytes
     public: bytes
 
 
-def apologise(held: bytes, session: Session, reason: str) -> Answers:
+def error_replies(held: bytes, session: Session, reason: str) -> Replies:
     """Return error replies to all requests in ``held``. Raises ValueError unless they are whole, signed messages."""
     private, public = b"", b""
     for message in zmtp.messages(held):
@@ -39,7 +39,7 @@ def apologise(held: bytes, session: Session, reason: str) -> Answers:
         for name, content in news:
             parts = session.serialize(session.msg(name, content, parent=request))
             public += zmtp.encode([f"kernel.{name}".encode(), *parts])
-    return Answers(private, public)
+    return Replies(private, public)
 
 
 class Cell(NamedTuple):
@@ -49,7 +49,7 @@ class Cell(NamedTuple):
     number: int
 
 
-def conclude(cell: Cell, session: Session, said: str, problem: str = "") -> Answers:
+def end_cell(cell: Cell, session: Session, said: str, problem: str = "") -> Replies:
     """Return the messages that end a cell that rewound its own kernel: the output ``said``, or the error ``problem``.
 
     The cell's connection is unknown, so the private part is for every client on shell; its parent header names the
@@ -65,7 +65,7 @@ def conclude(cell: Cell, session: Session, said: str, problem: str = "") -> Answ
     for kind, content in (output, ("status", {"execution_state": "idle"})):
         parts = session.serialize(session.msg(kind, content, parent=dict(cell.header)))
         public += zmtp.encode([f"kernel.{kind}".encode(), *parts])
-    return Answers(zmtp.encode(session.serialize(reply)), public)
+    return Replies(zmtp.encode(session.serialize(reply)), public)
 
 
 def _header(message: list[bytes], session: Session) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _always() -> bool:
     return True
 
 
-class Fingerprints:
+class DigestCache:
     """A cache of hashes in ``folder``, which is made on demand. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:

@@ -31,7 +31,7 @@ def metadata_name(sandbox_id: str) -> str:
     return f"{prefix(sandbox_id)}metadata.json"
 
 
-def doomed_name(sandbox_id: str) -> str:
+def tombstone_name(sandbox_id: str) -> str:
     """Return the name of the tombstone, which marks a sandbox's checkpoints as garbage if it has no document."""
     return f"{prefix(sandbox_id)}doomed"
 
