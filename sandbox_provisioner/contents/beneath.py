@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ..gvisor.mounts import within
 from .entries import SAFE, AccessRefused, Place, copy_entry, kind_of, remove_entry, special
-from .links import Area, LinkRules
+from .links import LinkRules
 
 TRIES = 100
 """Maximum attempts to open a file that is repeatedly replaced by a link."""
@@ -23,23 +23,15 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Beneath:
-    """File operations on paths beneath ``root`` that no link can lead outside, by the rules of ``LinkRules``.
+    """File operations on paths beneath a folder that no link can lead outside, by ``rules``.
 
     A folder that is moved out of a shared folder or area is registered with ``share`` as a shared folder: its links
     stay bound to it, including those that a sandbox, which may still have the folder open, makes later. The copy of a
     folder with links is registered too. A link that is moved out on its own must still lead to an allowed place.
     """
 
-    def __init__(
-        self,
-        root: str,
-        allowed: Iterable[Area] = (),
-        shared: Callable[[], Iterable[str]] = tuple,
-        protected: Callable[[], Iterable[str]] = tuple,
-        share: Callable[[Iterable[str]], None] = lambda folders: None,
-        forbidden: Callable[[], Iterable[str]] = tuple,
-    ) -> None:
-        self._rules = LinkRules(root, allowed, shared, protected, forbidden)
+    def __init__(self, rules: LinkRules, share: Callable[[Iterable[str]], None] = lambda folders: None) -> None:
+        self._rules = rules
         self._share = share
         self.name = self._rules.name
 

@@ -21,6 +21,7 @@ from .._text import one_line
 from ..gvisor.mounts import within
 from .beneath import Beneath
 from .entries import AccessRefused
+from .links import LinkRules
 from .trash import home_trash, move_to_trash
 
 ADVICE = (
@@ -54,7 +55,7 @@ def guard_of(*paths: str) -> Beneath:
     # Jupyter Server's place for the checkpoints of files in folders that the user cannot write to.
     temporary = os.path.join(tempfile.gettempdir(), "jupyter_checkpoints")
     if all(within(place, temporary) for place in places):
-        return Beneath(tempfile.gettempdir())
+        return Beneath(LinkRules(tempfile.gettempdir()))
     raise PermissionError(errno.EACCES, "Not in a guarded folder", paths[0])
 
 
@@ -186,7 +187,7 @@ def _across(operation: Callable[[Beneath, str, str], None], source: str, target:
         call(Beneath.unlink, source)
 
 
-TEXT = (
+TEXT = [
     "abspath",
     "basename",
     "dirname",
@@ -198,7 +199,7 @@ TEXT = (
     "split",
     "splitdrive",
     "splitext",
-)
+]
 """Names in os.path that only process the text of a path."""
 CONSTANTS = ("O_RDONLY", "R_OK", "W_OK", "X_OK", "close", "fsync", "getcwd", "sep", "stat_result")
 

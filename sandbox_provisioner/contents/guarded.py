@@ -21,7 +21,7 @@ from ..kernel.shared_folders import list_file, protected_file, recall, remember
 from ..provisioner import SandboxProvisioner
 from .beneath import Beneath
 from .file_functions import guard
-from .links import Area
+from .links import Area, LinkRules
 
 MAX_FILE_SIZE = 512 << 20
 """Default limit in bytes. Chromium has no longer strings, so JupyterLab cannot open a larger file."""
@@ -65,7 +65,8 @@ class GuardedContents(LoggingConfigurable):
     def _get_os_path(self, path: str) -> str:
         """Return the path of a file in the file system. The first call registers the guard of the server's folder."""
         if self.__dict__.get("_guarded_dir") != self.root_dir:
-            guard(Beneath(self.root_dir, self._areas(), _shared, _protected, _share, self._forbidden))
+            rules = LinkRules(self.root_dir, self._areas(), _shared, _protected, self._forbidden)
+            guard(Beneath(rules, _share))
             self.__dict__["_guarded_dir"] = self.root_dir
         os_path: str = super()._get_os_path(path)  # type: ignore[misc]
         return os_path

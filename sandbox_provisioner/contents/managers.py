@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -155,49 +157,48 @@ class _AsyncManager(_Manager):
 class _Checkpoints(GuardedContents):
     """Base class of the guarded checkpoints."""
 
-    def _skip(self, path: str, refusal: Refused) -> None:
-        self.log.warning("The checkpoint of %s stays as it is. %s", one_line(path), refusal.log_message)
+    @contextmanager
+    def _refusals_logged(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except Refused as refusal:
+            self.log.warning("The checkpoint of %s stays as it is. %s", one_line(path), refusal.log_message)
 
 
 class _SyncCheckpoints(_Checkpoints):
     def rename_all_checkpoints(self, old_path: str, new_path: str) -> None:
         """Rename the checkpoints of a renamed file. Log a warning if a link is in the way."""
-        try:
+        with self._refusals_logged(old_path):
             super().rename_all_checkpoints(old_path, new_path)  # type: ignore[misc]
-        except Refused as refusal:
-            self._skip(old_path, refusal)
 
     def delete_all_checkpoints(self, path: str) -> None:
         """Delete the checkpoints of a deleted file. Log a warning if a link is in the way."""
-        try:
+        with self._refusals_logged(path):
             super().delete_all_checkpoints(path)  # type: ignore[misc]
-        except Refused as refusal:
-            self._skip(path, refusal)
 
 
 class _AsyncCheckpoints(_Checkpoints):
     async def rename_all_checkpoints(self, old_path: str, new_path: str) -> None:
         """Rename the checkpoints of a renamed file. Log a warning if a link is in the way."""
-        try:
+        with self._refusals_logged(old_path):
             await super().rename_all_checkpoints(old_path, new_path)  # type: ignore[misc]
-        except Refused as refusal:
-            self._skip(old_path, refusal)
 
     async def delete_all_checkpoints(self, path: str) -> None:
         """Delete the checkpoints of a deleted file. Log a warning if a link is in the way."""
-        try:
+        with self._refusals_logged(path):
             await super().delete_all_checkpoints(path)  # type: ignore[misc]
-        except Refused as refusal:
-            self._skip(path, refusal)
 
 
 def _join(stock: type, common: type) -> type:
     confined = REBOUND[stock]
     members = {"__module__": __name__, "__doc__": f"{stock.__name__} that does not follow links to places outside."}
     joined: type = type(confined)(f"Guarded{stock.__name__}", (common, confined), members)
+    CLASSES[stock] = joined
     return joined
 
 
+CLASSES: dict[type, type] = {}
+"""The guarded class for each of Jupyter Server's own classes."""
 GuardedFileContentsManager = _join(filemanager.FileContentsManager, _SyncManager)
 GuardedAsyncFileContentsManager = _join(filemanager.AsyncFileContentsManager, _AsyncManager)
 GuardedLargeFileManager = _join(largefilemanager.LargeFileManager, _SyncManager)
@@ -206,18 +207,6 @@ GuardedFileCheckpoints = _join(filecheckpoints.FileCheckpoints, _SyncCheckpoints
 GuardedAsyncFileCheckpoints = _join(filecheckpoints.AsyncFileCheckpoints, _AsyncCheckpoints)
 GuardedGenericFileCheckpoints = _join(filecheckpoints.GenericFileCheckpoints, _SyncCheckpoints)
 GuardedAsyncGenericFileCheckpoints = _join(filecheckpoints.AsyncGenericFileCheckpoints, _AsyncCheckpoints)
-
-CLASSES: dict[type, type] = {
-    filemanager.FileContentsManager: GuardedFileContentsManager,
-    filemanager.AsyncFileContentsManager: GuardedAsyncFileContentsManager,
-    largefilemanager.LargeFileManager: GuardedLargeFileManager,
-    largefilemanager.AsyncLargeFileManager: GuardedAsyncLargeFileManager,
-    filecheckpoints.FileCheckpoints: GuardedFileCheckpoints,
-    filecheckpoints.AsyncFileCheckpoints: GuardedAsyncFileCheckpoints,
-    filecheckpoints.GenericFileCheckpoints: GuardedGenericFileCheckpoints,
-    filecheckpoints.AsyncGenericFileCheckpoints: GuardedAsyncGenericFileCheckpoints,
-}
-"""The guarded class for each of Jupyter Server's own classes."""
 
 
 def is_guarded(manager_class: type) -> bool:

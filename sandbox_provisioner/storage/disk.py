@@ -16,16 +16,9 @@ OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 CREATE = OPEN | os.O_EXCL
 
 MAY_PASS = {
-    errno.EBUSY,
-    errno.EHOSTDOWN,
-    errno.EIO,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ENOTCONN,
-    errno.ESTALE,
+    errno.EBUSY, errno.EHOSTDOWN, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOTCONN, errno.ESTALE,
     errno.ETIMEDOUT,
-}
+}  # fmt: skip
 """Errors from which a disk, or the network behind a mounted one, may recover."""
 
 

@@ -51,12 +51,9 @@ class Requests:
             return self._bucket
 
     def _client(self) -> Any:
-        try:
-            from google.auth.exceptions import GoogleAuthError
-            from google.cloud.storage import Client
-        except ImportError as error:
-            problem = f"The bucket {self.name} cannot be used: google-cloud-storage is not installed."
-            raise StorageError(self.name, problem, "`pip install 'sandbox-provisioner[gcs]'`.") from error
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud.storage import Client
+
         try:
             client = Client(project=None)
         except GoogleAuthError as error:
