@@ -187,19 +187,9 @@ def _across(operation: Callable[[Beneath, str, str], None], source: str, target:
         call(Beneath.unlink, source)
 
 
-TEXT = [
-    "abspath",
-    "basename",
-    "dirname",
-    "isabs",
-    "join",
-    "normpath",
-    "relpath",
-    "sep",
-    "split",
-    "splitdrive",
-    "splitext",
-]
+TEXT = (
+    "abspath", "basename", "dirname", "isabs", "join", "normpath", "relpath", "sep", "split", "splitdrive", "splitext",
+)  # fmt: skip
 """Names in os.path that only process the text of a path."""
 CONSTANTS = ("O_RDONLY", "R_OK", "W_OK", "X_OK", "close", "fsync", "getcwd", "sep", "stat_result")
 

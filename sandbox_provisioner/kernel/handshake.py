@@ -23,22 +23,22 @@ class Handshake:
     def __init__(self, channel: str) -> None:
         self.opaque = False
         self._channel = channel
-        self._heard = b""
+        self._greeting = b""
         self._sent = 0
 
     def answer(self, data: bytes) -> bytes:
         """Process bytes from the client and return the reply. Raises ValueError if they are not ZMTP 3."""
         if self.done:
             return b""
-        self._heard += data[: GREETING_SIZE - len(self._heard)]
-        if self._heard[0] != GREETING[0] or (len(self._heard) > 9 and not self._heard[9] & 1):
+        self._greeting += data[: GREETING_SIZE - len(self._greeting)]
+        if self._greeting[0] != GREETING[0] or (len(self._greeting) > 9 and not self._greeting[9] & 1):
             raise ValueError("not a ZMTP connection")
         reply = b""
         if not self._sent:
             self._sent = OPENING
             reply = GREETING[:OPENING]
-        if len(self._heard) == GREETING_SIZE:
-            if is_plain(self._heard):
+        if len(self._greeting) == GREETING_SIZE:
+            if is_plain(self._greeting):
                 reply += GREETING[OPENING:] + command(ready(self._channel))
                 self._sent = GREETING_SIZE
             else:
@@ -62,7 +62,7 @@ class KernelHandshake:
         self.greeted = False
         """True when the kernel has sent its greeting: libzmq disconnects a peer that sends a message before that."""
         self._seen = 0
-        self._heard = b""
+        self._greeting = b""
         self._position: Position | None = None
 
     def strip(self, data: bytes) -> bytes:
@@ -70,10 +70,10 @@ class KernelHandshake:
         self._seen += len(data)
         self.greeted = self._seen >= GREETING_SIZE
         if self._position is None:
-            self._heard += data
-            if len(self._heard) < MECHANISM_END:
+            self._greeting += data
+            if len(self._greeting) < MECHANISM_END:
                 return b""
-            data, self._heard = self._heard, b""
+            data, self._greeting = self._greeting, b""
             if not is_plain(data):
                 self.done = True
                 return data[OPENING:]

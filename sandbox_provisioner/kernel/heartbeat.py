@@ -17,33 +17,33 @@ class Heartbeat:
     """The heartbeats of one connection. Owned by its ``ClientConnection``."""
 
     def __init__(self) -> None:
-        self._heard = bytearray()
-        self._spoke = False
+        self._received = bytearray()
+        self._greeting_sent = False
         self._greeted = False
 
     def answer(self, data: bytes) -> bytes:
         """Return the reply to ``data``. Raises ValueError if it is not a heartbeat on a plain connection."""
-        self._heard += data
-        said = b""
-        if data and not self._spoke:  # a client sends the rest of its greeting only after it has ours
-            self._spoke = True
-            said = GREETING
+        self._received += data
+        reply = b""
+        if data and not self._greeting_sent:  # a client sends the rest of its greeting only after it has ours
+            self._greeting_sent = True
+            reply = GREETING
         if not self._greeted:
-            if len(self._heard) < len(GREETING):
-                return said
-            if self._heard[0] != GREETING[0] or not is_plain(self._heard):
+            if len(self._received) < len(GREETING):
+                return reply
+            if self._received[0] != GREETING[0] or not is_plain(self._received):
                 raise ValueError("not a plain ZMTP connection")
-            del self._heard[: len(GREETING)]
+            del self._received[: len(GREETING)]
             self._greeted = True
-            said += command(ready("hb"))
-        while found := head(self._heard):
+            reply += command(ready("hb"))
+        while found := head(self._received):
             if found.end > LARGEST:
                 raise ValueError("too large for a heartbeat")
-            if found.end > len(self._heard):
+            if found.end > len(self._received):
                 break
-            said += _answer(found, bytes(self._heard[: found.end]))
-            del self._heard[: found.end]
-        return said
+            reply += _answer(found, bytes(self._received[: found.end]))
+            del self._received[: found.end]
+        return reply
 
 
 def _answer(found: Head, whole: bytes) -> bytes:

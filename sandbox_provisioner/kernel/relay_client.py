@@ -80,7 +80,7 @@ class ClientConnection(asyncio.Protocol):
         self._waiting = bytearray()
         self._unsent = 0
         self._congested = False
-        self._spoke = self._served = self._calling = False
+        self._client_sent = self._kernel_sent = self._calling = False
 
     # -- called by asyncio
 
@@ -99,7 +99,7 @@ class ClientConnection(asyncio.Protocol):
         if self._heart or (self._relay.resting and self.channel == "hb" and data.startswith(PING)):
             self._beat(data)
             return
-        self._spoke = True
+        self._client_sent = True
         if self._stream is None:
             self._early += data
             if len(self._early) > MAX_EARLY:
@@ -107,11 +107,11 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._held and not self._answer_handshake(self._held, data):
             return
-        asked = self._follow(data) if self.channel in CALLS else 0
-        self._relay.sent += asked
+        requests = self._follow(data) if self.channel in CALLS else 0
+        self._relay.sent += requests
         self._pass_on(data)
         waiting = self._waits_for_kernel
-        if asked and waiting:
+        if requests and waiting:
             self._calling = True
         if waiting > self._room:
             self._transport.pause_reading()
@@ -199,7 +199,9 @@ class ClientConnection(asyncio.Protocol):
         """True if a trusted client has a request for the kernel, or needs the kernel to continue the handshake."""
         if self._stream is None or self.channel not in CALLS or not self.trusted:
             return False
-        in_handshake = self._spoke and not self._served and (self._held is None or self._held.answered.opaque)
+        in_handshake = (
+            self._client_sent and not self._kernel_sent and (self._held is None or self._held.answered.opaque)
+        )
         return in_handshake or (self._calling and self._waits_for_kernel > 0)
 
     @property
@@ -272,10 +274,10 @@ class ClientConnection(asyncio.Protocol):
     def _follow(self, data: bytes) -> int:
         """Track the client's bytes; return how many messages in them count."""
         known = self._messages.identity
-        asked = self._messages.from_client(data)
+        requests = self._messages.from_client(data)
         if self._messages.identity != known:
             self._relay.replace_lingering(self.channel, self._messages.identity)
-        return asked
+        return requests
 
     @property
     def _room(self) -> int:
@@ -286,7 +288,7 @@ class ClientConnection(asyncio.Protocol):
     # -- from the kernel to the client
 
     def _deliver(self, data: bytes) -> None:
-        self._served = True
+        self._kernel_sent = True
         data = self._without_handshake(data)
         if not data:
             return

@@ -49,14 +49,14 @@ class Cell(NamedTuple):
     number: int
 
 
-def end_cell(cell: Cell, session: Session, said: str, problem: str = "") -> Replies:
-    """Return the messages that end a cell that rewound its own kernel: the output ``said``, or the error ``problem``.
+def end_cell(cell: Cell, session: Session, text: str, problem: str = "") -> Replies:
+    """Return the messages that end a cell that rewound its own kernel: the output ``text``, or the error ``problem``.
 
     The cell's connection is unknown, so the private part is for every client on shell; its parent header names the
     request.
     """
     end: dict[str, Any] = {"status": "ok", "payload": [], "user_expressions": {}}
-    output: tuple[str, Any] = ("stream", {"name": "stdout", "text": f"{said}\n"})
+    output: tuple[str, Any] = ("stream", {"name": "stdout", "text": f"{text}\n"})
     if problem:
         error = {"ename": NOT_REWOUND, "evalue": problem, "traceback": [f"{NOT_REWOUND}: {problem}"]}
         end, output = {"status": "error", **error}, ("error", error)
