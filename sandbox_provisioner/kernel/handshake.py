@@ -89,8 +89,8 @@ class KernelHandshake:
 class HeldClient:
     """A client that connected while its kernel was hibernated. Owned by its connection, until the kernel has woken.
 
-    ``opaque`` and ``done`` of ``answered`` and ``kernel`` tell how far the two handshakes are. ``waiting`` has the
-    client's bytes after its greeting, which the kernel gets after it has sent its own.
+    ``answered`` is the client's handshake, ``kernel`` the woken kernel's. ``waiting`` has the client's bytes after its
+    greeting, which the kernel gets after it has sent its own.
     """
 
     def __init__(self, channel: str) -> None:

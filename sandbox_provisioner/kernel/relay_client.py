@@ -199,9 +199,8 @@ class ClientConnection(asyncio.Protocol):
         """True if a trusted client has a request for the kernel, or needs the kernel to continue the handshake."""
         if self._stream is None or self.channel not in CALLS or not self.trusted:
             return False
-        in_handshake = (
-            self._client_sent and not self._kernel_sent and (self._held is None or self._held.answered.opaque)
-        )
+        opaque = self._held is None or self._held.answered.opaque
+        in_handshake = self._client_sent and not self._kernel_sent and opaque
         return in_handshake or (self._calling and self._waits_for_kernel > 0)
 
     @property
