@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jupyter_core.paths import jupyter_data_dir
-from traitlets import Bool, Enum, Float, Int, List, TraitType
+from traitlets import Bool, Enum, Float, Int, List, TraitType, default
 
 from .errors import ConfigurationError
 
@@ -103,7 +103,12 @@ def setting(variable: str, trait: Trait) -> Trait:
     trait.help = trait.metadata["help"] = f"{trait.help} Environment{kind}: {variable}"
     trait.tag(config=True)
     unset = trait.default()
-    vars(trait)["default"] = lambda owner=None: _value(variable, trait, unset)  # traitlets calls it for each object
+
+    def class_init(owner: Any, name: str) -> None:
+        type(trait).class_init(trait, owner, name)
+        default(name)(lambda _: _value(variable, trait, unset)).class_init(owner, name)
+
+    vars(trait)["class_init"] = class_init  # called by traitlets when it makes the class
     return trait
 
 

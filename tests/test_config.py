@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from traitlets import Bool, Enum, Float, HasTraits, Int, List, Unicode
 
 from sandbox_provisioner import config
 from sandbox_provisioner.config import GCSConfig, Place
@@ -300,3 +301,31 @@ def test_a_count_is_a_whole_number(value: str, expected: int) -> None:
 def test_what_is_no_count_is_refused_by_name(value: str) -> None:
     with pytest.raises(ConfigurationError, match=f"SANDBOX_X is {value!r}, which is not a whole number"):
         config.count("SANDBOX_X", 3, {"SANDBOX_X": value})
+
+
+class Owner(HasTraits):
+    color = config.setting("SANDBOX_X_COLOR", Enum(("red", "blue"), help="The color."))
+    count = config.setting("SANDBOX_X_COUNT", Int(7, min=1, help="The count."))
+    names = config.setting("SANDBOX_X_NAMES", List(Unicode(), help="The names."))
+    on = config.setting("SANDBOX_X_ON", Bool(True, help="The switch."))
+    wait = config.setting("SANDBOX_X_WAIT", Float(1.5, help="The time."))
+    where = config.setting("SANDBOX_X_WHERE", Unicode("here", help="The place."))
+
+
+def test_setting_reads_its_variable_for_each_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Owner()
+    assert (before.color, before.count, before.names, before.on, before.wait) == ("red", 7, [], True, 1.5)
+    for name, value in (("COLOR", "blue"), ("COUNT", "8"), ("NAMES", "a, b"), ("ON", "0"), ("WAIT", "2")):
+        monkeypatch.setenv(f"SANDBOX_X_{name}", value)
+    after = Owner(wait=3.0)
+    assert (after.color, after.count, after.names, after.on, after.wait) == ("blue", 8, ["a", "b"], False, 3.0)
+    assert after.where == "here"
+    monkeypatch.setenv("SANDBOX_X_COLOR", "green")
+    with pytest.raises(ConfigurationError, match="red or blue"):
+        _ = Owner().color
+
+
+def test_help_of_a_setting_names_its_variable() -> None:
+    traits = Owner.class_traits(config=True)
+    assert traits["names"].help == "The names. Environment, comma-separated: SANDBOX_X_NAMES"
+    assert traits["wait"].help == "The time. Environment: SANDBOX_X_WAIT"
