@@ -6,7 +6,7 @@ kernel.
 
 from __future__ import annotations
 
-from .zmtp import COMMAND, GREETING, Head, command, head, is_plain, ready
+from .zmtp import COMMAND, GREETING, command, head, is_plain, ready
 
 PING, PONG = b"\x04PING", b"\x04PONG"
 TTL = 2
@@ -37,17 +37,17 @@ class Heartbeat:
             self._greeted = True
             reply += command(ready("hb"))
         while found := head(self._received):
-            if found.end > LARGEST:
+            flags, start, end = found
+            if end > LARGEST:
                 raise ValueError("too large for a heartbeat")
-            if found.end > len(self._received):
+            if end > len(self._received):
                 break
-            reply += _answer(found, bytes(self._received[: found.end]))
-            del self._received[: found.end]
+            whole = bytes(self._received[:end])
+            reply += _pong(whole[start:]) if flags & COMMAND else whole
+            del self._received[:end]
         return reply
 
 
-def _answer(found: Head, whole: bytes) -> bytes:
-    if not found.flags & COMMAND:
-        return whole
-    body = whole[found.start :]
+def _pong(body: bytes) -> bytes:
+    """Return the answer to a command; empty if it is not a PING."""
     return command(PONG + body[len(PING) + TTL :]) if body.startswith(PING) and len(body) < 1 << 8 else b""

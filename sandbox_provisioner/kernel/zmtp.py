@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 MORE, LONG, COMMAND = 1, 2, 4
 MECHANISM = b"NULL".ljust(20, b"\0")
@@ -27,25 +27,15 @@ class MessageTooLargeError(ValueError):
     """A message has more bytes or frames than the connection allows."""
 
 
-class Head(NamedTuple):
-    """The beginning of a frame: its flags, the offset at which its body starts, and the size of the body."""
-
-    flags: int
-    start: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        """The offset at which the body ends."""
-        return self.start + self.size
-
-
-def head(data: bytes | bytearray, place: int = 0) -> Head | None:
-    """Return the head of the frame at ``place``; None if it is incomplete."""
+def head(data: bytes | bytearray, place: int = 0) -> tuple[int, int, int] | None:
+    """Return the flags of the frame at ``place``, and where its body begins and ends; None if they are incomplete."""
     if place >= len(data):
         return None
-    start = place + (9 if data[place] & LONG else 2)
-    return Head(data[place], start, int.from_bytes(data[place + 1 : start], "big")) if start <= len(data) else None
+    flags = data[place]
+    start = place + (9 if flags & LONG else 2)
+    if start > len(data):
+        return None
+    return flags, start, start + (int.from_bytes(data[place + 1 : start], "big") if flags & LONG else data[place + 1])
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
@@ -65,15 +55,15 @@ def messages(data: bytes) -> Iterator[list[bytes]]:
     bodies: list[bytes] = []
     place = 0
     while place < len(data):
-        found = head(data, place)
-        if found is None or found.flags & ~(MORE | LONG | COMMAND) or found.end > len(data):
+        flags, start, end = head(data, place) or (0, 0, len(data) + 1)
+        if flags & ~(MORE | LONG | COMMAND) or end > len(data):
             raise ValueError("not whole frames")
-        if not found.flags & COMMAND:
-            bodies.append(data[found.start : found.end])
-            if not found.flags & MORE:
+        if not flags & COMMAND:
+            bodies.append(data[start:end])
+            if not flags & MORE:
                 yield bodies
                 bodies = []
-        place = found.end
+        place = end
     if bodies:
         raise ValueError("not a whole message")
 
@@ -146,30 +136,26 @@ class Position:
             if found is None:
                 self._head = data[place:]
                 break
-            messages += self._begin_frame(found)
-            if found.flags & COMMAND:
-                self.handshake_size = self.handshake_size or GREETING_SIZE + found.end - place
+            flags, start, stop = found
+            if flags & COMMAND:
+                self._commands += 1
+                self.handshake_size = self.handshake_size or GREETING_SIZE + stop - place
+                self._in_message = False
+                messages += self._commands > HANDSHAKE
+                self._size = 0
+            else:
+                if not self._more:
+                    messages += 1
+                    self._size = 0
+                self._more = bool(flags & MORE)
+                self._in_message = True
+                if start == stop and self._sink:
+                    self._sink.end_frame(self._more)
+            self._size += stop - start + FRAME_COST
             if self._size > self._limit:
                 raise MessageTooLargeError(f"a message of more than {self._limit} bytes")
-            place, self._rest = found.start, found.size
+            place, self._rest = start, stop - start
         return messages
-
-    def _begin_frame(self, found: Head) -> bool:
-        """Update the state for a new frame. Return True if a message begins with it."""
-        begins = not self._more
-        if found.flags & COMMAND:
-            self._commands += 1
-            begins = self._commands > HANDSHAKE
-            self._size = 0
-        else:
-            if begins:
-                self._size = 0
-            self._more = bool(found.flags & MORE)
-            if not found.size and self._sink:
-                self._sink.end_frame(self._more)
-        self._in_message = not found.flags & COMMAND
-        self._size += found.size + FRAME_COST
-        return begins
 
     def _skip(self, data: bytes, place: int, end: int) -> int:
         """Process the rest of a frame, as far as it is in ``data``; return how many bytes that was."""
