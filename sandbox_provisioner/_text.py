@@ -1,6 +1,9 @@
-"""Make untrusted text safe to print in a log, a terminal or an error."""
+"""Make untrusted text safe: to print in a log, a terminal or an error, or to read as JSON."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 
 def printable(text: bytes | str) -> str:
@@ -30,3 +33,12 @@ def printable_lines(text: str) -> str:
 def excerpt(error: Exception) -> str:
     """Return the beginning of an error's text, which may contain untrusted text of any size, on one line."""
     return one_line(f"{type(error).__name__}: {error}"[:200])
+
+
+def json_object(text: bytes | str) -> dict[str, Any]:
+    """Return the JSON object in a text; an empty one if there is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -9,10 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from jupyter_core.paths import jupyter_data_dir
+from traitlets import Bool, Enum, Float, Int, List, TraitType, default
 
 from .errors import ConfigurationError
+
+Trait = TypeVar("Trait", bound=TraitType[Any, Any])
 
 SIGNING_KEY = "SANDBOX_SIGNING_KEY"
 TRUST_STORAGE = "SANDBOX_TRUST_STORAGE"
@@ -87,6 +91,41 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
     if value not in choices:
         raise ConfigurationError(variable, f"{variable} is {value!r}.", f"It can be {' or '.join(choices)}.")
     return value
+
+
+def setting(variable: str, trait: Trait) -> Trait:
+    """Make ``trait`` configurable, with an environment variable as its default, and return it.
+
+    The variable is read for each new object, by the function of this module for the trait's type. Its name is added to
+    the trait's help.
+    """
+    kind = ", comma-separated" if isinstance(trait, List) else ""
+    trait.help = trait.metadata["help"] = f"{trait.help} Environment{kind}: {variable}"
+    trait.tag(config=True)
+    unset = trait.default()
+
+    def class_init(owner: Any, name: str) -> None:
+        type(trait).class_init(trait, owner, name)
+        default(name)(lambda _: _value(variable, trait, unset)).class_init(owner, name)
+
+    vars(trait)["class_init"] = class_init  # called by traitlets when it makes the class
+    return trait
+
+
+def _value(variable: str, trait: TraitType[Any, Any], unset: Any) -> object:
+    match trait:
+        case List():
+            return words(variable)
+        case Enum(values=[first, *others]):
+            return choice(variable, (first, *others), first)
+        case Bool():
+            return flag(variable, default=unset)
+        case Float():
+            return seconds(variable, unset)
+        case Int():
+            return count(variable, unset)
+        case _:
+            return text(variable, unset)
 
 
 def user_name() -> str:
@@ -202,10 +241,6 @@ class GCSConfig:
         """Return True if persistent sandboxes can be checkpointed."""
         return self.can_persist() and (self.embedded or self.checkpoints.is_set)
 
-    def can_hand_off(self) -> bool:
-        """Return True if a running sandbox can be handed off to another server, which needs a checkpoint."""
-        return self.can_checkpoint()
-
     def can_snapshot(self) -> bool:
         """Return True if file snapshots can be stored, of ephemeral sandboxes too."""
         return self.embedded or self.snapshots.is_set
@@ -236,8 +271,8 @@ class GCSConfig:
             names = [place.bucket_variable if place in strict else place.variables for place in missing]
             raise ConfigurationError(
                 missing[0].bucket_variable,
-                f"This server cannot keep such a sandbox, because it lacks {' and '.join(names)}.",
-                "Set what is missing in the server's environment, or ask for a sandbox that needs less.",
+                f"This server cannot store such a sandbox: it lacks {' and '.join(names)}.",
+                "Set these variables in the server's environment, or request a sandbox that does not need them.",
             )
 
 
@@ -246,7 +281,7 @@ def _bucket(variable: str, environ: Mapping[str, str]) -> str:
     if value and not BUCKET.fullmatch(value):
         raise ConfigurationError(
             variable,
-            f"{variable} is {value!r}, which cannot be the name of a bucket.",
+            f"{variable} is {value!r}, which is not a valid bucket name.",
             "Set it to the bucket's name alone, without gs:// and without a path.",
         )
     return value
@@ -268,7 +303,7 @@ def _absolute(variable: str, environ: Mapping[str, str]) -> Path | None:
 def _mount(variable: str, environ: Mapping[str, str]) -> Path | None:
     folder = _absolute(variable, environ)
     if folder and not os.path.isdir(folder):
-        problem = f"{variable} is {environ[variable]!r}, where there is nothing."
+        problem = f"{variable} is {environ[variable]!r}, which does not exist."
         raise ConfigurationError(variable, problem, "Mount the bucket there first, or correct the path.")
     return folder
 
@@ -279,7 +314,7 @@ def _prefix(variable: str, environ: Mapping[str, str]) -> str:
     if value and not PREFIX.fullmatch(prefix):
         raise ConfigurationError(
             variable,
-            f"{variable} is {value!r}, which cannot stand before the name of an object.",
+            f"{variable} is {value!r}, which is not a valid prefix of object names.",
             "It is made of letters, digits, '-', '_' and '.', in parts that are joined by '/' and begin with no dot.",
         )
     return prefix

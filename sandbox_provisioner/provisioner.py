@@ -49,7 +49,7 @@ from .kernel.notebook_actions import Inside
 from .kernel.relay import CHANNELS
 from .kernel.settings import SandboxSettings
 from .kernel.shared_folders import list_file, protected_file, remember
-from .kernel.synthetic_replies import apologise
+from .kernel.synthetic_replies import error_replies
 from .mux.connection import GuestConnection
 from .persistence.metadata import Checkpoint, GCSArtifact
 from .sandbox import user_sandboxes
@@ -486,7 +486,7 @@ class SandboxProvisioner(SandboxSettings):
     def _not_woken(self, error: SandboxError) -> None:
         """Answer held requests with the reason why the kernel was not woken; the next cell retries. I/O thread only."""
         reason = f"The kernel could not be woken, and its state is kept. {error}"
-        self._kernel.relay.answer(lambda held: apologise(held, self._own_session(), reason))
+        self._kernel.relay.answer(lambda held: error_replies(held, self._own_session(), reason))
 
     def _refused_large(self, channel: str) -> None:
         """Log that a message was dropped. Called by the relay in the I/O thread."""

@@ -13,11 +13,10 @@ from sandbox_provisioner.kernel.synthetic_replies import (
     ENAME,
     NOT_REWOUND,
     Cell,
-    _encode,
-    _messages,
-    apologise,
-    conclude,
+    end_cell,
+    error_replies,
 )
+from sandbox_provisioner.kernel.zmtp import encode, messages
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +26,17 @@ def session() -> Session:
 
 def request(session: Session, kind: str, **content: Any) -> tuple[dict[str, Any], bytes]:
     message = session.msg(kind, content)
-    return message["header"], _encode(session.serialize(message))
+    return message["header"], encode(session.serialize(message))
 
 
 def heard(session: Session, data: bytes) -> list[dict[str, Any]]:
     reader = Session(key=session.key)
-    return [reader.deserialize(reader.feed_identities(frames)[1]) for frames in _messages(data)]
+    return [reader.deserialize(reader.feed_identities(frames)[1]) for frames in messages(data)]
 
 
 def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: Session) -> None:
     header, held = request(session, "execute_request", code="x" * 1000)
-    private, public = apologise(held, session, "It is damaged.")
+    private, public = error_replies(held, session, "It is damaged.")
     (reply,) = heard(session, private)
     assert (reply["msg_type"], reply["parent_header"]["msg_id"]) == ("execute_reply", header["msg_id"])
     assert (reply["content"]["status"], reply["content"]["ename"]) == ("error", ENAME)
@@ -51,7 +50,7 @@ def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: 
 def test_every_request_is_answered_in_its_own_kind_and_order(session: Session) -> None:
     _, first = request(session, "kernel_info_request")
     _, second = request(session, "complete_request", code="zi")
-    private, public = apologise(first + second, session, "No.")
+    private, public = error_replies(first + second, session, "No.")
     assert [message["msg_type"] for message in heard(session, private)] == ["kernel_info_reply", "complete_reply"]
     assert [message["msg_type"] for message in heard(session, public)] == ["status"] * 4
 
@@ -60,14 +59,14 @@ def test_part_of_a_request_or_one_with_another_signature_is_not_answered(session
     _, held = request(session, "execute_request", code="1")
     for strange in (held[:-1], held[1:], held + b"\x01", request(Session(key=b"other"), "execute_request")[1]):
         with pytest.raises(ValueError):
-            apologise(strange, session, "No.")
+            error_replies(strange, session, "No.")
 
 
 CELL = Cell({"msg_id": "a1", "msg_type": "execute_request", "session": "s"}, 7)
 
 
 def test_a_cell_that_rewound_its_kernel_ends_well(session: Session) -> None:
-    private, public = conclude(CELL, session, "Rewound.")
+    private, public = end_cell(CELL, session, "Rewound.")
     (reply,) = heard(session, private)
     assert (reply["msg_type"], reply["parent_header"]["msg_id"]) == ("execute_reply", "a1")
     assert (reply["content"]["status"], reply["content"]["execution_count"]) == ("ok", 7)
@@ -78,7 +77,7 @@ def test_a_cell_that_rewound_its_kernel_ends_well(session: Session) -> None:
 
 
 def test_a_cell_that_could_not_rewind_its_kernel_ends_with_the_reason(session: Session) -> None:
-    private, public = conclude(CELL, session, "Rewound.", "It is damaged.")
+    private, public = end_cell(CELL, session, "Rewound.", "It is damaged.")
     (reply,) = heard(session, private)
     assert (reply["content"]["status"], reply["content"]["evalue"]) == ("error", "It is damaged.")
     output, idle = heard(session, public)
@@ -89,11 +88,11 @@ def test_a_cell_that_could_not_rewind_its_kernel_ends_with_the_reason(session: S
 @given(st.binary(max_size=300))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     try:
-        apologise(data, Session(key=b"secret"), "No.")
+        error_replies(data, Session(key=b"secret"), "No.")
     except ValueError:
         pass
 
 
 @given(st.lists(st.binary(max_size=600), min_size=1, max_size=6))
 def test_frames_survive_the_wire(frames: list[bytes]) -> None:
-    assert list(_messages(_encode(frames))) == [frames]
+    assert list(messages(encode(frames))) == [frames]

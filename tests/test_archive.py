@@ -273,7 +273,7 @@ async def test_too_much_is_refused_and_leaves_no_file(start: Start, tmp_path: Pa
 
 
 LIES = {
-    "it is no tar": ("print('x' * 100000)", SnapshotError, "no tar"),
+    "it is no tar": ("print('x' * 100000)", SnapshotError, "invalid tar"),
     "it is cut off": ("import os; os.write(1, bytes(512))", SnapshotError, "cut off"),
     "it fails at the end": (
         "import os, sys; os.write(1, bytes(10240)); sys.exit('so\\nsorry')",
@@ -328,7 +328,11 @@ async def test_a_disk_that_is_full_or_not_there_is_an_error_of_ours(start: Start
 
 
 def test_no_room_is_said_to_be_that() -> None:
-    with pytest.raises(DiskFullError), archive._words(Path("target")), open("/dev/full", "wb", buffering=0) as full:
+    with (
+        pytest.raises(DiskFullError),
+        archive._disk_errors(Path("target")),
+        open("/dev/full", "wb", buffering=0) as full,
+    ):
         archive._write(full, b"x")
 
 

@@ -29,7 +29,7 @@ from sandbox_provisioner.kernel.host_api import (
     parse,
     serve,
 )
-from sandbox_provisioner.kernel.synthetic_replies import Cell, conclude
+from sandbox_provisioner.kernel.synthetic_replies import Cell, end_cell
 from sandbox_provisioner.persistence.metadata import Checkpoint, GCSArtifact
 from sandbox_provisioner.storage.base import FileRecord
 
@@ -135,7 +135,7 @@ def test_whatever_a_guest_asks_is_refused_in_words_or_can_be_answered(request_: 
         assert len(str(error)) < 1000
         return
     if isinstance(parsed, Rewind) and parsed.cell:
-        assert conclude(parsed.cell, Session(key=b"secret"), "Rewound.").private
+        assert end_cell(parsed.cell, Session(key=b"secret"), "Rewound.").private
 
 
 # -- how it is answered ----------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_provisioner.contents.beneath import AccessRefused, Area, Beneath, open_real
+from sandbox_provisioner.contents.beneath import Beneath
+from sandbox_provisioner.contents.entries import AccessRefused
 from sandbox_provisioner.contents.file_functions import Refused
+from sandbox_provisioner.contents.links import Area, LinkRules, open_real
 from sandbox_provisioner.contents.trash import move_to_trash
 from sandbox_provisioner.kernel.shared_folders import recall, remember
 
@@ -40,7 +42,7 @@ def write(beneath: Beneath, path: Path, text: str = "new") -> None:
 def test_link_inside_is_followed(root: Path, target: str) -> None:
     link = root / "project" / "link"
     link.symlink_to(target.format(root=root))
-    beneath = Beneath(str(root), shared=lambda: [str(root / "project")])
+    beneath = Beneath(LinkRules(str(root), shared=lambda: [str(root / "project")]))
     assert read(beneath, link) == "root/project/data/b"
     write(beneath, link)
     assert (root / "project" / "data" / "b").read_text() == "new"
@@ -53,13 +55,13 @@ def test_link_outside_is_refused(root: Path, target: str, operation: Callable[..
     link = root / "project" / "link"
     link.symlink_to(target.format(outside=root.parent / "outside"))
     with pytest.raises(AccessRefused, match="symbolic link"):
-        operation(Beneath(str(root)), link)
+        operation(Beneath(LinkRules(str(root))), link)
     assert (root.parent / "outside" / "secret").read_text() == "outside/secret"
 
 
 def test_folder_link_outside_is_refused(root: Path) -> None:
     (root / "folder").symlink_to(root.parent / "outside")
-    beneath = Beneath(str(root))
+    beneath = Beneath(LinkRules(str(root)))
     for operation in (read, write):
         with pytest.raises(AccessRefused):
             operation(beneath, root / "folder" / "secret")
@@ -74,14 +76,14 @@ def test_folder_link_outside_is_refused(root: Path) -> None:
 def test_dangling_link_outside_creates_nothing(root: Path) -> None:
     (root / "link").symlink_to(root.parent / "outside" / "new")
     with pytest.raises(AccessRefused):
-        write(Beneath(str(root)), root / "link")
+        write(Beneath(LinkRules(str(root))), root / "link")
     assert os.listdir(root.parent / "outside") == ["secret"]
 
 
 def test_link_out_of_shared_folder_is_refused(root: Path) -> None:
     (root / "project" / "link").symlink_to("../other/c")
     (root / "mine").symlink_to("other/c")
-    beneath = Beneath(str(root), shared=lambda: [str(root / "project")])
+    beneath = Beneath(LinkRules(str(root), shared=lambda: [str(root / "project")]))
     for operation in (read, write):
         with pytest.raises(AccessRefused):
             operation(beneath, root / "project" / "link")
@@ -96,17 +98,17 @@ def test_links_to_allowed_areas(root: Path) -> None:
     outside = root.parent / "outside"
     (root / "project" / "link").symlink_to(outside / "secret")
     shared = [str(root / "project")]
-    read_only = Beneath(str(root), [Area(str(outside), writable=False)], lambda: shared)
+    read_only = Beneath(LinkRules(str(root), [Area(str(outside), writable=False)], lambda: shared))
     assert read(read_only, root / "project" / "link") == "outside/secret"
     with pytest.raises(AccessRefused, match="must not be written"):
         write(read_only, root / "project" / "link")
     assert not read_only.access(str(root / "project" / "link"), os.W_OK)
-    write(Beneath(str(root), [Area(str(outside))], lambda: shared), root / "project" / "link")
+    write(Beneath(LinkRules(str(root), [Area(str(outside))], lambda: shared)), root / "project" / "link")
     assert (outside / "secret").read_text() == "new"
     # A single file can be an area too; its neighbours are not.
     (outside / "neighbour").write_text("")
     (root / "project" / "second").symlink_to(outside / "neighbour")
-    one_file = Beneath(str(root), [Area(str(outside / "secret"))], lambda: shared)
+    one_file = Beneath(LinkRules(str(root), [Area(str(outside / "secret"))], lambda: shared))
     assert read(one_file, root / "project" / "link") == "new"
     with pytest.raises(AccessRefused):
         read(one_file, root / "project" / "second")
@@ -117,7 +119,7 @@ def test_link_in_allowed_area_stays_there(root: Path) -> None:
     (outside / "back").symlink_to(root / "other" / "c")
     (root / "link").symlink_to(outside)
     with pytest.raises(AccessRefused):
-        read(Beneath(str(root), [Area(str(outside))]), root / "link" / "back")
+        read(Beneath(LinkRules(str(root), [Area(str(outside))])), root / "link" / "back")
 
 
 def test_hidden_and_protected_places_are_not_written_through_links(root: Path) -> None:
@@ -127,7 +129,7 @@ def test_hidden_and_protected_places_are_not_written_through_links(root: Path) -
         (project / place).write_text("old")
     (project / "hook").symlink_to(".git/hooks/post-commit")
     (project / "script").symlink_to("env/bin/activate")
-    beneath = Beneath(str(root), shared=lambda: [str(project)], protected=lambda: [str(project / "env")])
+    beneath = Beneath(LinkRules(str(root), shared=lambda: [str(project)], protected=lambda: [str(project / "env")]))
     for name in ("hook", "script"):
         assert read(beneath, project / name) == "old"
         with pytest.raises(AccessRefused):
@@ -143,7 +145,7 @@ def test_hidden_and_protected_places_are_not_written_through_links(root: Path) -
 def test_special_files_are_refused_without_waiting(root: Path) -> None:
     os.mkfifo(root / "fifo")
     (root / "link").symlink_to("fifo")
-    beneath = Beneath(str(root))
+    beneath = Beneath(LinkRules(str(root)))
     for name in ("fifo", "link"):
         for operation in (read, write):
             with pytest.raises(AccessRefused, match="neither a file nor a folder"):
@@ -156,8 +158,8 @@ def test_endless_links_are_refused_and_can_be_deleted(root: Path) -> None:
     (root / "first").symlink_to("second")
     (root / "second").symlink_to("first")
     with pytest.raises(AccessRefused, match="too many symbolic links"):
-        read(Beneath(str(root)), root / "first")
-    Beneath(str(root)).unlink(str(root / "first"))
+        read(Beneath(LinkRules(str(root))), root / "first")
+    Beneath(LinkRules(str(root))).unlink(str(root / "first"))
     assert not (root / "first").is_symlink()
 
 
@@ -165,13 +167,13 @@ def test_root_that_the_user_reaches_through_a_link(root: Path) -> None:
     name = root.parent / "name"
     name.symlink_to(root)
     (root / "link").symlink_to(name / "other" / "c")
-    beneath = Beneath(str(name))
+    beneath = Beneath(LinkRules(str(name)))
     assert read(beneath, name / "other" / "c") == "root/other/c"
     assert read(beneath, name / "link") == "root/other/c"
 
 
 def test_root_that_is_replaced_by_a_link_is_not_found(root: Path) -> None:
-    beneath = Beneath(str(root))
+    beneath = Beneath(LinkRules(str(root)))
     root.rename(root.parent / "moved")
     root.symlink_to(root.parent / "outside")
     with pytest.raises(OSError):
@@ -181,7 +183,7 @@ def test_root_that_is_replaced_by_a_link_is_not_found(root: Path) -> None:
 
 
 def test_paths_that_are_not_beneath_the_root(root: Path) -> None:
-    beneath = Beneath(str(root))
+    beneath = Beneath(LinkRules(str(root)))
     for path in (root.parent / "outside" / "secret", root / ".." / "outside" / "secret"):
         with pytest.raises(PermissionError):
             read(beneath, path)
@@ -190,7 +192,7 @@ def test_paths_that_are_not_beneath_the_root(root: Path) -> None:
 
 
 def test_move_and_replace(root: Path) -> None:
-    beneath = Beneath(str(root))
+    beneath = Beneath(LinkRules(str(root)))
     secret = root.parent / "outside" / "secret"
     (root / "link").symlink_to(secret)
     beneath.move(str(root / "link"), str(root / "other" / "renamed"))
@@ -209,7 +211,7 @@ def test_copytree_copies_links_that_lead_outside_as_links(root: Path) -> None:
     (project / "out").symlink_to(root.parent / "outside")
     (project / "in").symlink_to("data")
     (project / "a").chmod(0o640)
-    Beneath(str(root)).copytree(str(project), str(root / "copy"))
+    Beneath(LinkRules(str(root))).copytree(str(project), str(root / "copy"))
     assert os.readlink(root / "copy" / "out") == str(root.parent / "outside")
     assert (root / "copy" / "in" / "b").read_text() == "root/project/data/b"
     assert not (root / "copy" / "in").is_symlink()
@@ -219,7 +221,7 @@ def test_copytree_copies_links_that_lead_outside_as_links(root: Path) -> None:
 def sharing(root: Path, *areas: Area, folders: tuple[str, ...] = ("project",)) -> tuple[Beneath, list[str]]:
     """Return a guard with shared folders, and the growing list of them."""
     shared = [str(root / folder) for folder in folders]
-    return Beneath(str(root), areas, lambda: list(shared), share=shared.extend), shared
+    return Beneath(LinkRules(str(root), areas, lambda: list(shared)), shared.extend), shared
 
 
 @pytest.mark.parametrize("target", ["../other/c", "c", "missing", "../../outside/secret", "{root}/other/c", "data/b"])
@@ -337,12 +339,12 @@ def test_folder_that_is_moved_to_another_file_system_stays_bound(root: Path) -> 
 def test_copyfile_to_itself_keeps_the_file(root: Path) -> None:
     (root / "link").symlink_to("other/c")
     with pytest.raises(shutil.SameFileError):
-        Beneath(str(root)).copyfile(str(root / "link"), str(root / "other" / "c"))
+        Beneath(LinkRules(str(root))).copyfile(str(root / "link"), str(root / "other" / "c"))
     assert (root / "other" / "c").read_text() == "root/other/c"
 
 
 def test_makedirs(root: Path) -> None:
-    beneath = Beneath(str(root))
+    beneath = Beneath(LinkRules(str(root)))
     for _ in range(2):
         beneath.makedirs(str(root / "x" / "y" / "z"))
     assert (root / "x" / "y" / "z").is_dir()
@@ -356,7 +358,7 @@ def test_makedirs(root: Path) -> None:
 def test_no_descriptor_is_left_open(root: Path) -> None:
     (root / "out").symlink_to(root.parent / "outside")
     (root / "in").symlink_to("project/data")
-    beneath = Beneath(str(root))
+    beneath = Beneath(LinkRules(str(root)))
     before = len(os.listdir("/proc/self/fd"))
     for path in ("out/secret", "in/b", "missing/x", "project/a", "in/../other/c", "project/a/b"):
         for operation in (read, write):
@@ -368,7 +370,7 @@ def test_no_descriptor_is_left_open(root: Path) -> None:
 
 
 def test_trash_has_the_file_and_a_note_of_its_place(root: Path) -> None:
-    beneath, trash = Beneath(str(root)), root.parent / "Trash"
+    beneath, trash = Beneath(LinkRules(str(root))), root.parent / "Trash"
     for number, text in enumerate(("first", "second")):
         (root / "note.txt").write_text(text)
         with beneath.locate(str(root / "note.txt"), follow=False) as place:
@@ -389,7 +391,7 @@ def test_a_file_whose_name_is_as_long_as_can_be_goes_to_the_trash(root: Path, na
     trash = root.parent / "Trash"
     for _ in range(2):
         (root / name).write_text("x")
-        with Beneath(str(root)).locate(str(root / name), follow=False) as place:
+        with Beneath(LinkRules(str(root))).locate(str(root / name), follow=False) as place:
             move_to_trash(place, trash)
     assert not (root / name).exists()
     assert len(os.listdir(trash / "files")) == len(os.listdir(trash / "info")) == 2
@@ -400,7 +402,7 @@ def test_trash_on_another_file_system(root: Path) -> None:
     (root / "project" / "out").symlink_to(root.parent / "outside")
     try:
         assert os.stat("/dev/shm").st_dev != root.stat().st_dev
-        with Beneath(str(root)).locate(str(root / "project"), follow=False) as place:
+        with Beneath(LinkRules(str(root))).locate(str(root / "project"), follow=False) as place:
             move_to_trash(place, trash)
         assert (trash / "files" / "project" / "data" / "b").read_text() == "root/project/data/b"
         assert (trash / "files" / "project" / "out").is_symlink()
@@ -432,7 +434,7 @@ def test_links_to_forbidden_places(root: Path) -> None:
     (root / "project" / "link").symlink_to("run/secret")
     (root / "own").symlink_to("project/run/secret")
     shared, forbidden = [str(root / "project")], [str(root / "project" / "run")]
-    beneath = Beneath(str(root), shared=lambda: shared, forbidden=lambda: forbidden)
+    beneath = Beneath(LinkRules(str(root), shared=lambda: shared, forbidden=lambda: forbidden))
     for operation in (read, write):
         with pytest.raises(AccessRefused, match="must not be accessed"):
             operation(beneath, root / "project" / "link")
@@ -443,5 +445,5 @@ def test_links_to_forbidden_places(root: Path) -> None:
 def test_refusals_are_one_printable_line(root: Path) -> None:
     (root / "project" / "link").symlink_to(root.parent / "a\n\x1b]0;title\x07")
     with pytest.raises(AccessRefused) as caught:
-        Beneath(str(root)).stat(str(root / "project" / "link"))
+        Beneath(LinkRules(str(root))).stat(str(root / "project" / "link"))
     assert str(Refused(str(caught.value)).log_message).isprintable()

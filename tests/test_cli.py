@@ -99,7 +99,7 @@ def test_setup_without_a_source_fails_with_one_message(
     assert main(["setup"]) == 1
     said = capsys.readouterr()
     first, reason, remedy = said.err.splitlines()
-    assert first == "jupyter sandbox: No runsc could be had:"
+    assert first == "jupyter sandbox: runsc could not be installed:"
     assert reason.strip() == "shelf: there is nothing on it"
     assert "SANDBOX_RUNSC" in remedy
     assert not twin(data).exists()

@@ -524,7 +524,7 @@ def test_doctor_reports_unusable_key(keep: Keep, data: Path) -> None:
     (unusable,) = doctor.check_saved()
     assert not unusable.ok
     assert unusable.required
-    assert f"The key {key}, which signs what is saved, cannot be used: it has 5 characters" in unusable.finding
+    assert f"The key {key}, which signs stored documents, cannot be used: it has 5 characters" in unusable.finding
     for record in records:
         assert str(record.id) in unusable.finding
     for helps in ("backup", "remove the file", "SANDBOX_TRUST_STORAGE=1", "jupyter sandbox delete --unverified ID"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from traitlets import Bool, Enum, Float, HasTraits, Int, List, Unicode
 
 from sandbox_provisioner import config
 from sandbox_provisioner.config import GCSConfig, Place
@@ -91,7 +92,7 @@ def refusal_of(environ: dict[str, str]) -> ConfigurationError:
 def test_with_nothing_set_the_embedded_default_can_do_everything(tmp_path: Path) -> None:
     settings = GCSConfig.from_environment(tmp_path, {})
     assert settings == GCSConfig(folder=tmp_path, signing_key="")
-    assert settings.can_persist() and settings.can_checkpoint() and settings.can_hand_off() and settings.can_snapshot()
+    assert settings.can_persist() and settings.can_checkpoint() and settings.can_snapshot()
 
 
 def test_an_empty_variable_is_one_that_is_not_set(tmp_path: Path) -> None:
@@ -135,15 +136,15 @@ def test_the_environment_decides_when_it_is_asked(monkeypatch: pytest.MonkeyPatc
 
 CAPABILITIES = [
     # what is set                                     persist, checkpoint, hand off, snapshot
-    ([METADATA], (False, False, False, False)),
-    ([LOCK], (False, False, False, False)),
-    ([METADATA, LOCK], (True, False, False, False)),
-    (["SANDBOX_METADATA_MOUNT_PATH", "SANDBOX_LOCK_MOUNT_PATH"], (True, False, False, False)),
-    ([METADATA, LOCK, CHECKPOINT], (True, True, True, False)),
-    ([METADATA, LOCK, CHECKPOINT_MOUNT], (True, True, True, False)),
-    ([CHECKPOINT], (False, False, False, False)),
-    (["FILESYSTEM_SNAPSHOT_BUCKET"], (False, False, False, True)),
-    (["FILESYSTEM_SNAPSHOT_MOUNT_PATH"], (False, False, False, True)),
+    ([METADATA], (False, False, False)),
+    ([LOCK], (False, False, False)),
+    ([METADATA, LOCK], (True, False, False)),
+    (["SANDBOX_METADATA_MOUNT_PATH", "SANDBOX_LOCK_MOUNT_PATH"], (True, False, False)),
+    ([METADATA, LOCK, CHECKPOINT], (True, True, False)),
+    ([METADATA, LOCK, CHECKPOINT_MOUNT], (True, True, False)),
+    ([CHECKPOINT], (False, False, False)),
+    (["FILESYSTEM_SNAPSHOT_BUCKET"], (False, False, True)),
+    (["FILESYSTEM_SNAPSHOT_MOUNT_PATH"], (False, False, True)),
 ]
 
 
@@ -153,7 +154,6 @@ def test_what_a_server_can_do_follows_from_what_is_set(variables: list[str], abl
     assert able == (
         settings.can_persist(),
         settings.can_checkpoint(),
-        settings.can_hand_off(),
         settings.can_snapshot(),
     )
 
@@ -301,3 +301,31 @@ def test_a_count_is_a_whole_number(value: str, expected: int) -> None:
 def test_what_is_no_count_is_refused_by_name(value: str) -> None:
     with pytest.raises(ConfigurationError, match=f"SANDBOX_X is {value!r}, which is not a whole number"):
         config.count("SANDBOX_X", 3, {"SANDBOX_X": value})
+
+
+class Owner(HasTraits):
+    color = config.setting("SANDBOX_X_COLOR", Enum(("red", "blue"), help="The color."))
+    count = config.setting("SANDBOX_X_COUNT", Int(7, min=1, help="The count."))
+    names = config.setting("SANDBOX_X_NAMES", List(Unicode(), help="The names."))
+    on = config.setting("SANDBOX_X_ON", Bool(True, help="The switch."))
+    wait = config.setting("SANDBOX_X_WAIT", Float(1.5, help="The time."))
+    where = config.setting("SANDBOX_X_WHERE", Unicode("here", help="The place."))
+
+
+def test_setting_reads_its_variable_for_each_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Owner()
+    assert (before.color, before.count, before.names, before.on, before.wait) == ("red", 7, [], True, 1.5)
+    for name, value in (("COLOR", "blue"), ("COUNT", "8"), ("NAMES", "a, b"), ("ON", "0"), ("WAIT", "2")):
+        monkeypatch.setenv(f"SANDBOX_X_{name}", value)
+    after = Owner(wait=3.0)
+    assert (after.color, after.count, after.names, after.on, after.wait) == ("blue", 8, ["a", "b"], False, 3.0)
+    assert after.where == "here"
+    monkeypatch.setenv("SANDBOX_X_COLOR", "green")
+    with pytest.raises(ConfigurationError, match="red or blue"):
+        _ = Owner().color
+
+
+def test_help_of_a_setting_names_its_variable() -> None:
+    traits = Owner.class_traits(config=True)
+    assert traits["names"].help == "The names. Environment, comma-separated: SANDBOX_X_NAMES"
+    assert traits["wait"].help == "The time. Environment: SANDBOX_X_WAIT"

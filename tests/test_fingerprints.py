@@ -1,4 +1,4 @@
-"""Fingerprints: the same bytes are the same print, what did not change is not read again, and a bad memory is none."""
+"""DigestCache: the same bytes are the same print, what did not change is not read again, and a bad memory is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sandbox_provisioner.persistence import digest_cache
-from sandbox_provisioner.persistence.digest_cache import NAME, Fingerprints
+from sandbox_provisioner.persistence.digest_cache import NAME, DigestCache
 
 UNTRUE = "f" * 64
 
@@ -29,7 +29,7 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def print_of(path: Path, prints: Fingerprints) -> str:
+def print_of(path: Path, prints: DigestCache) -> str:
     with opened(path) as descriptor:
         return prints.of(descriptor)
 
@@ -53,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_print_is_the_hash_of_all_bytes(file: Path, tmp_path: Path) -> None:
-    prints = Fingerprints(tmp_path)
+    prints = DigestCache(tmp_path)
     assert print_of(file, prints) == hashlib.sha256(file.read_bytes()).hexdigest()
     (tmp_path / "empty").touch()
     assert print_of(tmp_path / "empty", prints) == hashlib.sha256(b"").hexdigest()
@@ -63,12 +63,12 @@ def test_what_is_remembered_is_not_read_again_in_this_or_another_process(
     file: Path, tmp_path: Path, settled: None
 ) -> None:
     folder = tmp_path / "made" / "on demand"
-    prints = Fingerprints(folder)
+    prints = DigestCache(folder)
     true = print_of(file, prints)
     prints.save()
     falsify(folder)
     assert print_of(file, prints) == true
-    assert print_of(file, Fingerprints(folder)) == UNTRUE
+    assert print_of(file, DigestCache(folder)) == UNTRUE
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_what_is_remembered_is_not_read_again_in_this_or_another_process(
 def test_a_file_with_which_anything_was_done_is_read_again(
     file: Path, tmp_path: Path, settled: None, change: object
 ) -> None:
-    prints = Fingerprints(tmp_path)
+    prints = DigestCache(tmp_path)
     print_of(file, prints)
     prints.save()
     falsify(tmp_path)
     change(file)  # type: ignore[operator]
-    assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert print_of(file, DigestCache(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_a_file_that_was_changed_just_now_is_not_remembered(file: Path, tmp_path: Path) -> None:
-    prints = Fingerprints(tmp_path)
+    prints = DigestCache(tmp_path)
     print_of(file, prints)
     prints.save()
     assert not (tmp_path / NAME).exists()
@@ -103,19 +103,19 @@ def test_the_memory_is_for_its_owner_only_and_nothing_is_left_beside_it(
     file: Path, tmp_path: Path, settled: None
 ) -> None:
     folder = tmp_path / "memory"
-    prints = Fingerprints(folder)
+    prints = DigestCache(folder)
     print_of(file, prints)
     prints.save()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / NAME).stat().st_mode) == 0o600
-    assert os.listdir(folder) == [NAME]
+    assert [name for name in os.listdir(folder) if not name.startswith(".")] == [NAME]
 
 
 def test_the_memory_has_an_end_and_the_last_used_stays(
     tmp_path: Path, settled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digest_cache, "MOST_ENTRIES", 3)
-    prints = Fingerprints(tmp_path)
+    prints = DigestCache(tmp_path)
     files = [tmp_path / str(number) for number in range(5)]
     for path in files:
         path.write_text(path.name)
@@ -123,12 +123,12 @@ def test_the_memory_has_an_end_and_the_last_used_stays(
     print_of(files[0], prints)
     prints.save()
     falsify(tmp_path)
-    after = Fingerprints(tmp_path)
+    after = DigestCache(tmp_path)
     assert [print_of(path, after) == UNTRUE for path in files] == [True, False, False, True, True]
 
 
 def test_a_memory_that_cannot_be_written_costs_nothing_but_time(file: Path, tmp_path: Path, settled: None) -> None:
-    prints = Fingerprints(file / "not a folder")
+    prints = DigestCache(file / "not a folder")
     assert print_of(file, prints) == hashlib.sha256(file.read_bytes()).hexdigest()
     prints.save()
 
@@ -143,13 +143,13 @@ def test_a_memory_that_cannot_be_written_costs_nothing_but_time(file: Path, tmp_
 )
 def test_a_memory_that_was_damaged_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
-    assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert print_of(file, DigestCache(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b" " * (digest_cache.MOST_BYTES + 1)], ids=["deep", "large"])
 def test_a_memory_that_is_too_much_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
-    assert print_of(file, Fingerprints(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert print_of(file, DigestCache(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_a_huge_file_is_known_by_its_size_and_samples_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
@@ -166,5 +166,5 @@ def test_a_huge_file_is_known_by_its_size_and_samples_from_its_first_to_its_last
             file.truncate(size)
             file.seek(offset)
             file.write(byte)
-        seen.add(print_of(path, Fingerprints(tmp_path)))
+        seen.add(print_of(path, DigestCache(tmp_path)))
     assert len(seen) == 4

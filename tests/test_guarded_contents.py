@@ -26,7 +26,9 @@ from traitlets.config import Config
 from sandbox_provisioner.config import own_folder
 from sandbox_provisioner.contents import managers
 from sandbox_provisioner.contents.file_functions import guarded_os, guarded_path, guarded_shutil
-from sandbox_provisioner.contents.managers import CLASSES, MODULES, GuardedFileHandler
+from sandbox_provisioner.contents.file_handler import GuardedFileHandler
+from sandbox_provisioner.contents.managers import CLASSES
+from sandbox_provisioner.contents.rebinding import MODULES
 from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.setup import doctor
 

@@ -398,7 +398,7 @@ async def test_foreign_metadata_is_refused(saved: None, attach: Attach, stores: 
         artifact = replace(document.checkpoint.artifact, name=foreign)
         put_document(stores, replace(document, checkpoint=replace(document.checkpoint, artifact=artifact)))
         handle = await attach()
-        with pytest.raises(MetadataError, match="checkpoint is said to be"):
+        with pytest.raises(MetadataError, match="checkpoint has an invalid name or files"):
             await handle.restore()
         await handle.release()
     stores.metadata.write(name, stores.signer.sign(name, b"{}"))

@@ -12,15 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_provisioner.kernel.handshake import (
-    GREETING,
     OPENING,
-    SOCKET_TYPES,
     Handshake,
     KernelHandshake,
-    command,
-    ready,
 )
-from sandbox_provisioner.kernel.zmtp import Position, identity
+from sandbox_provisioner.kernel.zmtp import GREETING, SOCKET_TYPES, Position, command, identity, ready
 
 PATIENCE = 30
 KINDS = {"shell": zmq.DEALER, "stdin": zmq.DEALER, "control": zmq.DEALER, "iopub": zmq.SUB, "hb": zmq.REQ}

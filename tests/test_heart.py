@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
-from sandbox_provisioner.kernel.handshake import GREETING, ready
-from sandbox_provisioner.kernel.heartbeat import LARGEST, Heart
-from sandbox_provisioner.kernel.zmtp import COMMAND, LONG, MORE
+from sandbox_provisioner.kernel.heartbeat import LARGEST, Heartbeat
+from sandbox_provisioner.kernel.zmtp import COMMAND, GREETING, LONG, MORE, ready
 
 PATIENCE = 20
 NULL_READY = bytes([COMMAND, len(ready("hb"))]) + ready("hb").replace(b"REP", b"REQ")
@@ -27,7 +26,7 @@ class Beating(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self.transport, self.heart = transport, Heart()
+        self.transport, self.heart = transport, Heartbeat()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -126,7 +125,7 @@ HOSTILE = st.one_of(
 
 def talk(pieces: list[bytes]) -> bytes:
     """What a heart says to these pieces until it hears that they are no heartbeat."""
-    heart, said = Heart(), b""
+    heart, said = Heartbeat(), b""
     try:
         for piece in pieces:
             said += heart.answer(piece)
@@ -155,7 +154,7 @@ def test_what_is_not_zeromq_is_refused_or_waited_for_but_never_answered_as_if_it
 
 @pytest.mark.parametrize("flags", [0, MORE, COMMAND, LONG, LONG | MORE, LONG | COMMAND])
 def test_a_frame_that_never_ends_costs_bounded_memory(flags: int) -> None:
-    heart = Heart()
+    heart = Heartbeat()
     heart.answer(GREETING + NULL_READY)
     tracemalloc.start()
     try:
@@ -168,7 +167,7 @@ def test_a_frame_that_never_ends_costs_bounded_memory(flags: int) -> None:
 
 
 def test_a_greeting_that_never_comes_costs_bounded_memory() -> None:
-    heart = Heart()
+    heart = Heartbeat()
     with pytest.raises(ValueError):
         for _ in range(1000):
             heart.answer(b"GET / HTTP/1.1\r\n")

@@ -25,6 +25,7 @@ from google.cloud.storage import Client
 from hypothesis import given
 from hypothesis import strategies as st
 from lock_player import SANDBOX, open_leases
+from memory_store import MemoryStore
 
 from sandbox_provisioner.errors import (
     ConfigurationError,
@@ -38,7 +39,6 @@ from sandbox_provisioner.lock.gcs import GCSLeases
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
-from sandbox_provisioner.storage.memory import MemoryStore
 from sandbox_provisioner.storage.tree import TEMPORARY
 
 LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
@@ -494,7 +494,7 @@ async def test_an_owner_that_stood_still_for_too_long_is_told_when_it_wakes(grou
         assert lease.token > token
         player.send_signal(signal.SIGCONT)
         told = await soon(asyncio.to_thread(hear, player))
-        assert re.search("stood still|the newcomer .* has it now|its entry was removed", told["lost"])
+        assert re.search("was suspended|the newcomer .* has it now|its entry was removed", told["lost"])
         assert ask(player, "release") == {"released": True}
     await asyncio.sleep(2 * RENEWAL)
     assert not lease.lost.done()

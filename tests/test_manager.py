@@ -165,7 +165,7 @@ async def test_a_server_that_can_only_keep_snapshots_has_ephemeral_sandboxes(
 
 @pytest.mark.parametrize("name", ["../box", "", "a/b"])
 async def test_a_bad_id_is_refused(serve: Serve, spec: BundleSpec, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be a sandbox's id"):
+    with pytest.raises(ConfigurationError, match="is not a valid sandbox id"):
         await serve().create(name, spec)
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jupyter_client.session import Session
 
 from sandbox_provisioner.kernel.message_reader import MAX_HEADER, MessageReader
-from sandbox_provisioner.kernel.synthetic_replies import _encode
-from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, Position
+from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, Position, encode
 
 KEY = b"the kernel's key"
 BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"
@@ -35,7 +34,7 @@ class Seen:
 
 def wire(session: Session, kind: str = "execute_request", buffers: int = 0, **content: Any) -> tuple[str, bytes]:
     message = session.msg(kind, content)
-    return message["msg_id"], _encode([*session.serialize(message), *[b"buffer" * 1000] * buffers])
+    return message["msg_id"], encode([*session.serialize(message), *[b"buffer" * 1000] * buffers])
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(0, 3))
@@ -53,14 +52,14 @@ def test_all_signed_messages_are_read_however_they_are_cut(cuts: list[int], buff
 def test_parent_header_is_read() -> None:
     session, seen = Session(key=KEY), Seen()
     reply = session.msg("execute_reply", {}, parent={"msg_id": "cell", "msg_type": "execute_request"})
-    seen.position.follow(_encode(session.serialize(reply)))
+    seen.position.follow(encode(session.serialize(reply)))
     assert [parent["msg_id"] for _, parent in seen.headers] == ["cell"]
 
 
 def test_identities_before_the_delimiter_are_passed_over() -> None:
     session, seen = Session(key=KEY), Seen()
     message = session.msg("execute_request", {})
-    seen.position.follow(_encode([b"router id", b"<IDS|MSG", *session.serialize(message)]))
+    seen.position.follow(encode([b"router id", b"<IDS|MSG", *session.serialize(message)]))
     assert seen.ids == [message["msg_id"]]
 
 
@@ -85,7 +84,7 @@ def test_other_schemes() -> None:
 
 def signed(*parts: bytes) -> bytes:
     checksum = hmac.new(KEY, b"".join(parts[:4]), "sha256").hexdigest().encode()
-    return _encode([b"<IDS|MSG>", checksum, *parts])
+    return encode([b"<IDS|MSG>", checksum, *parts])
 
 
 BAD = {
@@ -94,9 +93,9 @@ BAD = {
     "no JSON": signed(b"{", b"{}", b"{}", b"{}"),
     "nested": signed(b"[" * 60_000, b"{}", b"{}", b"{}"),
     "large header": signed(json.dumps({"msg_id": "x" * MAX_HEADER}).encode(), b"{}", b"{}", b"{}"),
-    "many identities": _encode([b"x"] * 50),
-    "nothing": _encode([b""]),
-    "long signature": _encode([b"<IDS|MSG>", b"x" * 10_000, b"{}", b"{}", b"{}", b"{}"]),
+    "many identities": encode([b"x"] * 50),
+    "nothing": encode([b""]),
+    "long signature": encode([b"<IDS|MSG>", b"x" * 10_000, b"{}", b"{}", b"{}", b"{}"]),
 }
 
 

@@ -572,21 +572,21 @@ async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
         assert not relay.waited_for
         link.state = ConnectionState.QUIESCED
         await client.send(QUESTION * 3)
-        await until(lambda: relay.asked == 3)
+        await until(lambda: relay.sent == 3)
         assert relay.waited_for
         link._flow()
         await client.receive(3 * len(QUESTION))
         assert not relay.waited_for
         link.state = ConnectionState.QUIESCED
         await client.send(QUESTION)
-        await until(lambda: relay.asked == 4)
+        await until(lambda: relay.sent == 4)
         link.state = ConnectionState.OPEN
         await listener.send(GREETING + READY)
         await listener.receive(len(GREETING + READY))
         assert relay.waited_for  # a handshake is no word of the kernel's
         await listener.send(QUESTION)  # which comes back as what the kernel publishes
         await listener.receive(len(QUESTION))
-        assert (relay.asked, relay.heeded) == (4, 4)
+        assert (relay.sent, relay.answered) == (4, 4)
 
 
 async def test_what_a_client_said_before_there_was_a_kernel_counts_once(
@@ -597,7 +597,7 @@ async def test_what_a_client_said_before_there_was_a_kernel_counts_once(
         await client.send(GREETING + READY + QUESTION)
         await until(lambda: any(early._early for early in relay._clients))
         relay.connect(link, targets)
-        assert relay.asked == 1
+        assert relay.sent == 1
         await client.send(QUESTION)
         await client.receive(len(GREETING + READY + QUESTION + QUESTION))
-        assert (relay.asked, relay.heeded) == (2, 2)
+        assert (relay.sent, relay.answered) == (2, 2)

@@ -20,10 +20,12 @@ from sandbox_provisioner.errors import RunscNotFoundError, SandboxError
 from sandbox_provisioner.gvisor.runsc import find
 from sandbox_provisioner.setup import runsc_install
 from sandbox_provisioner.setup.progress import Note, Progress
-from sandbox_provisioner.setup.runsc_install import DebianSource, GoSource, ReleaseSource, Source, install
+from sandbox_provisioner.setup.runsc_install import DebianSource, GoSource, ReleaseSource, Source, install, release
+from sandbox_provisioner.setup.runsc_install.go import MODULE, go_line, go_on_machine, pinned_version
+from sandbox_provisioner.setup.runsc_install.source import run
 
 VERSION = "20260126.0"
-GO_MOD = (runsc_install.MODULE / "go.mod").read_text()
+GO_MOD = (MODULE / "go.mod").read_text()
 
 
 class Releases(ThreadingHTTPServer):
@@ -151,7 +153,7 @@ def test_unreachable_release_server(folder: Path) -> None:
 
 
 def test_release_server_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runsc_install, "REACH_TIMEOUT", 0.3)
+    monkeypatch.setattr(release, "REACH_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RunscNotFoundError, match="no answer within"):
@@ -246,12 +248,12 @@ def test_sources_by_name() -> None:
 
 
 def test_the_pinned_version_and_go_of_the_module() -> None:
-    day, commit = runsc_install.pinned_version(GO_MOD).split("-")
+    day, commit = pinned_version(GO_MOD).split("-")
     assert re.search(rf"gvisor v0\.0\.0-{day}\d{{6}}-{commit}$", GO_MOD, re.MULTILINE)
-    assert f"\ngo {runsc_install.go_line(GO_MOD)}\n" in GO_MOD
+    assert f"\ngo {go_line(GO_MOD)}\n" in GO_MOD
 
 
-@pytest.mark.parametrize("function", [runsc_install.pinned_version, runsc_install.go_line])
+@pytest.mark.parametrize("function", [pinned_version, go_line])
 def test_a_module_that_pins_nothing_is_refused(function: object) -> None:
     with pytest.raises(SandboxError, match=r"go\.mod"):
         function("module x\n")  # type: ignore[operator]
@@ -265,14 +267,14 @@ def test_a_go_on_the_machine_must_be_new_enough(
 ) -> None:
     go = script(tmp_path / "go", f"echo {version}")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert runsc_install.go_on_machine("1.26.3", "/nowhere") == (str(go) if good else None)
+    assert go_on_machine("1.26.3", "/nowhere") == (str(go) if good else None)
 
 
 def test_a_go_in_the_usual_folder_is_found_behind_an_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script(tmp_path / "old" / "go", "echo go1.19")
     usual = script(tmp_path / "usual" / "go", "echo go1.27.1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'old'}:/bin")
-    assert runsc_install.go_on_machine("1.26.3", str(usual.parent)) == str(usual)
+    assert go_on_machine("1.26.3", str(usual.parent)) == str(usual)
 
 
 def test_a_build_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
@@ -290,14 +292,14 @@ COMPILED_BEFOREHAND = (b'Platform="systrap" HostNetwork=false', b"UDSCreateEnabl
 def test_a_runsc_of_the_pinned_source_has_its_filters_compiled() -> None:
     found = find()
     text = found.path.read_bytes()
-    assert found.version != runsc_install.pinned_version(GO_MOD) or all(name in text for name in COMPILED_BEFOREHAND)
+    assert found.version != pinned_version(GO_MOD) or all(name in text for name in COMPILED_BEFOREHAND)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_pinned_source_is_built_with_the_go_from_pypi(folder: Path) -> None:
     found = install([GoSource(usual_folder="/nowhere")], folder, quiet())
-    assert found.version == runsc_install.pinned_version(GO_MOD)
+    assert found.version == pinned_version(GO_MOD)
     assert all(filters in found.path.read_bytes() for filters in COMPILED_BEFOREHAND)
     assert nothing_lies_about(folder)
 
@@ -350,5 +352,5 @@ def test_a_machine_without_apt(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     """The sleeping child holds the pipe that is read to its end: the call returns only when the child is gone."""
-    with pytest.raises(SandboxError, match=r"sh was ended after 0 s: started"):
-        runsc_install.run(["sh", "-c", "sleep 1000 & echo started; wait"], print, cwd=tmp_path, limit=0.5)
+    with pytest.raises(SandboxError, match=r"sh was stopped after 0 s: started"):
+        run(["sh", "-c", "sleep 1000 & echo started; wait"], print, cwd=tmp_path, limit=0.5)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 
 from sandbox_provisioner.errors import (
     ConflictError,
@@ -24,7 +25,6 @@ from sandbox_provisioner.errors import (
 from sandbox_provisioner.storage.base import NEW, FileRecord, ObjectInfo, ObjectStore
 from sandbox_provisioner.storage.gcs import GCSStore
 from sandbox_provisioner.storage.local import LocalStore
-from sandbox_provisioner.storage.memory import MemoryStore
 from sandbox_provisioner.storage.mounted import MountedStore
 
 KINDS = ("local", "mounted", "gcs", "memory")

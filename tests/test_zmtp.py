@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner.kernel.handshake import GREETING, command, ready
-from sandbox_provisioner.kernel.synthetic_replies import _encode
-from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, MessageTooLargeError, Position
+from sandbox_provisioner.kernel.zmtp import (
+    GREETING,
+    GREETING_SIZE,
+    MessageTooLargeError,
+    Position,
+    command,
+    encode,
+    ready,
+)
 
 BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"
 """Of an ordinary connection."""
@@ -19,7 +25,7 @@ MESSAGES = st.lists(st.lists(st.binary(max_size=400), min_size=1, max_size=4), m
 def test_a_message_can_begin_after_whole_messages_however_they_came(
     messages: list[list[bytes]], cuts: list[int]
 ) -> None:
-    data = BEGINNING + b"".join(map(_encode, messages))
+    data = BEGINNING + b"".join(map(encode, messages))
     position = Position()
     for cut in [*cuts, len(data)]:
         position.follow(data[:cut])
@@ -30,8 +36,8 @@ def test_a_message_can_begin_after_whole_messages_however_they_came(
 @given(MESSAGES, st.lists(st.binary(max_size=400), min_size=1, max_size=4), st.data())
 def test_no_message_can_begin_within_one(messages: list[list[bytes]], last: list[bytes], data: st.DataObject) -> None:
     position = Position()
-    position.follow(BEGINNING + b"".join(map(_encode, messages)))
-    encoded = _encode(last)
+    position.follow(BEGINNING + b"".join(map(encode, messages)))
+    encoded = encode(last)
     position.follow(encoded[: data.draw(st.integers(1, len(encoded) - 1))])
     assert not position.between_messages
 
@@ -53,7 +59,7 @@ def test_nothing_can_begin_before_the_handshake_is_over() -> None:
 def test_messages_are_counted_and_what_a_connection_begins_with_is_none(
     messages: list[list[bytes]], piece: int
 ) -> None:
-    data = BEGINNING + b"".join(map(_encode, messages))
+    data = BEGINNING + b"".join(map(encode, messages))
     position = Position()
     pieces = [data[place : place + piece] for place in range(0, len(data), piece)]
     assert sum(map(position.follow, pieces)) == len(messages)

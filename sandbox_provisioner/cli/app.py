@@ -230,10 +230,10 @@ def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Pa
 
 def prove_runsc(runsc: Runsc, progress: Progress) -> None:
     """Test this runsc: start, checkpoint and restore a real sandbox. Raises SandboxError if a step fails."""
-    from ..setup.self_test import prove
+    from ..setup.self_test import run_self_test
 
     with reported(progress, "Test of runsc") as step:
-        step.result = prove(runsc, step.note)
+        step.result = run_self_test(runsc, step.note)
 
 
 def install_twins(

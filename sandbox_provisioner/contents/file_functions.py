@@ -19,7 +19,9 @@ from tornado.web import HTTPError
 from .._text import one_line
 from ..config import own_folder
 from ..gvisor.mounts import within
-from .beneath import AccessRefused, Beneath
+from .beneath import Beneath
+from .entries import AccessRefused
+from .links import LinkRules
 from .trash import home_trash, move_to_trash
 
 ADVICE = (
@@ -51,7 +53,7 @@ def guard_of(*paths: str) -> Beneath:
     if names:
         return _guards[max(names, key=len)]
     if all(within(place, private := _private_folder()) for place in places):
-        return Beneath(private)
+        return Beneath(LinkRules(private))
     raise PermissionError(errno.EACCES, "Not in a guarded folder", paths[0])
 
 
@@ -195,18 +197,8 @@ def _across(operation: Callable[[Beneath, str, str], None], source: str, target:
 
 
 TEXT = (
-    "abspath",
-    "basename",
-    "dirname",
-    "isabs",
-    "join",
-    "normpath",
-    "relpath",
-    "sep",
-    "split",
-    "splitdrive",
-    "splitext",
-)
+    "abspath", "basename", "dirname", "isabs", "join", "normpath", "relpath", "sep", "split", "splitdrive", "splitext",
+)  # fmt: skip
 """Names in os.path that only process the text of a path."""
 CONSTANTS = ("O_RDONLY", "R_OK", "W_OK", "X_OK", "close", "fsync", "getcwd", "sep", "stat_result")
 

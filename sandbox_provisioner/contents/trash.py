@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
-from .beneath import Place, copy_entry, remove_entry
+from .entries import Place, copy_entry, remove_entry
 
 NOTE = ".trashinfo"
 LONGEST = 255 - len(NOTE)

@@ -7,26 +7,11 @@ because the client has already received one.
 
 from __future__ import annotations
 
-from .zmtp import COMMAND, GREETING_SIZE, Position
+from ..mux.stream import GuestStream
+from .zmtp import GREETING, GREETING_SIZE, MECHANISM_END, Position, command, is_plain, ready
 
-MECHANISM = b"NULL".ljust(20, b"\0")
-GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + MECHANISM + bytes(32)
 OPENING = 11
 """Bytes of a greeting that a peer sends before it receives the other's: signature and major version."""
-MECHANISM_END = 32
-"""Offset in a greeting at which the name of the security mechanism ends."""
-SOCKET_TYPES = {"shell": b"ROUTER", "stdin": b"ROUTER", "control": b"ROUTER", "iopub": b"PUB", "hb": b"REP"}
-
-
-def command(body: bytes) -> bytes:
-    """Encode a short command frame."""
-    return bytes([COMMAND, len(body)]) + body
-
-
-def ready(channel: str) -> bytes:
-    """Return the body of the READY command that ends the handshake of a kernel's socket for ``channel``."""
-    kind = SOCKET_TYPES[channel]
-    return b"\x05READY" + b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
 
 
 class Handshake:
@@ -38,22 +23,22 @@ class Handshake:
     def __init__(self, channel: str) -> None:
         self.opaque = False
         self._channel = channel
-        self._heard = b""
+        self._greeting = b""
         self._sent = 0
 
     def answer(self, data: bytes) -> bytes:
         """Process bytes from the client and return the reply. Raises ValueError if they are not ZMTP 3."""
         if self.done:
             return b""
-        self._heard += data[: GREETING_SIZE - len(self._heard)]
-        if self._heard[0] != GREETING[0] or (len(self._heard) > 9 and not self._heard[9] & 1):
+        self._greeting += data[: GREETING_SIZE - len(self._greeting)]
+        if self._greeting[0] != GREETING[0] or (len(self._greeting) > 9 and not self._greeting[9] & 1):
             raise ValueError("not a ZMTP connection")
         reply = b""
         if not self._sent:
             self._sent = OPENING
             reply = GREETING[:OPENING]
-        if len(self._heard) == GREETING_SIZE:
-            if self._heard[MECHANISM_END - len(MECHANISM) : MECHANISM_END] == MECHANISM:
+        if len(self._greeting) == GREETING_SIZE:
+            if is_plain(self._greeting):
                 reply += GREETING[OPENING:] + command(ready(self._channel))
                 self._sent = GREETING_SIZE
             else:
@@ -77,7 +62,7 @@ class KernelHandshake:
         self.greeted = False
         """True when the kernel has sent its greeting: libzmq disconnects a peer that sends a message before that."""
         self._seen = 0
-        self._heard = b""
+        self._greeting = b""
         self._position: Position | None = None
 
     def strip(self, data: bytes) -> bytes:
@@ -85,11 +70,11 @@ class KernelHandshake:
         self._seen += len(data)
         self.greeted = self._seen >= GREETING_SIZE
         if self._position is None:
-            self._heard += data
-            if len(self._heard) < MECHANISM_END:
+            self._greeting += data
+            if len(self._greeting) < MECHANISM_END:
                 return b""
-            data, self._heard = self._heard, b""
-            if data[MECHANISM_END - len(MECHANISM) : MECHANISM_END] != MECHANISM:
+            data, self._greeting = self._greeting, b""
+            if not is_plain(data):
                 self.done = True
                 return data[OPENING:]
             self._position = Position()
@@ -99,3 +84,38 @@ class KernelHandshake:
                 self.done = True
                 return data[place + 1 :]
         return b""
+
+
+class HeldClient:
+    """A client that connected while its kernel was hibernated. Owned by its connection, until the kernel has woken.
+
+    ``answered`` is the client's handshake, ``kernel`` the woken kernel's. ``waiting`` has the client's bytes after its
+    greeting, which the kernel gets after it has sent its own.
+    """
+
+    def __init__(self, channel: str) -> None:
+        self.answered = Handshake(channel)
+        self.kernel = KernelHandshake()
+        self.waiting = bytearray()
+        self._greeting_left = GREETING_SIZE
+
+    def to_kernel(self, data: bytes) -> bytes:
+        """Process bytes from the client. Return those that the kernel can get now."""
+        if self.kernel.greeted:
+            return data
+        greeting, rest = data[: self._greeting_left], data[self._greeting_left :]
+        self._greeting_left -= len(greeting)
+        self.waiting += rest
+        return greeting
+
+    def from_kernel(self, stream: GuestStream, data: bytes) -> bytes:
+        """Process bytes from the kernel, and send it the waiting ones after its greeting. Return those for the client.
+
+        The kernel gets credit for the others.
+        """
+        passed = self.kernel.strip(data)
+        stream.consumed(len(data) - len(passed))
+        if self.kernel.greeted and self.waiting:
+            waiting, self.waiting = bytes(self.waiting), bytearray()
+            stream.write(waiting)
+        return passed

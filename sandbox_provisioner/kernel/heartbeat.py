@@ -6,64 +6,48 @@ kernel.
 
 from __future__ import annotations
 
-from .handshake import GREETING, MECHANISM, command, ready
-from .zmtp import COMMAND, LONG
+from .zmtp import COMMAND, GREETING, command, head, is_plain, ready
 
 PING, PONG = b"\x04PING", b"\x04PONG"
 TTL = 2
 LARGEST = 1 << 16
 
 
-class Heart:
+class Heartbeat:
     """The heartbeats of one connection. Owned by its ``ClientConnection``."""
 
     def __init__(self) -> None:
-        self._heard = bytearray()
-        self._spoke = False
+        self._received = bytearray()
+        self._greeting_sent = False
         self._greeted = False
 
     def answer(self, data: bytes) -> bytes:
         """Return the reply to ``data``. Raises ValueError if it is not a heartbeat on a plain connection."""
-        self._heard += data
-        said = b""
-        if data and not self._spoke:  # a client sends the rest of its greeting only after it has ours
-            self._spoke = True
-            said = GREETING
+        self._received += data
+        reply = b""
+        if data and not self._greeting_sent:  # a client sends the rest of its greeting only after it has ours
+            self._greeting_sent = True
+            reply = GREETING
         if not self._greeted:
-            if len(self._heard) < len(GREETING):
-                return said
-            if self._heard[0] != GREETING[0] or self._heard[12:32] != MECHANISM:
+            if len(self._received) < len(GREETING):
+                return reply
+            if self._received[0] != GREETING[0] or not is_plain(self._received):
                 raise ValueError("not a plain ZMTP connection")
-            del self._heard[: len(GREETING)]
+            del self._received[: len(GREETING)]
             self._greeted = True
-            said += command(ready("hb"))
-        while frame := self._frame():
-            said += _answer(frame)
-        return said
-
-    def _frame(self) -> bytes:
-        """Remove and return the next whole frame; empty if it is incomplete. Raises ValueError if it is too large."""
-        head = _head(self._heard)
-        if len(self._heard) < head:
-            return b""
-        size = head + int.from_bytes(self._heard[1:head], "big")
-        if size > LARGEST:
-            raise ValueError("a heartbeat that large is none")
-        if len(self._heard) < size:
-            return b""
-        frame = bytes(self._heard[:size])
-        del self._heard[:size]
-        return frame
+            reply += command(ready("hb"))
+        while found := head(self._received):
+            flags, start, end = found
+            if end > LARGEST:
+                raise ValueError("too large for a heartbeat")
+            if end > len(self._received):
+                break
+            whole = bytes(self._received[:end])
+            reply += _pong(whole[start:]) if flags & COMMAND else whole
+            del self._received[:end]
+        return reply
 
 
-def _head(frame: bytes | bytearray) -> int:
-    return 9 if frame and frame[0] & LONG else 2
-
-
-def _answer(frame: bytes) -> bytes:
-    if not frame[0] & COMMAND:
-        return frame
-    body = frame[_head(frame) :]
-    if body.startswith(PING) and len(body) < 1 << 8:
-        return command(PONG + body[len(PING) + TTL :])
-    return b""
+def _pong(body: bytes) -> bytes:
+    """Return the answer to a command; empty if it is not a PING."""
+    return command(PONG + body[len(PING) + TTL :]) if body.startswith(PING) and len(body) < 1 << 8 else b""

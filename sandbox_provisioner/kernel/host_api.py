@@ -85,7 +85,7 @@ class Askable(Protocol):
         """Make a savepoint and return it."""
 
     async def rewind(self, name: str, cell: Cell | None) -> str:
-        """Restore a savepoint and end ``cell`` with ``synthetic_replies.conclude``.
+        """Restore a savepoint and end ``cell`` with ``synthetic_replies.end_cell``.
 
         Return the name of the savepoint that has the state from before.
         """

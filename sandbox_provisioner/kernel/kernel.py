@@ -111,7 +111,7 @@ class SandboxedKernel:
         self.handle: SandboxHandle | None = None
         self.manager: SandboxManager | None = None
         self._waking: asyncio.Task[None] | None = None
-        self._heeded = 0
+        self._answered = 0
         self.status: int | None = 0
         self.last_words = b""
         self._process: GuestProcess | None = None
@@ -299,14 +299,14 @@ class SandboxedKernel:
 
     def saving(self) -> None:
         """Remember how many requests the kernel has reacted to. Called by the manager before it saves the kernel."""
-        self._heeded = self.relay.heeded
+        self._answered = self.relay.answered
 
     def saved(self) -> None:
         """Wake the kernel if a request arrived while it was saved; the image may contain that request.
 
         Called by the manager after it has saved the kernel.
         """
-        asked = self.relay.called or self.relay.asked > self._heeded
+        asked = self.relay.called or self.relay.sent > self._answered
         if asked or (self.handle and self.handle.instance.link.control_waits):
             self._called()
 

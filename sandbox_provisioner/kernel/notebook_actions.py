@@ -12,7 +12,7 @@ from ..errors import SandboxError
 from ..persistence.metadata import Checkpoint
 from ..sandbox.handle import SandboxHandle
 from .kernel import SandboxedKernel
-from .synthetic_replies import Cell, conclude
+from .synthetic_replies import Cell, end_cell
 
 EPHEMERAL = (
     "Nothing of this kernel is kept: it was started for no notebook and without a sandbox_id, or persistent is not set."
@@ -63,7 +63,7 @@ class Inside:
 
         def farewell(kept: str, problem: SandboxError | None) -> tuple[bytes, bytes]:
             said = f"Rewound to {name}; the state before is kept as savepoint {kept}."
-            return conclude(cell, self._session(), said, public(problem) if problem else "") if cell else (b"", b"")
+            return end_cell(cell, self._session(), said, public(problem) if problem else "") if cell else (b"", b"")
 
         return await self._kernel.rewind(name, farewell)
 

@@ -87,19 +87,19 @@ class LogLines:
         self._cut += max(0, len(piece) - room)
 
     def _end_line(self, now: float) -> list[bytes]:
-        said, cut = bytes(self._partial), self._cut
+        line, cut = bytes(self._partial), self._cut
         self._partial.clear()
         self._cut = 0
-        if not said:
+        if not line:
             return []
         lines = self._notice() if now - self._dropping_since > NOTICE_EVERY else []
         if self._dropped_lines or not self._budget.spend(now):
             if not self._dropped_lines:
                 self._dropping_since = now
             self._dropped_lines += 1
-            self._dropped_bytes += len(said) + cut
+            self._dropped_bytes += len(line) + cut
             return lines
-        text = one_line(said)
+        text = one_line(line)
         more = cut + len(text[MAX_LINE:].encode())
         text = f"{text[:MAX_LINE]} ... ({more} bytes more)" if more else text
         return [*lines, f"{self._name} | {text}\n".encode()]

@@ -24,7 +24,7 @@ from ..mux.stream import GuestStream
 from ..workers import control, finished
 from .activity import KernelActivity
 from .message_reader import Header, MessageReader
-from .relay_client import ClientConnection
+from .relay_client import ClientConnection, LingeringStream
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 MAX_CLIENTS = 250
@@ -41,7 +41,7 @@ RECONNECT = 3.0
 class ChannelRelay:
     """The listeners and client connections of one SandboxedKernel, which owns it. I/O loop only.
 
-    ``asked`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``heeded``
+    ``sent`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``answered``
     is that count when the kernel last began a message. ``activity`` gets all requests and replies. ``on_call`` is
     called when a client needs a hibernated kernel, ``on_oversized`` with the channel of a message that was refused
     because it exceeds ``max_message_size`` bytes.
@@ -52,8 +52,8 @@ class ChannelRelay:
         self.max_message_size = MAX_MESSAGE
         self.on_call: Callable[[], None] = lambda: None
         self.on_oversized: Callable[[str], None] = lambda channel: None
-        self.asked = self.heeded = 0
-        self.lingering: set[ClientConnection] = set()
+        self.sent = self.answered = 0
+        self.lingering: set[LingeringStream] = set()
         self._signing: tuple[bytes, str] | None = None
         self._reserved: dict[str, socket.socket] = {}
         self._servers: dict[str, asyncio.Server] = {}
@@ -121,15 +121,15 @@ class ChannelRelay:
         ``signing`` is the kernel's key and signature scheme; without it, messages cannot be checked and all count.
         """
         self._link, self._targets, self._signing = link, targets, signing
-        self.asked = self.heeded = 0
+        self.sent = self.answered = 0
         for client in list(self._clients):
             client.join()
 
     def disconnect(self) -> None:
         """Close the connections to a kernel that has ended, as its own sockets would; the listeners stay open."""
         self._link = None
-        for client in list(self.lingering):
-            client.end_lingering()
+        for stream in list(self.lingering):
+            stream.end()
         for client in list(self._clients):
             client.drop()
 
@@ -195,7 +195,7 @@ class ChannelRelay:
     @property
     def waited_for(self) -> bool:
         """True if the kernel has sent nothing since a client's last request."""
-        return self.asked > self.heeded or self.called
+        return self.sent > self.answered or self.called
 
     async def drained(self) -> None:
         """Wait until the kernel has closed all its connections, so that its last messages have been passed on."""
@@ -239,21 +239,22 @@ class ChannelRelay:
         """Remove a closed connection."""
         self._clients.discard(client)
 
-    def linger(self, client: ClientConnection) -> bool:
+    def linger(self, left: LingeringStream) -> None:
         """Keep the stream of a client that left until its replies have arrived.
 
-        Return False if its kernel is gone or too many streams are kept.
+        It is ended at once if its kernel is gone or too many streams are kept.
         """
-        if self._link is None or not client.leads_to(self._link) or len(self.lingering) >= MAX_LINGERING:
-            return False
-        self.lingering.add(client)
-        return True
+        if self._link is None or left.stream.connection is not self._link or len(self.lingering) >= MAX_LINGERING:
+            left.end()
+            return
+        self.lingering.add(left)
+        left.on_end = lambda: self.lingering.discard(left)
 
-    def replace_lingering(self, client: ClientConnection) -> None:
+    def replace_lingering(self, channel: str, identity: bytes) -> None:
         """End the lingering streams of a client that reconnects: a kernel accepts one connection per identity."""
-        for one in list(self.lingering):
-            if client.identity and one.identity == client.identity and one.channel == client.channel:
-                one.end_lingering()
+        for left in list(self.lingering):
+            if identity and (left.identity, left.channel) == (identity, channel):
+                left.end()
 
     @property
     def knows_key(self) -> bool:

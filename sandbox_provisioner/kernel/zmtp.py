@@ -1,11 +1,17 @@
-"""Follow ZeroMQ's wire protocol (ZMTP 3) on a connection as its bytes pass, without keeping them."""
+"""Encode, decode and follow ZeroMQ's wire protocol, ZMTP 3: the only place that knows its bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 MORE, LONG, COMMAND = 1, 2, 4
-GREETING_SIZE = 64
+MECHANISM = b"NULL".ljust(20, b"\0")
+MECHANISM_END = 32
+"""Offset in a greeting at which the name of the security mechanism ends."""
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + MECHANISM + bytes(32)
+GREETING_SIZE = len(GREETING)
+SOCKET_TYPES = {"shell": b"ROUTER", "stdin": b"ROUTER", "control": b"ROUTER", "iopub": b"PUB", "hb": b"REP"}
 HANDSHAKE = 2
 """Maximum number of commands in a side's handshake; on an encrypted connection all later ones are messages."""
 FRAME_COST = 1 << 10
@@ -23,6 +29,63 @@ IDENTITY = b"\x08Identity"
 
 class MessageTooLargeError(ValueError):
     """A message has more bytes or frames than the connection allows, or its size cannot be known."""
+
+
+def head(data: bytes | bytearray, place: int = 0) -> tuple[int, int, int] | None:
+    """Return the flags of the frame at ``place``, and where its body begins and ends; None if they are incomplete."""
+    if place >= len(data):
+        return None
+    flags = data[place]
+    start = place + (9 if flags & LONG else 2)
+    if start > len(data):
+        return None
+    return flags, start, start + (int.from_bytes(data[place + 1 : start], "big") if flags & LONG else data[place + 1])
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """Encode one frame."""
+    if len(body) > 0xFF:
+        return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
+    return bytes([flags, len(body)]) + body
+
+
+def encode(frames: Sequence[bytes]) -> bytes:
+    """Encode a multipart message."""
+    return b"".join(frame(body, MORE) for body in frames[:-1]) + frame(frames[-1])
+
+
+def messages(data: bytes) -> Iterator[list[bytes]]:
+    """Yield the multipart messages in a piece of a connection. Raises ValueError if one is incomplete."""
+    bodies: list[bytes] = []
+    place = 0
+    while place < len(data):
+        flags, start, end = head(data, place) or (0, 0, len(data) + 1)
+        if flags & ~(MORE | LONG | COMMAND) or end > len(data):
+            raise ValueError("not whole frames")
+        if not flags & COMMAND:
+            bodies.append(data[start:end])
+            if not flags & MORE:
+                yield bodies
+                bodies = []
+        place = end
+    if bodies:
+        raise ValueError("not a whole message")
+
+
+def command(body: bytes) -> bytes:
+    """Encode a command."""
+    return frame(body, COMMAND)
+
+
+def ready(channel: str) -> bytes:
+    """Return the body of the READY command that ends the handshake of a kernel's socket for ``channel``."""
+    kind = SOCKET_TYPES[channel]
+    return b"\x05READY" + b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+
+
+def is_plain(greeting: bytes | bytearray) -> bool:
+    """Return True if a greeting asks for a connection without encryption."""
+    return greeting[MECHANISM_END - len(MECHANISM) : MECHANISM_END] == MECHANISM
 
 
 class Sink(Protocol):
@@ -76,31 +139,30 @@ class Position:
             if self._rest:
                 place += self._skip(data, place, end)
                 continue
-            flags = data[place]
-            start = place + (9 if flags & LONG else 2)
-            if start > end:
+            found = head(data, place)
+            if found is None:
                 self._head = data[place:]
                 break
-            size = int.from_bytes(data[place + 1 : start], "big") if flags & LONG else data[place + 1]
+            flags, start, stop = found
             if flags & COMMAND:
                 self._commands += 1
-                self.handshake_size = self.handshake_size or GREETING_SIZE + (start - place) + size
+                self.handshake_size = self.handshake_size or GREETING_SIZE + stop - place
                 self._in_message = False
                 messages += self._commands > HANDSHAKE
                 if not self._more:  # libzmq allows a command between the frames of a message
                     self._size = 0
             else:
-                messages += not self._more
                 if not self._more:
+                    messages += 1
                     self._size = 0
                 self._more = bool(flags & MORE)
                 self._in_message = True
-                if not size and self._sink:
+                if start == stop and self._sink:
                     self._sink.end_frame(self._more)
-            self._size += size + FRAME_COST
+            self._size += stop - start + FRAME_COST
             if self._size > self._limit:
                 raise MessageTooLargeError(f"a message of more than {self._limit} bytes")
-            place, self._rest = start, size
+            place, self._rest = start, stop - start
         return messages
 
     def _skip(self, data: bytes, place: int, end: int) -> int:

@@ -25,9 +25,9 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any
 from uuid import uuid4
 
+from .._text import json_object
 from ..config import user_name
 
 LONGEST_WORD = 200
@@ -61,11 +61,7 @@ class Owner:
 
         Unusable fields become "an unknown ..." (0 for ``pid``); nothing is raised.
         """
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        fields: dict[str, Any] = found if isinstance(found, dict) else {}
+        fields = json_object(text)
         words = {key: _printable(fields.get(key)) or f"an unknown {key}" for key in ("server", "host", "user", "nonce")}
         pid = fields.get("pid")
         return cls(pid=pid if type(pid) is int and 0 < pid < 1 << 32 else 0, **words)

@@ -218,7 +218,7 @@ class KeptLease(Lease):
             await asyncio.sleep(max(0.0, min(pause, self._expiry() - now())))
             expiry = self._expiry()
             if now() >= expiry:
-                return self._ran_out(trouble or "this process stood still")
+                return self._ran_out(trouble or "this process was suspended")
             try:
                 async with asyncio.timeout(expiry - now()):
                     wanted = await self._do(self._claim.renew)
@@ -228,7 +228,7 @@ class KeptLease(Lease):
                 trouble, pause = str(error) or trouble or "storage did not answer", next(retries)
                 continue
             if now() >= expiry:
-                return self._ran_out("this process stood still")
+                return self._ran_out("this process was suspended")
             (self.wanted.set if wanted else self.wanted.clear)()
             pause, retries, trouble = self._pace.renewal, self._pace.retries(), ""
 

@@ -1,4 +1,4 @@
-"""Leases in any ObjectStore: for a folder that several machines have mounted, and for memory.
+"""Leases in any ObjectStore: for a folder that several machines have mounted.
 
 Such a store has no reliable clock, so times are never compared. Instead a newcomer observes, by its own clock, that a
 lease is not renewed for its whole lease time. It keeps its observations from one attempt to the next.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from .._text import json_object
 from ..errors import ConflictError, ObjectNotFoundError
 from ..storage.base import NEW, ObjectStore
 from .base import Owner
@@ -61,7 +62,7 @@ class ObjectBoard(Board):
             version = self._store.info(_beat(name, found.generation)).generation
         except ObjectNotFoundError:
             version = NEW
-        seconds = duration(_seconds(record), self._seconds)
+        seconds = duration(json_object(record).get("seconds"), self._seconds)
         return Entry(name, found.generation, version, found.updated, Owner.from_json(record), seconds)
 
     def renew(self, entry: Entry) -> Entry | None:
@@ -106,15 +107,6 @@ class ObjectBoard(Board):
         except ConflictError:
             return False
         return True
-
-
-def _seconds(record: bytes) -> object:
-    """Return the lease time in an entry's record, which is untrusted; None if there is no usable record."""
-    try:
-        fields = json.loads(record)
-    except (ValueError, RecursionError):
-        return None
-    return fields.get("seconds") if isinstance(fields, dict) else None
 
 
 def _beat(name: str, generation: int) -> str:

@@ -1,7 +1,8 @@
 """The stored state of a sandbox: its document, checkpoints and file snapshots.
 
 - ``metadata``: the contents of metadata.json; ``document``: read and change it by fenced compare-and-swap
-- ``signing``: sign documents with the user's key; ``records``: the local record of a sandbox
+- ``decoding``: decode JSON that others wrote into typed objects; ``records``: the local record of a sandbox
+- ``signing``: sign documents with the user's key
 - ``checkpoints``: store and load images; ``capture``: record the files that an image depends on
 - ``compatibility``: whether an image fits this machine; ``digest_cache``: remembered hashes of files
 - ``snapshots``, ``archive``, ``tar_check``: the files that a sandbox wrote

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import BinaryIO
-from uuid import uuid4
 
 from ..errors import DiskFullError, SnapshotError
 from ..gvisor.bundle import BundleSpec, visible_mounts
@@ -30,21 +29,11 @@ logger = logging.getLogger(__name__)
 async def save(sandbox: GVisorSandbox, target: Path, limit: int) -> int:
     """Write a snapshot of a running sandbox to ``target``, of ``limit`` bytes at most, and return its size.
 
-    Raises SnapshotError, GuestError or DiskFullError; ``target`` is not written then. A file that shrinks while it is
+    Raises SnapshotError, GuestError or DiskFullError; there is no ``target`` then. A file that shrinks while it is
     read is filled up with zeros; that is logged.
     """
-    partial = target.with_name(f".{target.name}.{uuid4().hex[:8]}")
-    try:
-        with _words(target):
-            with _created(partial) as file:
-                size = await _receive(sandbox, file, limit)
-                await asyncio.to_thread(os.fsync, file.fileno())
-            partial.rename(target)
-            await asyncio.to_thread(_sync_folder, target.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return size
+    with _disk_errors(target), _created(target) as file:
+        return await _receive(sandbox, file, limit)
 
 
 async def load(sandbox: GVisorSandbox, source: Path) -> None:
@@ -57,7 +46,7 @@ async def load(sandbox: GVisorSandbox, source: Path) -> None:
         sandbox, "Putting the snapshot in place", "archive.py", "extract", *_places(sandbox.spec), stdin=True
     ) as tool:
         try:
-            with _words(source), source.open("rb") as file:
+            with _disk_errors(source), source.open("rb") as file:
                 while data := await asyncio.to_thread(file.read, PIECE):
                     check.feed(data)
                     if not await tool.write(data):
@@ -78,14 +67,14 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
                 if size > limit:
                     raise SnapshotError(
                         f"The snapshot of sandbox {sandbox.sandbox_id} is larger than {limit:,} bytes.",
-                        "Delete what is not needed in the sandbox's home and /tmp, or allow more.",
+                        "Delete files that are not needed in the sandbox's home and /tmp.",
                     )
                 check.feed(data)
                 await asyncio.to_thread(_write, file, data)
             _log(sandbox, await tool.finish())
             check.end()
         except ValueError as error:
-            raise SnapshotError(f"Sandbox {sandbox.sandbox_id} sent a snapshot that is no tar: {error}.") from error
+            raise SnapshotError(f"Sandbox {sandbox.sandbox_id} sent an invalid tar archive: {error}.") from error
     return size
 
 
@@ -96,8 +85,15 @@ def _places(spec: BundleSpec) -> list[str]:
     return [f"{name}={folder}" for folder, name in places.items() if folder not in of_the_host]
 
 
-def _created(path: Path) -> BinaryIO:
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file, which is removed if the block raises."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb", buffering=0) as file:
+        try:
+            yield file
+        except BaseException:
+            path.unlink()
+            raise
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
@@ -106,16 +102,8 @@ def _write(file: BinaryIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
-def _words(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
     """Translate OSError into DiskFullError or SnapshotError."""
     try:
         yield

@@ -16,7 +16,7 @@ from ..lock.objects import ObjectLeases
 from ..storage.base import ObjectStore
 from ..storage.local import LocalStore
 from ..storage.mounted import MountedStore
-from .digest_cache import Fingerprints
+from .digest_cache import DigestCache
 from .signing import Signer
 
 LEASES, STAGING, CACHE = ".leases", ".staging", ".cache"
@@ -24,7 +24,7 @@ LEASES, STAGING, CACHE = ".leases", ".staging", ".cache"
 
 
 @dataclass(frozen=True)
-class Shelf:
+class SnapshotStorage:
     """The store for file snapshots, the staging folder on the way there, and the signer of manifests."""
 
     store: ObjectStore
@@ -44,34 +44,34 @@ class Stores:
     leases: Leases
     staging: Path
     """Folder for images on their way: on this machine, and on the local store's disk if the store is local."""
-    fingerprints: Fingerprints
+    digests: DigestCache
     signer: Signer
 
     @property
-    def shelf(self) -> Shelf | None:
-        """The shelf for snapshots of these sandboxes; None without a store for snapshots."""
-        return Shelf(self.snapshots, self.staging, self.signer) if self.snapshots else None
+    def snapshot_storage(self) -> SnapshotStorage | None:
+        """The storage for file snapshots of these sandboxes; None without a store for snapshots."""
+        return SnapshotStorage(self.snapshots, self.staging, self.signer) if self.snapshots else None
 
     def required_checkpoints(self) -> ObjectStore:
         """Return the store for checkpoints. Raises ConfigurationError if none is configured."""
         if self.checkpoints is None:
             raise ConfigurationError(
                 "SANDBOX_CHECKPOINT_BUCKET",
-                "A sandbox's memory is saved in a place for checkpoints, and SANDBOX_CHECKPOINT_BUCKET is not set.",
+                "This server has no storage for checkpoints: SANDBOX_CHECKPOINT_BUCKET is not set.",
                 "Set it, or SANDBOX_CHECKPOINT_MOUNT_PATH.",
             )
         return self.checkpoints
 
 
-def required_shelf(shelf: Shelf | None) -> Shelf:
-    """Return ``shelf``. Raises ConfigurationError if it is None."""
-    if shelf is None:
+def require_snapshots(storage: SnapshotStorage | None) -> SnapshotStorage:
+    """Return ``storage``. Raises ConfigurationError if it is None."""
+    if storage is None:
         raise ConfigurationError(
             "FILESYSTEM_SNAPSHOT_BUCKET",
-            "This server has no place for snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
+            "This server has no storage for file snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
             "Set it, or FILESYSTEM_SNAPSHOT_MOUNT_PATH.",
         )
-    return shelf
+    return storage
 
 
 _shared: WeakValueDictionary[tuple[int, GCSConfig], Stores] = WeakValueDictionary()
@@ -87,11 +87,11 @@ def open_stores(config: GCSConfig) -> Stores:
     """Return new stores for ``config``. Raises ConfigurationError, with the missing settings, if it cannot persist."""
     config.require(sandbox_id="")
     folder = _own(config.folder)
-    staging, fingerprints = folder / STAGING, Fingerprints(folder / CACHE)
+    staging, digests = folder / STAGING, DigestCache(folder / CACHE)
     if config.embedded:
         store = LocalStore(folder)
         leases = LocalLeases(folder / LEASES)
-        return Stores(store.kind, store, store, store, leases, staging, fingerprints, Signer(config))
+        return Stores(store.kind, store, store, store, leases, staging, digests, Signer(config))
     metadata = _conditional(config.metadata, config.prefix)
     return Stores(
         kind=metadata.kind,
@@ -100,7 +100,7 @@ def open_stores(config: GCSConfig) -> Stores:
         snapshots=open_snapshots(config),
         leases=_leases(config.locks, config.prefix),
         staging=staging,
-        fingerprints=fingerprints,
+        digests=digests,
         signer=Signer(config),
     )
 
@@ -110,10 +110,10 @@ def open_snapshots(config: GCSConfig) -> ObjectStore | None:
     return LocalStore(config.folder) if config.embedded else _bulk(config.snapshots, config.prefix)
 
 
-def open_shelf(config: GCSConfig) -> Shelf | None:
-    """Return the shelf for snapshots of ephemeral sandboxes; None if none is configured."""
+def open_snapshot_storage(config: GCSConfig) -> SnapshotStorage | None:
+    """Return the storage for file snapshots of ephemeral sandboxes; None if none is configured."""
     store = open_snapshots(config)
-    return Shelf(store, _own(config.folder) / STAGING, Signer(config)) if store else None
+    return SnapshotStorage(store, _own(config.folder) / STAGING, Signer(config)) if store else None
 
 
 def _own(folder: Path) -> Path:
@@ -121,7 +121,7 @@ def _own(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"The folder {folder} for persistent sandboxes cannot be made: {error.strerror}."
+        problem = f"The folder {folder} for persistent sandboxes cannot be created: {error.strerror}."
         remedy = "Set SANDBOX_STORAGE_DIR to a folder of your own."
         raise ConfigurationError("SANDBOX_STORAGE_DIR", problem, remedy) from error
     return folder

@@ -12,7 +12,7 @@ from ..errors import UnsaveableError
 from ..gvisor.sandbox import GVisorSandbox
 from ..mux.connection import AFTER_RESTORE, BEFORE_CHECKPOINT
 from . import compatibility
-from .digest_cache import Fingerprints
+from .digest_cache import DigestCache
 from .metadata import Checkpoint, GCSArtifact
 
 INVENTORY = 60.0
@@ -21,7 +21,7 @@ MOST_RECORDED = 6 << 20
 """Maximum bytes of that list in a document: enough for ``compatibility.MOST_FILES`` files with long names."""
 
 
-async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[str, Any]:
+async def prepare(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, Any]:
     """Run the guest's hook before a checkpoint, and return the host files that the sandbox depends on.
 
     Returns {} for a sandbox that is not reachable. Raises UnsaveableError if it cannot be saved; after any
@@ -32,14 +32,14 @@ async def prepare(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[st
     await sandbox.link.call_hook(BEFORE_CHECKPOINT)
     try:
         async with asyncio.timeout(INVENTORY):
-            files = await compatibility.inventory(sandbox, fingerprints)
+            files = await compatibility.inventory(sandbox, digests)
         if reasons := compatibility.unsaveable(files):
             raise UnsaveableError(sandbox.sandbox_id, reasons)
         return await asyncio.to_thread(_bounded, sandbox.sandbox_id, compatibility.to_json(files))
     except BaseException as error:
         await asyncio.shield(sandbox.link.call_hook(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
-            raise UnsaveableError(sandbox.sandbox_id, ["it does not say which files it depends on"]) from error
+            raise UnsaveableError(sandbox.sandbox_id, ["it does not report the files that it depends on"]) from error
         raise
 
 

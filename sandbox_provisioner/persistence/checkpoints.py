@@ -13,7 +13,7 @@ from ..gvisor.bundle import BundleSpec, visible_mounts
 from ..gvisor.runsc import Runsc
 from ..storage.base import Advance, ObjectStore
 from . import compatibility
-from .digest_cache import Fingerprints
+from .digest_cache import DigestCache
 from .metadata import Checkpoint, GCSArtifact
 
 NAME = re.compile(r"[A-Za-z0-9_-]+/")
@@ -65,7 +65,7 @@ def check_names(artifact: GCSArtifact, prefix: str) -> None:
     named_well = artifact.name.startswith(prefix) and NAME.fullmatch(artifact.name.removeprefix(prefix))
     if not named_well or not set(artifact.files) <= set(IMAGE_FILES):
         names = ", ".join(sorted(artifact.files))
-        raise MetadataError(f"A checkpoint is said to be {artifact.name!r:.200} with the files {names!r:.200}.")
+        raise MetadataError(f"A checkpoint has an invalid name or files: {artifact.name!r:.200}, {names!r:.200}.")
 
 
 def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:
@@ -78,8 +78,8 @@ def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:
     return found + compatibility.missing_cpu_features(checkpoint.architecture, checkpoint.cpu_features)
 
 
-def file_obstacles(checkpoint: Checkpoint, spec: BundleSpec, fingerprints: Fingerprints) -> list[str]:
+def file_obstacles(checkpoint: Checkpoint, spec: BundleSpec, digests: DigestCache) -> list[str]:
     """Return which files that ``checkpoint`` depends on differ in a sandbox of ``spec``, as clauses. Blocks."""
     sources = (mount.source for mount in visible_mounts(spec) if mount.source)
     missing = [f"{path}, which it sees, is not there" for path in sources if not os.path.exists(path)]
-    return missing + compatibility.differences(compatibility.from_json(checkpoint.files), spec, fingerprints)
+    return missing + compatibility.differences(compatibility.from_json(checkpoint.files), spec, digests)

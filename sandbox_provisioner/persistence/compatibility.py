@@ -27,7 +27,7 @@ from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
 from ..storage.base import DIGEST
 from ..workers import bulk
-from .digest_cache import LARGE, SAMPLE, SAMPLES, Fingerprints
+from .digest_cache import LARGE, SAMPLE, SAMPLES, DigestCache
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -74,7 +74,7 @@ Prints = Mapping[str, FilePrint]
 """Files in use by their path in the sandbox."""
 
 
-async def inventory(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[str, FilePrint]:
+async def inventory(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, FilePrint]:
     """Return the host files that the processes of a running sandbox use.
 
     Raises GuestError if the guest sends no valid list, or one that is too long.
@@ -84,18 +84,16 @@ async def inventory(sandbox: GVisorSandbox, fingerprints: Fingerprints) -> dict[
         async for piece in tool.output():
             text += piece
             if len(text) > MOST_TEXT:
-                raise GuestError(f"The sandbox says that more files are in use than fit into {MOST_TEXT:,} bytes.")
+                raise GuestError(f"The sandbox's list of files in use is longer than {MOST_TEXT:,} bytes.")
         await tool.finish()
     given_up = Event()
     try:
-        return await bulk(examine, bytes(text), sandbox.spec, fingerprints, given_up)
+        return await bulk(examine, bytes(text), sandbox.spec, digests, given_up)
     finally:
         given_up.set()
 
 
-def examine(
-    text: bytes, spec: BundleSpec, fingerprints: Fingerprints, given_up: Event | None = None
-) -> dict[str, FilePrint]:
+def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event | None = None) -> dict[str, FilePrint]:
     """Return the prints of those files in the guest's report ``text`` that are host files. Blocks.
 
     Raises GuestError if they are too many or too large, GivenUpError soon after ``given_up`` is set.
@@ -116,13 +114,13 @@ def examine(
                     size = os.fstat(file).st_size
                     sampled = window.writable and size > WHOLE
                     budget.spend(size, sampled, window.writable)
-                    digest = fingerprints.of(file, sampled, lambda: not unwanted.is_set())
+                    digest = digests.of(file, sampled, lambda: not unwanted.is_set())
                     return path, FilePrint(use, "", size, digest, sampled)
                 return path, FilePrint(use)
         except OSError:
             return None  # nothing on the host identifies it
 
-    return dict(filter(None, _for_each(look, _sightings(text), fingerprints)))
+    return dict(filter(None, _for_each(look, _sightings(text), digests)))
 
 
 def unsaveable(prints: Prints) -> list[str]:
@@ -131,7 +129,7 @@ def unsaveable(prints: Prints) -> list[str]:
     return [f"{shown(path)}, which it has in memory, was removed or replaced while it ran" for path in lost]
 
 
-def differences(recorded: Prints, spec: BundleSpec, fingerprints: Fingerprints) -> list[str]:
+def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> list[str]:
     """Return how the ``recorded`` files differ in a sandbox of ``spec`` on this machine: a clause for each. Blocks."""
     views, budget = _windows(spec), _Budget()
 
@@ -148,21 +146,21 @@ def differences(recorded: Prints, spec: BundleSpec, fingerprints: Fingerprints) 
                     return None
                 size = os.fstat(file).st_size
                 budget.spend(size, used.sampled, window.writable)
-                same = size == used.size and fingerprints.of(file, used.sampled) == used.digest
+                same = size == used.size and digests.of(file, used.sampled) == used.digest
                 return None if same else f"{shown(path)} is not the same as it was"
         except FileNotFoundError:
             return f"{shown(path)} is not there"
         except OSError as error:
             return f"{shown(path)} cannot be read: {error.strerror}"
 
-    found = _for_each(look, recorded.items(), fingerprints)
+    found = _for_each(look, recorded.items(), digests)
     return unsaveable(recorded) + sorted(filter(None, found))
 
 
-def _for_each(look: Callable[[T], R], items: Iterable[T], fingerprints: Fingerprints) -> list[R]:
+def _for_each(look: Callable[[T], R], items: Iterable[T], digests: DigestCache) -> list[R]:
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(look, items))
-    fingerprints.save()
+    digests.save()
     return found
 
 
@@ -178,7 +176,7 @@ def to_json(prints: Prints) -> dict[str, Any]:
 def from_json(document: object) -> dict[str, FilePrint]:
     """Return the prints in a document. Raises MetadataError if they are malformed."""
     if not isinstance(document, Mapping) or len(document) > MOST_FILES:
-        raise MetadataError("The list of files in use is not one.")
+        raise MetadataError("The list of files in use is invalid.")
     return {_checked_path(path): _checked(path, value) for path, value in document.items()}
 
 
@@ -204,7 +202,7 @@ def _checked(path: str, value: object) -> FilePrint:
     except TypeError:
         sound = False
     if not sound:
-        raise MetadataError(f"What the list of files in use has for {shown(path)} cannot be understood.")
+        raise MetadataError(f"The list of files in use has an invalid entry for {shown(path)}.")
     return found
 
 
@@ -222,7 +220,7 @@ def _sightings(text: bytes) -> Iterator[tuple[str, str, str]]:
             raise ValueError(f"{len(sightings)} files")
         known = [(str(path), USES.index(use), STATES.index(state)) for path, use, state in sightings]
     except (TypeError, ValueError, RecursionError) as error:
-        raise GuestError(f"The sandbox's list of files in use makes no sense: {shown(str(error)[:100])}.") from error
+        raise GuestError(f"The sandbox's list of files in use is invalid: {shown(str(error)[:100])}.") from error
     known.sort(key=lambda sighting: (sighting[0], sighting[2], -sighting[1]))
     worst = {path: (use, state) for path, use, state in known}
     return ((path, USES[use], STATES[state]) for path, (use, state) in worst.items() if _usable(path))

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from uuid import uuid4
 
+from .._text import json_object
+from ..errors import SandboxError
 from ..storage.base import DIGEST
+from ..storage.local import LocalStore
 from ..storage.parts import READ_SIZE
 
 NAME = "fingerprints.json"
@@ -43,11 +45,11 @@ def _always() -> bool:
     return True
 
 
-class Fingerprints:
+class DigestCache:
     """A cache of hashes in ``folder``, which is made on demand. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
+        self._store = LocalStore(folder)
         self._lock = Lock()
         self._known: dict[str, str] | None = None
         self._unsaved = False
@@ -61,7 +63,7 @@ class Fingerprints:
         key = _key(descriptor) + ("s" if sampled else "")
         with self._lock:
             if self._known is None:
-                self._known = _load(self._path)
+                self._known = _load(self._store)
             digest = self._known.pop(key, None)
             if digest:
                 self._known[key] = digest  # move it to the end: ``save`` drops the least recently used
@@ -83,16 +85,8 @@ class Fingerprints:
             while len(self._known) > MOST_ENTRIES:
                 del self._known[next(iter(self._known))]
             text = json.dumps(self._known, indent=0)
-        partial = self._path.with_name(f".{NAME}.{uuid4().hex[:8]}")
-        with suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            try:
-                with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                    file.write(text)
-                partial.rename(self._path)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
+        with suppress(SandboxError):
+            self._store.write(NAME, text.encode())
 
 
 def _key(descriptor: int) -> str:
@@ -126,17 +120,13 @@ def _pieces(size: int, sampled: bool) -> Iterator[tuple[int, int]]:
         yield from ((start, min(start + length, size)) for start in range(0, size, length))
 
 
-def _load(path: Path) -> dict[str, str]:
-    """Return the hashes in the file at ``path``, without malformed entries; empty if it is unreadable or too large."""
+def _load(store: LocalStore) -> dict[str, str]:
+    """Return the stored hashes, without malformed entries; empty if they are unreadable or too large."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        known = json.loads(data) if len(data) <= MOST_BYTES else {}
-    except (OSError, ValueError, RecursionError):
+        data = store.read(NAME)[0] if store.info(NAME).size <= MOST_BYTES else b""
+    except SandboxError:
         return {}
-    if not isinstance(known, dict):
-        return {}
-    return {key: value for key, value in known.items() if _sound(key, value)}
+    return {key: value for key, value in json_object(data).items() if _sound(key, value)}
 
 
 def _sound(key: str, value: object) -> bool:

@@ -33,7 +33,7 @@ MOST_DOCUMENT = 48 << 20
 """Maximum bytes of a changed document: reading it takes several times as much memory."""
 
 
-class Ledger:
+class Document:
     """The current ``metadata`` of a sandbox whose lease this server holds, and the only way to change it.
 
     Owned by a SandboxHandle, or by an operation in ``sandbox.detached``. Made by ``create`` or ``open``.
@@ -61,7 +61,7 @@ class Ledger:
     @classmethod
     async def create(
         cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, first: GCSSandboxMetadata
-    ) -> Ledger:
+    ) -> Document:
         """Write the first document, with the lease's token. Raises SandboxExistsError if a document exists."""
         ours = replace(first, tenancy=_tenancy(lease))
 
@@ -76,7 +76,7 @@ class Ledger:
         return cls(store, signer, name, lease, ours, written)
 
     @classmethod
-    async def open(cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, sandbox_id: str) -> Ledger:
+    async def open(cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, sandbox_id: str) -> Document:
         """Read the document as it is; call ``sign`` before ``change``. Raises the errors of ``load``."""
         current, info = await asyncio.to_thread(load, store, signer, name, sandbox_id)
         return cls(store, signer, name, lease, current, info)
@@ -108,7 +108,7 @@ class Ledger:
                         raise self._fenced() from None
             raise self._fenced()
 
-    async def pass_on(self, lease: Lease) -> None:
+    async def continue_under(self, lease: Lease) -> None:
         """Continue under this server's new lease. Raises FencedError if the document had another owner in between."""
         async with self._swapping:
             await self._reload()
@@ -122,7 +122,7 @@ class Ledger:
         def encode_and_write() -> ObjectInfo:
             data = self._signer.sign(self._name, metadata.encode(changed))
             if most is not None and len(data) > max(most, self.size):
-                problem = f"its record in storage would have {len(data):,} bytes, and {most:,} at most can be kept"
+                problem = f"its stored document would have {len(data):,} bytes; at most {most:,} are allowed"
                 raise UnsaveableError(changed.sandbox_id, [f"{problem}: delete some of its savepoints"])
             return self._store.write(self._name, data, self.generation)
 
@@ -151,7 +151,7 @@ def load(store: ObjectStore, signer: Signer, name: str, sandbox_id: str) -> tupl
     return document, info
 
 
-def glance(store: ObjectStore, signer: Signer, name: str, sandbox_id: str) -> Summary:
+def read_summary(store: ObjectStore, signer: Signer, name: str, sandbox_id: str) -> Summary:
     """Read the summary of a sandbox's document for a list. Blocks. Raises the errors of ``load``."""
     data, _ = _read(store, signer, name, sandbox_id)
     summary = metadata.summarise(data, f"{name} in {store.where}", sandbox_id)

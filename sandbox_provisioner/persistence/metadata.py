@@ -8,20 +8,22 @@ with the document's location.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..errors import MetadataError, SavepointNotFoundError
-from ..gvisor.bundle import BundleSpec, Mount
+from ..gvisor.bundle import BundleSpec
 from ..storage.base import FileRecord
+from . import decoding
 
 SCHEMA = 3
 """Version of the document. 2 added savepoints: programs that know only 1 would delete them as garbage. 3 added the
 signature: programs that know only 2 would write unsigned documents, which others refuse."""
 
-T = TypeVar("T")
+ADDED = frozenset({"shared_with", "digests", "carried"})
+"""Members that documents of earlier versions do not have."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,36 @@ class Note:
         return self.token is not None and theirs and document.last != self.checkpoint
 
 
+@dataclass(frozen=True)
+class _ListedFile:
+    size: int
+
+
+@dataclass(frozen=True)
+class _ListedArtifact:
+    created: str
+    files: Mapping[str, _ListedFile]
+
+
+@dataclass(frozen=True)
+class _ListedCheckpoint:
+    artifact: _ListedArtifact
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.artifact.created, sum(file.size for file in self.artifact.files.values()))
+
+
+@dataclass(frozen=True)
+class _ListedDocument:
+    tenancy: Tenancy | None
+    checkpoint: _ListedCheckpoint | None
+    previous: _ListedCheckpoint | None
+    savepoints: Mapping[str, _ListedCheckpoint]
+    user: str
+    shared_with: tuple[str, ...] = ()
+
+
 def encode(metadata: GCSSandboxMetadata) -> bytes:
     """Return the document as bytes, unsigned."""
     return json.dumps({"schema": SCHEMA, **asdict(metadata)}, indent=1).encode()
@@ -201,22 +233,22 @@ def encode(metadata: GCSSandboxMetadata) -> bytes:
 def decode(data: bytes, where: str, sandbox_id: str) -> GCSSandboxMetadata:
     """Return the document in ``data``. Raises MetadataError, with ``where``, if it is not that of ``sandbox_id``."""
     with _understood(where):
-        return _metadata(_document_of(sandbox_id, data, where))
+        return decoding.decode(GCSSandboxMetadata, _document_of(sandbox_id, data, where), ADDED)
 
 
 def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
     """Return the summary of a document. Raises MetadataError as ``decode`` does, but checks only part of it."""
     with _understood(where):
-        document = _document_of(sandbox_id, _without_prints(data), where)
-        tenancy = _optional(document, "tenancy", _tenancy)
-        return Summary(
-            running=tenancy is not None and tenancy.running,
-            checkpoint=_optional(document, "checkpoint", _stored),
-            previous=_optional(document, "previous", _stored),
-            savepoints=_savepoints(document, _stored),
-            user=_get(document, "user", str),
-            shared_with=_names(document, "shared_with"),
-        )
+        document = _document_of(sandbox_id, _without_files(data), where)
+        found = decoding.decode(_ListedDocument, document, ADDED)
+    return Summary(
+        running=found.tenancy is not None and found.tenancy.running,
+        checkpoint=found.checkpoint.stored if found.checkpoint else None,
+        previous=found.previous.stored if found.previous else None,
+        savepoints={name: made.stored for name, made in found.savepoints.items()},
+        user=found.user,
+        shared_with=found.shared_with,
+    )
 
 
 def encode_artifact(artifact: GCSArtifact) -> bytes:
@@ -227,50 +259,45 @@ def encode_artifact(artifact: GCSArtifact) -> bytes:
 def decode_artifact(data: bytes, where: str) -> GCSArtifact:
     """Return the artifact in such a document. Raises MetadataError as ``decode`` does."""
     with _understood(where):
-        return _artifact(_document(data, where))
+        return decoding.decode(GCSArtifact, _document(data, where), ADDED)
 
 
 def decode_note(value: dict[str, Any], where: str) -> Note:
     """Return the note in a JSON object. Raises MetadataError as ``decode`` does."""
     with _understood(where):
-        return Note(
-            sandbox_id=_get(value, "sandbox_id", str),
-            where=_get(value, "where", str),
-            spec=spec_from_json(_get(value, "spec", dict)),
-            platform=_get(value, "platform", str),
-            contents=_get(value, "contents", dict),
-            token=_get(value, "token", int) if value.get("token") is not None else None,
-            checkpoint=_get(value, "checkpoint", str) if "checkpoint" in value else "",
-            container_id=_get(value, "container_id", str),
-        )
+        return decoding.decode(Note, value, ADDED | {"token", "checkpoint"})
 
 
 @contextmanager
 def _understood(where: str) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
+    except decoding.FAILURES as error:
         raise MetadataError(f"{where} cannot be understood: {str(error)[:200]}.") from error
 
 
+@dataclass(frozen=True)
+class _Heading:
+    schema: int
+
+
 def _document(data: bytes, where: str) -> dict[str, Any]:
-    document = _object(json.loads(data))
-    schema = _get(document, "schema", int)
+    document: dict[str, Any] = json.loads(data)
+    schema = decoding.decode(_Heading, document).schema
     if schema > SCHEMA:
         problem = f"{where} has schema {schema}, and this version knows {SCHEMA}."
         raise MetadataError(problem, "Upgrade sandbox-provisioner on this server.")
-    return document
+    return {**document, "savepoints": {}} if schema < 2 else document
 
 
 def _document_of(sandbox_id: str, data: bytes, where: str) -> dict[str, Any]:
     document = _document(data, where)
-    found = _get(document, "sandbox_id", str)
-    if found != sandbox_id:
-        raise ValueError(f"it is of sandbox {found[:200]!r}")
+    if document.get("sandbox_id") != sandbox_id:
+        raise ValueError(f"it is of sandbox {str(document.get('sandbox_id'))[:200]!r}")
     return document
 
 
-def _without_prints(data: bytes) -> bytes:
+def _without_files(data: bytes) -> bytes:
     """Return a document without its checkpoints' files in use, which are most of its length.
 
     Relies on the indentation that ``encode`` writes. A JSON string contains no line break, so the markers match only
@@ -283,111 +310,3 @@ def _without_prints(data: bytes) -> bytes:
 def _cut(data: bytes, indent: bytes) -> bytes:
     first, *others = data.split(indent + b'"files": {\n')
     return first + b"".join(indent + b'"files": {' + other[other.index(indent + b"}") :] for other in others)
-
-
-def _metadata(document: dict[str, Any]) -> GCSSandboxMetadata:
-    return GCSSandboxMetadata(
-        sandbox_id=_get(document, "sandbox_id", str),
-        created=_get(document, "created", str),
-        last_used=_get(document, "last_used", str),
-        kernel_name=_get(document, "kernel_name", str),
-        notebook_path=_get(document, "notebook_path", str),
-        user=_get(document, "user", str),
-        shared_with=_names(document, "shared_with"),
-        settings=_get(document, "settings", dict),
-        tenancy=_optional(document, "tenancy", _tenancy),
-        checkpoint=_optional(document, "checkpoint", _checkpoint),
-        previous=_optional(document, "previous", _checkpoint),
-        savepoints=_savepoints(document, _checkpoint),
-    )
-
-
-def _savepoints(document: dict[str, Any], make: Callable[[dict[str, Any]], T]) -> dict[str, T]:
-    found = _get(document, "savepoints", dict) if document["schema"] > 1 else {}
-    return {name: make(_object(value)) for name, value in found.items()}
-
-
-def _names(document: dict[str, Any], name: str) -> tuple[str, ...]:
-    return tuple(_is(user, str) for user in _get(document, name, list)) if name in document else ()
-
-
-def _tenancy(value: dict[str, Any]) -> Tenancy:
-    return Tenancy(_get(value, "token", int), _get(value, "owner", str), _get(value, "running", bool))
-
-
-def _checkpoint(value: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(
-        artifact=_artifact(_get(value, "artifact", dict)),
-        runsc_version=_get(value, "runsc_version", str),
-        runsc_sha256=_get(value, "runsc_sha256", str),
-        platform=_get(value, "platform", str),
-        architecture=_get(value, "architecture", str),
-        cpu_features=tuple(_is(feature, str) for feature in _get(value, "cpu_features", list)),
-        spec=spec_from_json(_get(value, "spec", dict)),
-        files=_get(value, "files", dict),
-        contents=_get(value, "contents", dict),
-        seconds=float(_is(value["seconds"], (int, float))),
-    )
-
-
-def _stored(value: dict[str, Any]) -> Stored:
-    artifact = _get(value, "artifact", dict)
-    sizes = [_get(_object(record), "size", int) for record in _get(artifact, "files", dict).values()]
-    return Stored(_get(artifact, "created", str), sum(sizes))
-
-
-def _artifact(value: dict[str, Any]) -> GCSArtifact:
-    files = {name: _file(_object(record)) for name, record in _get(value, "files", dict).items()}
-    return GCSArtifact(_get(value, "name", str), _get(value, "created", str), files)
-
-
-def _file(value: dict[str, Any]) -> FileRecord:
-    parts = tuple(_is(part, int) for part in _get(value, "parts", list))
-    digests = tuple(_is(digest, str) for digest in _get(value, "digests", list)) if "digests" in value else ()
-    record = FileRecord(_get(value, "size", int), _get(value, "part_size", int), parts, digests)
-    if record.problem:
-        raise ValueError(f"of a file, {record.problem}")
-    return record
-
-
-def spec_from_json(value: dict[str, Any]) -> BundleSpec:
-    """Return the BundleSpec in the JSON form of ``dataclasses.asdict``."""
-    environment = {name: _is(text, str) for name, text in _get(value, "environment", dict).items()}
-    return BundleSpec(
-        python=_get(value, "python", str),
-        home=_get(value, "home", str),
-        user=_get(value, "user", str),
-        mounts=tuple(map(_mount, _get(value, "mounts", list))),
-        network=_get(value, "network", str),
-        environment=environment,
-        outlives=_get(value, "outlives", bool),
-        carried=_mount(value["carried"]) if value.get("carried") else None,
-    )
-
-
-def _mount(value: Any) -> Mount:
-    source, destination, writable = value
-    return Mount(_is(source, str), _is(destination, str), _is(writable, bool))
-
-
-def _optional(document: dict[str, Any], name: str, make: Callable[[dict[str, Any]], T]) -> T | None:
-    return None if document[name] is None else make(_get(document, name, dict))
-
-
-def _get(document: dict[str, Any], name: str, kind: type[T]) -> T:
-    if name not in document:
-        raise LookupError(f"it has no {name!r}")
-    try:
-        return _is(document[name], kind)
-    except TypeError as error:
-        raise TypeError(f"{name!r} {error}") from None
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return _is(value, dict)
-
-
-def _is(value: Any, kind: type[T] | tuple[type[T], ...]) -> T:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"is {str(value)[:50]!r}")
-    return value

@@ -15,7 +15,7 @@ def valid_id(sandbox_id: str) -> str:
     if not SANDBOX_ID.fullmatch(sandbox_id):
         raise ConfigurationError(
             "sandbox_id",
-            f"{sandbox_id!r} cannot be a sandbox's id.",
+            f"{sandbox_id!r} is not a valid sandbox id.",
             "An id has 1 to 128 letters, digits, hyphens and underscores, and begins with a letter or a digit.",
         )
     return sandbox_id
@@ -31,7 +31,7 @@ def metadata_name(sandbox_id: str) -> str:
     return f"{prefix(sandbox_id)}metadata.json"
 
 
-def doomed_name(sandbox_id: str) -> str:
+def tombstone_name(sandbox_id: str) -> str:
     """Return the name of the tombstone, which marks a sandbox's checkpoints as garbage if it has no document."""
     return f"{prefix(sandbox_id)}doomed"
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
 from ..errors import ConfigurationError, UnreadableRecordError
+from . import decoding
 
 VERSION = 1
 LARGEST = 1_000_000
 """Maximum bytes of a record."""
-
-FIELDS = {
-    "id": str,
-    "storage": str,
-    "where": str,
-    "sandbox_id": str,
-    "kernel_name": str,
-    "settings": dict,
-    "notebook_path": str,
-    "created": str,
-    "last_used": str,
-}
 
 
 @dataclass(frozen=True)
@@ -51,15 +40,13 @@ class SandboxRecord:
 
 def encode(record: SandboxRecord) -> bytes:
     """Return the record as bytes. Raises ConfigurationError if the settings are not valid JSON values."""
-    values = {name: getattr(record, name) for name in FIELDS}
-    times = {name: values[name].astimezone(UTC).isoformat() for name in ("created", "last_used")}
-    own = {"id": str(record.id), "settings": dict(record.settings), "signed": record.signed}
-    document = {"version": VERSION, **values, **times, **own}
+    times = {name: getattr(record, name).astimezone(UTC).isoformat() for name in ("created", "last_used")}
+    document = {"version": VERSION, **asdict(record), **times, "id": str(record.id)}
     try:
         return json.dumps(document, indent=1, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         problem = f"The settings of sandbox {record.id} cannot be recorded: {error}."
-        raise ConfigurationError("settings", problem, "Use what JSON knows.") from error
+        raise ConfigurationError("settings", problem, "Use only JSON values.") from error
 
 
 def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
@@ -70,33 +57,17 @@ def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
         document = json.loads(data, parse_constant=_no_number)
         version = document.get("version") if isinstance(document, dict) else None
         if type(version) is not int:
-            raise ValueError("it is no record of a sandbox")
+            raise ValueError("it is not a sandbox record")
         if version > VERSION:
             remedy = "Upgrade sandbox-provisioner."
             raise UnreadableRecordError(path, f"it has version {version}, and this program knows {VERSION}", remedy)
-        record = _record(document)
+        record = decoding.decode(SandboxRecord, {**document, "signed": document.get("signed") is True})
         if record.id != identity:
             raise ValueError(f"it is of sandbox {record.id}")
         return record
-    except (ValueError, OverflowError, RecursionError) as error:
+    except decoding.FAILURES as error:
         raise UnreadableRecordError(path, str(error)[:200], "Restore it or remove it.") from error
 
 
-def _record(document: Mapping[str, Any]) -> SandboxRecord:
-    for name, kind in FIELDS.items():
-        if type(document.get(name)) is not kind:
-            raise ValueError(f"its {name} is {str(document.get(name))[:100]!r}")
-    values = {name: document[name] for name in FIELDS}
-    times = {name: _time(values[name]) for name in ("created", "last_used")}
-    return SandboxRecord(**{**values, **times, "id": UUID(values["id"]), "signed": document.get("signed") is True})
-
-
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _time(text: str) -> datetime:
-    time = datetime.fromisoformat(text)
-    if time.tzinfo is None:
-        raise ValueError(f"{text} has no time zone")
-    return time.astimezone(UTC)
+    raise ValueError(f"{name} is not a number")

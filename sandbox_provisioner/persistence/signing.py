@@ -10,7 +10,6 @@ signature.
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from uuid import UUID
 
+from .._text import json_object
 from ..config import SHORTEST_KEY, SIGNING_KEY, GCSConfig, user_name
 from ..errors import ConfigurationError, ConflictError, ForeignSandboxError, SandboxError, SignatureError
 from ..storage.base import NEW
@@ -141,11 +141,7 @@ class Signer:
 
 def named_user(data: bytes) -> str:
     """Return the user that an unverified document names; empty if it cannot be read."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return ""
-    return str(document.get("user", "")) if isinstance(document, dict) else ""
+    return str(json_object(data).get("user", ""))
 
 
 def _id(key: bytes) -> bytes:
@@ -182,8 +178,8 @@ def read_or_make_key(path: Path) -> str:
 def _unusable(path: Path, problem: str) -> ConfigurationError:
     return ConfigurationError(
         SIGNING_KEY,
-        f"The key {path}, which signs what is saved, cannot be used: {problem}.",
-        "Restore it from a backup: what was saved is signed with it. Without a backup, remove the file, so that a new "
-        "key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if nobody "
-        "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open it.",
+        f"The key {path}, which signs stored documents, cannot be used: {problem}.",
+        "Restore it from a backup: saved sandboxes are signed with it. Without a backup, remove the file, so that a "
+        "new key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if "
+        "nobody else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open it.",
     )

@@ -22,9 +22,9 @@ from ..lock.base import Lease, Owner
 from ..persistence import checkpoints, snapshots
 from ..persistence import document as ledger
 from ..persistence.backends import Stores
-from ..persistence.document import Ledger
+from ..persistence.document import Document
 from ..persistence.metadata import Checkpoint, GCSSandboxMetadata, Summary
-from ..persistence.names import artifacts, checkpoints_prefix, doomed_name, lock_name, metadata_name, prefix
+from ..persistence.names import artifacts, checkpoints_prefix, lock_name, metadata_name, prefix, tombstone_name
 from ..persistence.signing import named_user
 from ..persistence.staging import staging
 from ..storage.base import Advance, ObjectStore, nothing
@@ -57,19 +57,19 @@ async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float 
 
 
 @asynccontextmanager
-async def borrowed(sandbox_id: str, stores: Stores, owner: Owner) -> AsyncIterator[Ledger]:
+async def borrowed(sandbox_id: str, stores: Stores, owner: Owner) -> AsyncIterator[Document]:
     """Open the document of a sandbox and hold its lease for the block. Raises LeaseHeldError, SandboxNotFoundError."""
     async with leased(sandbox_id, stores, owner) as lease:
         yield await open_document(stores, sandbox_id, lease)
     await lease.release()
 
 
-async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Ledger:
+async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Document:
     """Read the document of a sandbox whose lease we hold. Raises the errors of ``document.load``."""
-    return await Ledger.open(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, sandbox_id)
+    return await Document.open(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, sandbox_id)
 
 
-async def sign(book: Ledger, stores: Stores) -> None:
+async def sign(book: Document, stores: Stores) -> None:
     """Write our lease's token into a document.
 
     If the sandbox is from before documents were signed, also sign its snapshots; unsigned documents of it are refused
@@ -81,8 +81,8 @@ async def sign(book: Ledger, stores: Stores) -> None:
 
 def _sign_earlier(stores: Stores, sandbox_id: str) -> None:
     if sandbox_id in stores.signer.earlier:
-        if stores.shelf:
-            snapshots.sign_earlier(stores.shelf, sandbox_id)
+        if stores.snapshot_storage:
+            snapshots.sign_earlier(stores.snapshot_storage, sandbox_id)
         stores.signer.earlier.discard(sandbox_id)
 
 
@@ -93,7 +93,7 @@ def describe_persistent(stores: Stores, sandbox_id: str) -> GCSSandboxMetadata:
 
 def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
     """Return the summary of a sandbox; no lease is needed. Blocks. Raises the errors of ``document.load``."""
-    return ledger.glance(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)
+    return ledger.read_summary(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)
 
 
 async def found_persistent(
@@ -111,7 +111,7 @@ async def found_persistent(
         made = await make(first.sandbox_id)
         contents = {**made.contents, RESEED: True}
         first = replace(first, checkpoint=replace(made, contents=contents))
-        await Ledger.create(stores.metadata, stores.signer, name, lease, first)
+        await Document.create(stores.metadata, stores.signer, name, lease, first)
         await asyncio.to_thread(_spare, stores, first.sandbox_id)
     await lease.release()
     return made
@@ -267,12 +267,12 @@ def _doom(stores: Stores, sandbox_id: str) -> None:
     Artifacts without a tombstone are never garbage: their metadata may be in another store than ours.
     """
     if stores.checkpoints:
-        stores.checkpoints.write(doomed_name(sandbox_id), stores.metadata.where.encode())
+        stores.checkpoints.write(tombstone_name(sandbox_id), stores.metadata.where.encode())
 
 
 def _spare(stores: Stores, sandbox_id: str) -> None:
     if stores.checkpoints:
-        stores.checkpoints.delete(doomed_name(sandbox_id))
+        stores.checkpoints.delete(tombstone_name(sandbox_id))
 
 
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:

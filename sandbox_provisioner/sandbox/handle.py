@@ -47,9 +47,9 @@ from ..lock.base import Lease, Owner
 from ..mux.connection import Hooks
 from ..persistence import capture, checkpoints, snapshots
 from ..persistence import document as ledger
-from ..persistence.backends import Shelf, Stores, required_shelf
+from ..persistence.backends import SnapshotStorage, Stores, require_snapshots
 from ..persistence.checkpoints import now
-from ..persistence.document import Ledger
+from ..persistence.document import Document
 from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
 from ..persistence.names import artifacts, checkpoints_prefix, metadata_name, snapshot_prefix, valid_id
 from ..persistence.staging import staging
@@ -100,8 +100,8 @@ class SandboxHandle:
         sandbox_id: str,
         instance: GVisorSandbox,
         stores: Stores | None = None,
-        book: Ledger | None = None,
-        shelf: Shelf | None = None,
+        book: Document | None = None,
+        storage: SnapshotStorage | None = None,
     ) -> None:
         self.sandbox_id = sandbox_id
         self.instance = instance
@@ -116,7 +116,7 @@ class SandboxHandle:
         self._inventory: asyncio.Task[dict[str, Any]] | None = None
         self._stores = stores
         self._ledger = book
-        self._shelf = stores.shelf if stores else shelf
+        self._storage = stores.snapshot_storage if stores else storage
         self._source: Checkpoint | None = None
         self._taken_over = False
         self._grant: Grant | None = Grant.of(instance.spec, instance.platform)
@@ -125,10 +125,15 @@ class SandboxHandle:
 
     @classmethod
     def create_ephemeral(
-        cls, sandbox_id: str, spec: BundleSpec, runsc: Runsc, platform: str = "systrap", shelf: Shelf | None = None
+        cls,
+        sandbox_id: str,
+        spec: BundleSpec,
+        runsc: Runsc,
+        platform: str = "systrap",
+        storage: SnapshotStorage | None = None,
     ) -> SandboxHandle:
         """Return an unstarted sandbox that stores nothing except snapshots on request."""
-        return cls(valid_id(sandbox_id), GVisorSandbox(sandbox_id, spec, runsc, platform), shelf=shelf)
+        return cls(valid_id(sandbox_id), GVisorSandbox(sandbox_id, spec, runsc, platform), storage=storage)
 
     @classmethod
     async def create_persistent(
@@ -147,7 +152,7 @@ class SandboxHandle:
         """
         first = (identity or Identity()).document(sandbox_id)
         async with leased(sandbox_id, stores, owner) as lease:
-            create = Ledger.create(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, first)
+            create = Document.create(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, first)
             creating = asyncio.create_task(create)
             try:
                 book = await asyncio.shield(creating)
@@ -211,7 +216,7 @@ class SandboxHandle:
 
     @classmethod
     def _persistent(
-        cls, spec: BundleSpec, runsc: Runsc, platform: str, stores: Stores, book: Ledger, source: Checkpoint | None
+        cls, spec: BundleSpec, runsc: Runsc, platform: str, stores: Stores, book: Document, source: Checkpoint | None
     ) -> SandboxHandle:
         sandbox_id = book.metadata.sandbox_id
         instance = GVisorSandbox(sandbox_id, replace(spec, outlives=stores.checkpoints is not None), runsc, platform)
@@ -431,7 +436,7 @@ class SandboxHandle:
         book = self._book()
         await book.lease.release()
         async with leased(self.sandbox_id, self._kept_in(), owner) as lease:
-            await book.pass_on(lease)
+            await book.continue_under(lease)
         self.describe(self.contents)
 
     async def record_dead(self) -> None:
@@ -442,15 +447,15 @@ class SandboxHandle:
 
     async def save_snapshot(self, name: str) -> GCSArtifact:
         """Save its files, without its memory, as the snapshot ``name``; it continues to run."""
-        shelf, below = required_shelf(self._shelf), snapshot_prefix(self.sandbox_id, name)
+        storage, below = require_snapshots(self._storage), snapshot_prefix(self.sandbox_id, name)
         with JOURNAL.doing(self.entry(What.SAVED)) as work:
-            made = await snapshots.save(shelf, below, self.instance, work.advance)
+            made = await snapshots.save(storage, below, self.instance, work.advance)
             work.size = made.size
         return made
 
     async def load_snapshot(self, sandbox_id: str, name: str) -> None:
         """Unpack a snapshot of this or another sandbox in this one, which must be running."""
-        await snapshots.load(required_shelf(self._shelf), snapshot_prefix(sandbox_id, name), self.instance)
+        await snapshots.load(require_snapshots(self._storage), snapshot_prefix(sandbox_id, name), self.instance)
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
@@ -486,7 +491,7 @@ class SandboxHandle:
 
     async def _take_inventory(self) -> dict[str, Any]:
         """Return the host files that it depends on. Raises SandboxError if ``give_up_waiting`` interrupts that."""
-        self._inventory = asyncio.create_task(capture.prepare(self.instance, self._kept_in().fingerprints))
+        self._inventory = asyncio.create_task(capture.prepare(self.instance, self._kept_in().digests))
         try:
             return await self._inventory
         except asyncio.CancelledError:
@@ -645,7 +650,7 @@ class SandboxHandle:
             raise SandboxError(f"Sandbox {self.sandbox_id} cannot be restored before its mounts are planned.")
         return self._grant
 
-    def _book(self) -> Ledger:
+    def _book(self) -> Document:
         if self._ledger is None:
             raise SandboxError(f"Sandbox {self.sandbox_id} is ephemeral: nothing of it is kept.")
         return self._ledger
@@ -664,7 +669,7 @@ def _require_document(stores: Stores, sandbox_id: str) -> None:
         raise SandboxNotFoundError(sandbox_id, stores.metadata.where) from error
 
 
-async def _undo(creating: asyncio.Task[Ledger], stores: Stores) -> None:
+async def _undo(creating: asyncio.Task[Document], stores: Stores) -> None:
     """Delete the document of a sandbox whose creation was cancelled while it was being written."""
     await asyncio.wait({creating})
     if creating.exception():
@@ -685,7 +690,7 @@ async def _require_fit(
     if grant is None:
         return None
     spec = _planned(document, source, grant)
-    if reasons := await control(checkpoints.file_obstacles, source, spec, stores.fingerprints):
+    if reasons := await control(checkpoints.file_obstacles, source, spec, stores.digests):
         raise _incompatible(document, source, reasons)
     return spec
 

@@ -25,7 +25,7 @@ from ..gvisor.runsc import Runsc
 from ..gvisor.state import State
 from ..lock.base import Owner
 from ..mux.connection import Hooks
-from ..persistence.backends import Stores, open_shelf, open_stores
+from ..persistence.backends import Stores, open_snapshot_storage, open_stores
 from ..persistence.metadata import Checkpoint, GCSArtifact
 from ..persistence.names import valid_id
 from ..workers import finished
@@ -97,8 +97,8 @@ class SandboxManager:
 
     def create_ephemeral(self, sandbox_id: str, spec: BundleSpec, platform: str = "systrap") -> SandboxHandle:
         """Return a new, unstarted sandbox that is not persistent."""
-        shelf = open_shelf(self._config)
-        return self._keep(SandboxHandle.create_ephemeral(sandbox_id, spec, self._runsc, platform, shelf))
+        storage = open_snapshot_storage(self._config)
+        return self._keep(SandboxHandle.create_ephemeral(sandbox_id, spec, self._runsc, platform, storage))
 
     async def create(
         self,

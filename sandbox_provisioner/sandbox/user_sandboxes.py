@@ -13,7 +13,7 @@ from ..config import GCSConfig, own_folder, user_name
 from ..errors import SandboxError
 from ..lock.base import Owner
 from ..persistence import snapshots
-from ..persistence.backends import Stores, open_stores, required_shelf
+from ..persistence.backends import Stores, open_stores, require_snapshots
 from ..persistence.metadata import Checkpoint, GCSSandboxMetadata, Stored, Summary
 from ..persistence.names import SANDBOX_ID, prefix, snapshot_prefix
 from ..persistence.records import SandboxRecord
@@ -133,7 +133,9 @@ class Persistence:
     def drop_snapshot(self, record: SandboxRecord, name: str) -> None:
         """Delete a snapshot. Blocks. Raises SnapshotNotFoundError."""
         self.summarise(record)  # raises if the sandbox is another user's
-        snapshots.delete(required_shelf(self.stores.shelf).store, snapshot_prefix(record.sandbox_id, name))
+        snapshots.delete(
+            require_snapshots(self.stores.snapshot_storage).store, snapshot_prefix(record.sandbox_id, name)
+        )
 
 
 def _owner() -> Owner:

@@ -18,7 +18,8 @@ from jupyter_server.serverapp import ServerApp
 
 from .._text import printable_lines
 from ..config import own_folder
-from ..contents.managers import CLASSES, GuardedContents
+from ..contents.guarded import GuardedContents
+from ..contents.managers import CLASSES
 from ..gvisor.mounts import within
 from . import telemetry
 from .exporters import guard_exporters

@@ -65,16 +65,15 @@ _culling: ContextVar[str] = ContextVar("culling", default="")
 class SandboxKernelManager(AsyncMappingKernelManager):
     """The value of ServerApp.kernel_manager_class on a server with sandboxed kernels. Server loop only."""
 
-    hibernate_deadline = Float(
-        config=True,
-        help="Seconds that a stopping server takes to save its persistent kernels; those that take longer run on, and "
-        "are saved when the next server starts. A kernel that does not help for a third of it is saved without its "
-        "help. Environment: SANDBOX_HIBERNATE_DEADLINE",
+    hibernate_deadline = config.setting(
+        "SANDBOX_HIBERNATE_DEADLINE",
+        Float(
+            60.0,
+            help="Seconds that a stopping server takes to save its persistent kernels; those that take longer run on, "
+            "and are saved when the next server starts. A kernel that does not help for a third of it is saved without "
+            "its help.",
+        ),
     )
-
-    @default("hibernate_deadline")
-    def _default_hibernate_deadline(self) -> float:
-        return config.seconds("SANDBOX_HIBERNATE_DEADLINE", 60.0)
 
     @default("context")
     def _context_default(self) -> Context:

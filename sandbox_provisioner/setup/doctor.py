@@ -29,9 +29,9 @@ from ..gvisor.runsc import OLDEST, Runsc, candidates, find, inspect, require_use
 from ..gvisor.runtime_dir import runtime_root
 from ..sandbox.listing import look
 from ..sandbox.user_sandboxes import Persistence, registry
+from .folders import nearest, writable
 from .kernelspecs import PROVISIONER, Kernel, kernels
 from .progress import marks
-from .runsc_install import nearest, writable
 
 SETUP = "`jupyter sandbox setup`"
 OLDEST_LINUX = (4, 14, 77)
@@ -107,9 +107,9 @@ def check_refused(environ: Mapping[str, str]) -> list[Check]:
 def check_age(runsc: Runsc, today: date) -> Check:
     """Check that a usable runsc is at most STALE_DAYS old. An older one is advice only."""
     if runsc.built is None:
-        return Check("runsc's age", True, "its version has no date; it is trusted to be new enough")
+        return Check("runsc's age", True, "its version has no date; it is assumed to be new enough")
     days = (today - runsc.built).days
-    finding = f"built {runsc.built}, {age(days)} ago; {OLDEST} is the oldest that will do"
+    finding = f"built {runsc.built}, {age(days)} ago; {OLDEST} is the oldest supported version"
     if days <= STALE_DAYS:
         return Check("runsc's age", True, finding)
     remedy = "`jupyter sandbox setup --source go` builds a newer one, which wakes kernels faster."
@@ -131,12 +131,12 @@ def check_platform(uname: platform.uname_result, chosen: str) -> Check:
         remedy = "Use a Linux machine: on Windows WSL 2, on macOS a virtual machine."
         return Check("platform", False, f"{here}: gVisor runs on Linux only", remedy)
     if uname.machine not in MACHINES:
-        return Check("platform", False, f"{here}: gVisor knows only x86_64 and arm64", "Use another machine.")
+        return Check("platform", False, f"{here}: gVisor supports only x86_64 and arm64", "Use another machine.")
     if release < OLDEST_LINUX:
         return Check("platform", False, f"{here}: gVisor needs Linux 4.14.77", "Update the system's kernel.")
     if chosen not in PLATFORMS:
         remedy = "`unset SANDBOX_PLATFORM` means systrap."
-        return Check("platform", False, f"SANDBOX_PLATFORM is {chosen!r}, which is no platform", remedy)
+        return Check("platform", False, f"SANDBOX_PLATFORM is {chosen!r}, which is not a platform", remedy)
     if chosen == "kvm" and not os.access("/dev/kvm", os.R_OK | os.W_OK):
         remedy = "`unset SANDBOX_PLATFORM` means systrap, which needs no KVM."
         return Check("platform", False, f"{here}, but /dev/kvm cannot be used", remedy)
@@ -358,5 +358,5 @@ def print_table(checks: Sequence[Check], stream: TextIO) -> None:
         print(f"{mark:<2} {one_line(check.name):<{width}}  {lines[0]}", file=stream)
         for line in lines[1:]:
             print(f"{'':<{width + 5}}{line}", file=stream)
-    verdict = "can start" if can_start(checks) else f"cannot start before what is marked {bad} is mended"
+    verdict = "can start" if can_start(checks) else f"cannot start until the checks that are marked {bad} pass"
     print(f"\nA sandboxed kernel {verdict}.", file=stream)

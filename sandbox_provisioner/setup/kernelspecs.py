@@ -18,6 +18,7 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from jupyter_core.paths import jupyter_data_dir
 
+from .._text import json_object
 from ..errors import SandboxError
 
 PROVISIONER = "sandbox-provisioner"
@@ -86,19 +87,19 @@ def kernels() -> dict[str, Kernel]:
     found = {}
     for name, folder in sorted(manager.find_kernel_specs().items()):
         spec = _read(Path(folder))
-        if spec is None and not (Path(folder) / "kernel.json").exists():
-            spec = _built_in(manager, name)
+        if not spec and not (Path(folder) / "kernel.json").exists():
+            spec = _built_in(manager, name) or {}
         if spec:
             found[name] = Kernel(name, Path(folder), spec)
     return found
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _read(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's kernel.json; empty if it cannot be read."""
     try:
-        spec = json.loads((folder / "kernel.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return spec if isinstance(spec, dict) else None
+        return json_object((folder / "kernel.json").read_bytes())
+    except OSError:
+        return {}
 
 
 def _built_in(manager: KernelSpecManager, name: str) -> dict[str, Any] | None:
@@ -157,11 +158,11 @@ def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None 
     taken by a kernelspec that is no twin, or if writing fails.
     """
     place = folder / f"{origin.name}{SUFFIX}"
-    present = Kernel(place.name, place, _read(place) or {})
+    present = Kernel(place.name, place, _read(place))
     if place.exists() and not present.is_twin:
         raise SandboxError(
             f"{place} exists and was not made by `jupyter sandbox setup`.",
-            "It was left as it is; move it away to have a twin in its place.",
+            "It was left unchanged. Move it away, so that the sandboxed kernel can be installed there.",
         )
     twin = Kernel(place.name, place, twin_spec(origin, {**DEFAULTS, **present.config, **(config or {})}))
     try:
@@ -199,7 +200,7 @@ def remove_twins(folder: Path, names: Iterable[str] = ()) -> list[Path]:
     wanted = {name.removesuffix(SUFFIX) + SUFFIX for name in names}
     removed = []
     for place in sorted(folder.glob(f"*{SUFFIX}")):
-        if (not wanted or place.name in wanted) and MARK in _metadata(_read(place) or {}):
+        if (not wanted or place.name in wanted) and MARK in _metadata(_read(place)):
             with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=folder.parent) as bin_:
                 place.rename(Path(bin_) / place.name)
             removed.append(place)

@@ -21,7 +21,7 @@ from ..sandbox.handle import SandboxHandle
 COUNTER = "import sys\nfor count, _ in enumerate(sys.stdin, 1): print(count, flush=True)"
 
 
-def prove(runsc: Runsc, say: Callable[[str], None]) -> str:
+def run_self_test(runsc: Runsc, say: Callable[[str], None]) -> str:
     """Run the test, call ``say`` with the name of each step, and return a summary. Raises SandboxError on failure."""
     return asyncio.run(_prove(runsc, say))
 

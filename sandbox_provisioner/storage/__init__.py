@@ -1,7 +1,7 @@
-"""Objects with generations: one interface, implemented by a local folder, a mounted folder, GCS and memory.
+"""Objects with generations: one interface, implemented by a local folder, a mounted folder and GCS.
 
 - ``base``: ObjectStore, the interface; ``names``: valid object names
 - ``local``, ``mounted``: files in a folder (``folder``, ``tree`` and ``disk`` are shared by both)
 - ``gcs``: Google Cloud Storage (``gcs_requests``: retries and errors; ``gcs_parts``: streams for parts of files)
-- ``parts``: large files in parts, with checksums; ``memory``: objects in this process, for tests
+- ``parts``: large files in parts, with checksums
 """

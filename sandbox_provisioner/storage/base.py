@@ -62,7 +62,7 @@ class FileRecord:
         if self.size < 0 or self.part_size < 1 or len(self.parts) != -(-max(self.size, 1) // self.part_size):
             return f"its record has {len(self.parts)} parts for {self.size} bytes"
         if not all(0 <= part < 1 << 32 for part in self.parts):
-            return "its record has a checksum that cannot be one"
+            return "its record has an invalid checksum"
         if self.digests and len(self.digests) != len(self.parts):
             return f"its record has {len(self.digests)} digests for {len(self.parts)} parts"
         if not all(DIGEST.fullmatch(digest) for digest in self.digests):
@@ -75,7 +75,7 @@ def nothing(amount: int) -> None:
 
 
 class ObjectStore(ABC):
-    """A set of named objects in a folder, in a bucket below a prefix, or in memory.
+    """A set of named objects in a folder or in a bucket below a prefix.
 
     Names have 1 to 512 characters: segments of up to 255 letters, digits, ``-``, ``_`` and ``.``, joined by ``/``, that
     do not begin with a dot. Any other name raises StorageError before it is used. A name must not be a folder of
@@ -84,7 +84,7 @@ class ObjectStore(ABC):
     """
 
     kind: str
-    """Kind of the store: ``local``, ``mounted``, ``gcs`` or ``memory``."""
+    """Kind of the store: ``local``, ``mounted`` or ``gcs``."""
     where: str
     """Location of the store, for messages: a path or ``gs://bucket/prefix``."""
 

@@ -16,16 +16,9 @@ OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 CREATE = OPEN | os.O_EXCL
 
 MAY_PASS = {
-    errno.EBUSY,
-    errno.EHOSTDOWN,
-    errno.EIO,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ENOTCONN,
-    errno.ESTALE,
+    errno.EBUSY, errno.EHOSTDOWN, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOTCONN, errno.ESTALE,
     errno.ETIMEDOUT,
-}
+}  # fmt: skip
 """Errors from which a disk, or the network behind a mounted one, may recover."""
 
 
@@ -68,7 +61,7 @@ def sync(folder: int) -> None:
 
 
 @contextmanager
-def landing(target: Path, size: int) -> Iterator[int]:
+def replacing(target: Path, size: int) -> Iterator[int]:
     """Yield a temporary file beside ``target``, and rename it to ``target`` when it is complete and on the disk.
 
     The temporary file is kept only if the block raises StorageUnavailableError or the process is killed; the next call

@@ -18,10 +18,21 @@ from pathlib import Path
 
 from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError, StorageError
 from .base import MOST_READ, NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
-from .disk import OPEN, READ, closing, disk_errors, landing, sync
+from .disk import OPEN, READ, closing, disk_errors, replacing, sync
 from .names import is_name, valid_name, valid_prefix
-from .parts import PIECE, ignore, prove, record_of, spans_of, write_to
-from .tree import Draft, collect, destroy, files, leaf, parent_of, prune, root_of, temporary, withdraw
+from .parts import PIECE, no_copy, record_of, spans_of, verify, write_to
+from .tree import (
+    Draft,
+    delete_abandoned,
+    delete_folder,
+    files,
+    last_segment,
+    move_aside,
+    parent_of,
+    remove_empty_folders,
+    root_of,
+    temporary,
+)
 
 Check = Callable[[], None]
 """Raises StorageUnavailableError if the write lock was lost, as in a paused process; called before each change."""
@@ -39,7 +50,7 @@ class FolderStore(ObjectStore):
         self.where = str(self.root)
 
     @abstractmethod
-    def _turn(self, root: int) -> AbstractContextManager[Check]:
+    def _exclusive(self, root: int) -> AbstractContextManager[Check]:
         """Exclude all other writers from the folder that is open as ``root`` during the block; yields the check."""
 
     def read(self, name: str) -> tuple[bytes, ObjectInfo]:
@@ -74,16 +85,16 @@ class FolderStore(ObjectStore):
         valid_name(self.where, name)
         with disk_errors(self.where, f"delete {name}"):
             try:
-                with root_of(self.root) as root, self._turn(root) as check, parent_of(root, name) as folder:
-                    current = _generation(folder, leaf(name))
+                with root_of(self.root) as root, self._exclusive(root) as check, parent_of(root, name) as folder:
+                    current = _generation(folder, last_segment(name))
                     if current == NEW:
                         return False
                     if generation not in (None, current):
                         raise ConflictError(self.where, name, generation or NEW)
                     check()
-                    os.unlink(leaf(name), dir_fd=folder)
+                    os.unlink(last_segment(name), dir_fd=folder)
                     sync(folder)
-                    prune(root, name)
+                    remove_empty_folders(root, name)
                     return True
             except (FileNotFoundError, NotADirectoryError):
                 return False
@@ -95,7 +106,7 @@ class FolderStore(ObjectStore):
         with disk_errors(self.where, "list the objects"):
             try:
                 with root_of(self.root) as root, parent_of(root, prefix) as top:
-                    collect(root)
+                    delete_abandoned(root)
                     return sorted(_info(name, found) for name, found in files(top, prefix) if is_name(name))
             except (FileNotFoundError, NotADirectoryError):
                 return []
@@ -113,10 +124,10 @@ class FolderStore(ObjectStore):
             try:
                 return self._move(root, source, file, name, advance) or self._copy(root, file, name, advance)
             except ConflictError as conflict:
-                record = record_of(file, ignore)
+                record = record_of(file, no_copy)
                 try:
                     with self._object(name) as (there, _):
-                        prove(self.where, name, there, record, ignore)
+                        verify(self.where, name, there, record, no_copy)
                 except CorruptObjectError:
                     raise conflict from None
                 return record
@@ -127,16 +138,16 @@ class FolderStore(ObjectStore):
         with (
             disk_errors(self.where, f"copy {name} to {target}"),
             self._object(name) as (file, _),
-            landing(target, record.size) as copy,
+            replacing(target, record.size) as copy,
         ):
-            prove(self.where, name, file, record, write_to(copy, advance))
+            verify(self.where, name, file, record, write_to(copy, advance))
 
     def in_place(self, name: str, record: FileRecord) -> Path | None:
         """Verify a file and return its path; None if another user could change it afterwards."""
         with disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
             if not self._private(name, file):
                 return None
-            prove(self.where, name, file, record, ignore)
+            verify(self.where, name, file, record, no_copy)
         return self.root / name
 
     def _private(self, name: str, file: int) -> bool:
@@ -151,10 +162,10 @@ class FolderStore(ObjectStore):
         with disk_errors(self.where, f"delete {prefix}"):
             try:
                 with root_of(self.root) as root:
-                    with self._turn(root) as check:
+                    with self._exclusive(root) as check:
                         check()
-                        withdrawn = withdraw(root, prefix[:-1])
-                    return destroy(root, withdrawn)
+                        withdrawn = move_aside(root, prefix[:-1])
+                    return delete_folder(root, withdrawn)
             except (FileNotFoundError, NotADirectoryError):
                 return 0
 
@@ -164,7 +175,7 @@ class FolderStore(ObjectStore):
         valid_name(self.where, name)
         try:
             with root_of(self.root) as root, parent_of(root, name) as folder:
-                opened = os.open(leaf(name), READ, dir_fd=folder)
+                opened = os.open(last_segment(name), READ, dir_fd=folder)
         except (FileNotFoundError, NotADirectoryError):
             raise ObjectNotFoundError(self.where, name) from None
         with closing(opened) as file:
@@ -178,21 +189,21 @@ class FolderStore(ObjectStore):
         now = time.time_ns()
         os.utime(draft.file, ns=(now, now))
         os.fsync(draft.file)
-        with self._turn(root) as check:
+        with self._exclusive(root) as check:
             current = self._current(root, name)
             if generation not in (None, current):
                 raise ConflictError(self.where, name, generation or NEW)
             self._stamp(root, draft.file, current)
             with parent_of(root, name, create=True) as folder:
                 check()
-                os.rename(draft.name, leaf(name), src_dir_fd=draft.folder, dst_dir_fd=folder)
+                os.rename(draft.name, last_segment(name), src_dir_fd=draft.folder, dst_dir_fd=folder)
                 sync(folder)
         return _info(name, os.fstat(draft.file))
 
     def _current(self, root: int, name: str) -> int:
         try:
             with parent_of(root, name) as folder:
-                return _generation(folder, leaf(name))
+                return _generation(folder, last_segment(name))
         except FileNotFoundError:
             return NEW
 
@@ -203,7 +214,7 @@ class FolderStore(ObjectStore):
             step = 1
             while os.fstat(file).st_mtime_ns <= last:
                 if step > COARSEST:
-                    raise StorageError(self.where, f"{self.where} does not keep the times of its files.")
+                    raise StorageError(self.where, f"The file system of {self.where} does not keep modification times.")
                 os.utime(file, ns=(last + step, last + step))
                 os.fsync(file)
                 step *= 10

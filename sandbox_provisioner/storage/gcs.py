@@ -19,11 +19,11 @@ import google_crc32c
 
 from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
 from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
-from .disk import READ, closing, disk_errors, landing
+from .disk import READ, closing, disk_errors, replacing
 from .gcs_parts import CHUNK, Meter, PartReader, PartWriter
 from .gcs_requests import TIMEOUT, NotMet, NotThere, Requests
 from .names import is_name, valid_name, valid_prefix
-from .parts import PART, Span, Sums, at_once, checksum, ignore, recorded, spans, spans_of, wrong_part
+from .parts import PART, Span, Sums, checksum, in_parallel, no_copy, recorded, spans, spans_of, wrong_checksum
 
 WRITE = "write"
 """Key in an object's metadata of the unique id of its write."""
@@ -96,20 +96,20 @@ class GCSStore(ObjectStore):
             if set(there) - {self._prefix + _part(name, span.number) for span in wanted}:
                 raise ConflictError(self.where, name, NEW)
             send = partial(self._send, file, name, there, advance)
-            return recorded(size, at_once([partial(send, span) for span in wanted]))
+            return recorded(size, in_parallel([partial(send, span) for span in wanted]))
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
         """Fetch the parts of a file, several in parallel, except those that an interrupted download completed."""
         wanted = self._compare(name, record)
-        with disk_errors(self.where, f"copy {name} to {target}"), landing(target, record.size) as file:
+        with disk_errors(self.where, f"copy {name} to {target}"), replacing(target, record.size) as file:
             resumed = os.fstat(file).st_blocks > 0
             fetch = partial(self._fetch, file, name, record, resumed, advance)
-            at_once([partial(fetch, span) for span in wanted])
+            in_parallel([partial(fetch, span) for span in wanted])
 
     def delete_all(self, prefix: str) -> int:
         """Delete all objects below ``prefix``, several in parallel."""
         found = self._blobs(valid_prefix(self.where, prefix))
-        at_once([partial(self._remove, blob) for blob in found])
+        in_parallel([partial(self._remove, blob) for blob in found])
         return sum(_size(blob) for blob in found)
 
     def _blob(self, name: str) -> Any:
@@ -150,7 +150,7 @@ class GCSStore(ObjectStore):
 
     def _send(self, file: int, name: str, there: dict[str, Any], advance: Advance, span: Span) -> Sums:
         """Upload a part unless it is in the bucket; return its checksums. Raises ConflictError if that one differs."""
-        found = checksum(file, span, ignore)
+        found = checksum(file, span, no_copy)
         meter = Meter(advance)
         blob = self._blob(_part(name, span.number))
         if blob.name in there:
@@ -195,13 +195,13 @@ class GCSStore(ObjectStore):
                 problem = f"part {span.number + 1} of {len(record.parts)} is missing"
                 raise CorruptObjectError(self.where, name, problem)
             if (_size(blob), blob.crc32c) != (span.length, _encode(record.parts[span.number])):
-                raise wrong_part(self.where, name, span, record)
+                raise wrong_checksum(self.where, name, span, record)
         return wanted
 
     def _fetch(self, file: int, name: str, record: FileRecord, resumed: bool, advance: Advance, span: Span) -> None:
         """Download a part into ``file``, unless an interrupted download completed it."""
         meter = Meter(advance)
-        if not resumed or not checksum(file, span, ignore).match(record, span.number):
+        if not resumed or not checksum(file, span, no_copy).match(record, span.number):
             try:
                 self._requests.ask(partial(self._fetch_blob, name, record, file, span, meter))
             except NotThere:
@@ -214,9 +214,9 @@ class GCSStore(ObjectStore):
         blob = self._blob(_part(name, span.number))
         blob.download_to_file(writer, raw_download=True, checksum=None, timeout=TIMEOUT, retry=self._requests.retry())
         if writer.finish() != (span.length, record.parts[span.number]):
-            raise ConnectionError(f"{blob.name} was damaged on its way")
+            raise ConnectionError(f"{blob.name} was damaged in transit")
         if not writer.sums.match(record, span.number):
-            raise wrong_part(self.where, name, span, record)
+            raise wrong_checksum(self.where, name, span, record)
 
     def _remove(self, blob: Any, generation: int | None = None) -> bool:
         """Delete a Blob. Return False if it did not exist, unless a failed attempt may have deleted it."""
@@ -236,7 +236,7 @@ def _download(blob: Any) -> bytes:
         raw_download=True, checksum=None, timeout=TIMEOUT, retry=None, if_generation_match=blob.generation
     )
     if len(data) != _size(blob) or _encode(google_crc32c.value(data)) != blob.crc32c:
-        raise ConnectionError(f"{blob.name} was damaged on its way")
+        raise ConnectionError(f"{blob.name} was damaged in transit")
     return data
 
 

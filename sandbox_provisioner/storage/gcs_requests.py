@@ -5,15 +5,13 @@ Google's packages are imported at the first request, so that the package works w
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
+from ..config import BUCKET
 from ..errors import RateLimitedError, StorageError, StorageUnavailableError
-
-BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 TIMEOUT = 30.0
 """Seconds that one request may go without a response."""
@@ -38,7 +36,7 @@ class Requests:
     def __init__(self, bucket: str, patience: float = 60.0, on_time: Callable[[float], None] | None = None) -> None:
         if not BUCKET.fullmatch(bucket):
             remedy = "A bucket's name has 3 to 222 lower-case letters, digits, '-', '_' and '.'."
-            raise StorageError(bucket, f"{bucket!r} cannot be the name of a bucket.", remedy)
+            raise StorageError(bucket, f"{bucket!r} is not a valid bucket name.", remedy)
         self.name = bucket
         self.patience = patience
         self._on_time = on_time
@@ -53,12 +51,9 @@ class Requests:
             return self._bucket
 
     def _client(self) -> Any:
-        try:
-            from google.auth.exceptions import GoogleAuthError
-            from google.cloud.storage import Client
-        except ImportError as error:
-            problem = f"The bucket {self.name} cannot be used: google-cloud-storage is not installed."
-            raise StorageError(self.name, problem, "`pip install 'sandbox-provisioner[gcs]'`.") from error
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud.storage import Client
+
         try:
             client = Client(project=None)
         except GoogleAuthError as error:
@@ -126,11 +121,11 @@ class Requests:
 
     def no_bucket(self) -> StorageError:
         """Return the error for a bucket that does not exist."""
-        problem = f"There is no bucket {self.name}, or these credentials may not see it."
+        problem = f"Bucket {self.name} does not exist, or these credentials cannot access it."
         return StorageError(self.name, problem, "Check the bucket's name; `gcloud storage buckets list` shows yours.")
 
     def _denied(self, error: Exception) -> StorageError:
-        problem = f"Google does not let this server use the bucket {self.name}: {error}."
+        problem = f"Google denied access to bucket {self.name}: {error}."
         remedy = (
             "Check that GOOGLE_APPLICATION_CREDENTIALS, or this machine's service account, is an identity that has "
             "the role Storage Object User on the bucket."

@@ -30,7 +30,7 @@ class LocalStore(FolderStore):
         self._patience = patience
 
     @contextmanager
-    def _turn(self, root: int) -> Iterator[Check]:
+    def _exclusive(self, root: int) -> Iterator[Check]:
         deadline = time.monotonic() + self._patience
         with closing(os.open(GENERATION, OPEN, 0o600, dir_fd=root)) as lock:
             while True:
@@ -39,8 +39,8 @@ class LocalStore(FolderStore):
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        problem = f"Another process has held up all others in {self.where} for {self._patience:.0f} s."
-                        remedy = "See whether a Jupyter server is stopped (state T in `ps`), and continue or end it."
+                        problem = f"Another process has held the write lock of {self.where} for {self._patience:.0f} s."
+                        remedy = "Check with `ps` if a Jupyter server is stopped (state T), and continue or end it."
                         raise StorageUnavailableError(self.where, problem, remedy) from None
                     time.sleep(random.uniform(0.0005, 0.005))
             yield _never_lost

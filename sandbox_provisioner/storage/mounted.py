@@ -38,7 +38,7 @@ class MountedStore(FolderStore):
         self._stale = stale
 
     @contextmanager
-    def _turn(self, root: int) -> Iterator[Check]:
+    def _exclusive(self, root: int) -> Iterator[Check]:
         mine = uuid.uuid4().hex.encode()
         start = since = time.monotonic()
         seen: bytes | None = None
@@ -49,13 +49,13 @@ class MountedStore(FolderStore):
             elif holder is not None and now - since > self._stale:
                 _break(root, holder, int((now - since) / self._stale))
             if now - start > self._patience:
-                problem = f"Others have kept {self.where} locked for {self._patience:.0f} s."
-                raise StorageUnavailableError(self.where, problem, "Try again; see whether its disk still answers.")
+                problem = f"Other servers have held the write lock of {self.where} for {self._patience:.0f} s."
+                raise StorageUnavailableError(self.where, problem, "Try again; check that the file system responds.")
             time.sleep(random.uniform(0.001, 0.02))
 
         def check() -> None:
             if _holder(root) != mine:
-                problem = f"This server was paused for so long that others took its place as a writer to {self.where}."
+                problem = f"This server was paused for too long and lost the write lock of {self.where}."
                 raise StorageUnavailableError(self.where, problem)
 
         try:

@@ -21,7 +21,7 @@ def valid_name(where: str, name: str) -> str:
     if not is_name(name):
         raise StorageError(
             where,
-            f"{name!r} cannot be the name of an object in {where}.",
+            f"{name!r} is not a valid object name in {where}.",
             f"A name has up to {LONGEST} characters: segments of letters, digits, '-', '_' and '.', joined by '/', "
             "none of which begins with a dot.",
         )
@@ -31,6 +31,6 @@ def valid_name(where: str, name: str) -> str:
 def valid_prefix(where: str, prefix: str) -> str:
     """Return ``prefix``. Raises StorageError unless it is a valid object name followed by a slash."""
     if not prefix.endswith("/"):
-        raise StorageError(where, f"{prefix!r} cannot be a prefix of names in {where}.", "A prefix ends in a slash.")
+        raise StorageError(where, f"{prefix!r} is not a valid prefix in {where}.", "A prefix ends in a slash.")
     valid_name(where, prefix[:-1])
     return prefix

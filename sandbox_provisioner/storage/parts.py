@@ -26,7 +26,7 @@ READ_SIZE = 64 * 1024
 """Bytes that are read at a time: with larger reads, each thread keeps megabytes of freed memory (glibc's arenas)."""
 THREADS = 4
 
-Each = Callable[[int, bytes], None]
+OnPiece = Callable[[int, bytes], None]
 """Callback, from any thread, with the offset and the bytes of each piece of a file that was read."""
 
 Result = TypeVar("Result")
@@ -76,7 +76,7 @@ class Sums:
         return self.crc == record.parts[number] and (not record.digests or self.digest == record.digests[number])
 
 
-def checksum(file: int, span: Span, each: Each, digested: bool = True) -> Sums:
+def checksum(file: int, span: Span, each: OnPiece, digested: bool = True) -> Sums:
     """Read a part, up to the end of the file, and return its checksums."""
     found, offset, end = Sums(digested), span.offset, span.offset + span.length
     while offset < end and (piece := os.pread(file, min(READ_SIZE, end - offset), offset)):
@@ -91,7 +91,7 @@ def recorded(size: int, sums: Sequence[Sums]) -> FileRecord:
     return FileRecord(size, PART, tuple(part.crc for part in sums), tuple(part.digest for part in sums))
 
 
-def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+def in_parallel(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
     """Run tasks in a few threads, and return their results.
 
     If one raises, cancel those that have not begun, wait for the others, and raise the error of the first failed task.
@@ -107,13 +107,13 @@ def at_once(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
     return [future.result() for future in futures]
 
 
-def record_of(file: int, each: Each) -> FileRecord:
+def record_of(file: int, each: OnPiece) -> FileRecord:
     """Return the record of an open file."""
     size = os.fstat(file).st_size
-    return recorded(size, at_once([partial(checksum, file, span, each) for span in spans(size, PART)]))
+    return recorded(size, in_parallel([partial(checksum, file, span, each) for span in spans(size, PART)]))
 
 
-def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> None:
+def verify(where: str, name: str, file: int, record: FileRecord, each: OnPiece) -> None:
     """Raise CorruptObjectError unless an open file matches ``record``."""
     expected = spans_of(where, name, record)
     size = os.fstat(file).st_size
@@ -122,22 +122,22 @@ def prove(where: str, name: str, file: int, record: FileRecord, each: Each) -> N
 
     def check(span: Span) -> None:
         if not checksum(file, span, each, bool(record.digests)).match(record, span.number):
-            raise wrong_part(where, name, span, record)
+            raise wrong_checksum(where, name, span, record)
 
-    at_once([partial(check, span) for span in expected])
+    in_parallel([partial(check, span) for span in expected])
 
 
-def wrong_part(where: str, name: str, span: Span, record: FileRecord) -> CorruptObjectError:
+def wrong_checksum(where: str, name: str, span: Span, record: FileRecord) -> CorruptObjectError:
     """Return the error for a part whose checksum does not match."""
     return CorruptObjectError(where, name, f"part {span.number + 1} of {len(record.parts)} has a wrong checksum")
 
 
-def ignore(offset: int, piece: bytes) -> None:
-    """Do nothing: an ``Each`` for callers that need only the checksums."""
+def no_copy(offset: int, piece: bytes) -> None:
+    """Do nothing: an ``OnPiece`` for callers that need only the checksums."""
 
 
-def write_to(file: int, advance: Advance) -> Each:
-    """Return an ``Each`` that copies into an open file and reports progress."""
+def write_to(file: int, advance: Advance) -> OnPiece:
+    """Return an ``OnPiece`` that copies into an open file and reports progress."""
 
     def each(offset: int, piece: bytes) -> None:
         view = memoryview(piece)

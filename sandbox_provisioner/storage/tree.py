@@ -1,7 +1,7 @@
 """Open the files of a store's folder one folder at a time from its root, so that no link can lead out of it.
 
-New files are written in ``.tmp``, and folders are moved there to be deleted. ``collect`` deletes those that dead
-processes left there.
+New files are written in ``.tmp``, and folders are moved there to be deleted. ``delete_abandoned`` deletes those that
+dead processes left there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parent_of(root: int, name: str, create: bool = False) -> Iterator[int]:
         os.close(here)
 
 
-def leaf(name: str) -> str:
+def last_segment(name: str) -> str:
     """Return the last segment of a name."""
     return name.rpartition("/")[2]
 
@@ -84,7 +84,7 @@ def temporary(root: int) -> Iterator[Draft]:
                     pass
 
 
-def prune(root: int, name: str) -> None:
+def remove_empty_folders(root: int, name: str) -> None:
     """Remove the empty folders above ``name``."""
     for folder in PurePosixPath(name).parents:
         try:
@@ -112,35 +112,35 @@ def _unless_gone(error: OSError) -> None:
         raise error
 
 
-def withdraw(root: int, name: str) -> str:
+def move_aside(root: int, name: str) -> str:
     """Move the folder ``name`` to ``.tmp`` in one step, and return its new name; its old one if it cannot be moved.
 
     Raises FileNotFoundError or NotADirectoryError if it is not a folder.
     """
     with parent_of(root, name) as parent, parent_of(root, f"{TEMPORARY}/", create=True) as trash:
-        if not stat.S_ISDIR(os.stat(leaf(name), dir_fd=parent, follow_symlinks=False).st_mode):
+        if not stat.S_ISDIR(os.stat(last_segment(name), dir_fd=parent, follow_symlinks=False).st_mode):
             raise NotADirectoryError(name)
         place = uuid.uuid4().hex
         try:
-            os.rename(leaf(name), place, src_dir_fd=parent, dst_dir_fd=trash)
+            os.rename(last_segment(name), place, src_dir_fd=parent, dst_dir_fd=trash)
         except OSError:  # some mounted file systems do not rename folders
             return name
         sync(parent)
-    prune(root, name)
+    remove_empty_folders(root, name)
     return f"{TEMPORARY}/{place}"
 
 
-def destroy(root: int, name: str) -> int:
+def delete_folder(root: int, name: str) -> int:
     """Delete a folder with its content. Return the size of its files in bytes, without hidden ones."""
     with parent_of(root, f"{name}/") as top:
         size = sum(found.st_size for _, found in files(top, ""))
     with parent_of(root, name) as parent:
-        shutil.rmtree(leaf(name), dir_fd=parent)
+        shutil.rmtree(last_segment(name), dir_fd=parent)
         sync(parent)
     return size
 
 
-def collect(root: int) -> None:
+def delete_abandoned(root: int) -> None:
     """Delete the temporary files and folders of dead writers."""
     try:
         with parent_of(root, f"{TEMPORARY}/") as folder:

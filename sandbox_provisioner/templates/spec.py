@@ -25,8 +25,8 @@ from ..gvisor.mounts import within
 from ..gvisor.runsc import Runsc
 from ..kernel.kernel import Start
 from ..kernel.relay import CHANNELS
+from ..persistence import decoding, metadata
 from ..persistence.compatibility import cpu_features
-from ..persistence.metadata import spec_from_json
 from .store import mark
 
 FORMAT = 1
@@ -88,7 +88,7 @@ class Recipe:
             fields = value | {
                 "argv": tuple(value["argv"]),
                 "preload": tuple(value["preload"]),
-                "spec": spec_from_json(value["spec"]),
+                "spec": decoding.decode(BundleSpec, value["spec"], metadata.ADDED),
                 "runsc": Runsc(Path(path), version),
             }
             return cls(**fields)

@@ -301,7 +301,7 @@ def test_key_is_made_once_and_belongs_to_the_user_alone(tmp_path: Path, monkeypa
     assert key.stat().st_mode & 0o777 == 0o600
     for content in (b"", b"short", b"\xff" * 64):
         key.write_bytes(content)
-        with pytest.raises(SandboxError, match=r"own/key, which signs what is saved, cannot be used"):
+        with pytest.raises(SandboxError, match=r"own/key, which signs stored documents, cannot be used"):
             open_stores(config).signer.sign("a", b"{}")
     key.unlink()
     key.symlink_to("/etc/passwd")

@@ -14,7 +14,7 @@ from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 from sandbox_provisioner.persistence.compatibility import inventory
-from sandbox_provisioner.persistence.digest_cache import Fingerprints
+from sandbox_provisioner.persistence.digest_cache import DigestCache
 
 LONG = 60
 
@@ -162,5 +162,5 @@ async def test_init_is_not_starved_by_open_requests(sandbox: GVisorSandbox) -> N
 
 async def test_files_of_init_are_still_found(sandbox: GVisorSandbox, tmp_path: Any) -> None:
     await python(sandbox, "pass")
-    found = await inventory(sandbox, Fingerprints(tmp_path / "fingerprints"))
+    found = await inventory(sandbox, DigestCache(tmp_path / "fingerprints"))
     assert sandbox.spec.python in found

@@ -77,7 +77,7 @@ async def test_savepoints_leave_room_for_checkpoint(
     await lie(sandbox, 1_000, 240)  # about 350,000 bytes for each checkpoint
     await sandbox.savepoint("one")
     await sandbox.savepoint("two")
-    with pytest.raises(UnsaveableError, match=r"its record in storage would have .* delete some of its savepoints"):
+    with pytest.raises(UnsaveableError, match=r"its stored document would have .* delete some of its savepoints"):
         await sandbox.savepoint("three")
     assert document_size(stores) < 1_000_000
     assert sandbox.instance.state == State.RUNNING

@@ -20,8 +20,7 @@ from conftest import Notebook, Open
 from jupyter_client.session import Session
 from notebooks import until
 
-from sandbox_provisioner.kernel.handshake import GREETING, command, ready
-from sandbox_provisioner.kernel.synthetic_replies import _encode
+from sandbox_provisioner.kernel.zmtp import GREETING, command, encode, ready
 
 pytestmark = pytest.mark.runsc
 
@@ -146,7 +145,7 @@ def test_unread_heartbeats_are_not_kept(open_notebook: Open) -> None:
     notebook = open_notebook(**IDLE)
     until(lambda: notebook.asleep)
     before = memory()
-    beat = _encode([b"", b"x" * 60_000]) * 10
+    beat = encode([b"", b"x" * 60_000]) * 10
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(endpoint(notebook, "hb").removeprefix("ipc://"))
         peer.settimeout(2)

@@ -1,4 +1,4 @@
-"""MemoryStore: objects in this process's memory, for the tests of users of this package."""
+"""MemoryStore: objects in this process's memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
-from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
-from .disk import READ, closing, disk_errors, landing
-from .names import valid_name, valid_prefix
-from .parts import Sums, record_of, spans_of, write_to, wrong_part
+from sandbox_provisioner.errors import ConflictError, CorruptObjectError, ObjectNotFoundError
+from sandbox_provisioner.storage.base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing
+from sandbox_provisioner.storage.disk import READ, closing, disk_errors, replacing
+from sandbox_provisioner.storage.names import valid_name, valid_prefix
+from sandbox_provisioner.storage.parts import Sums, record_of, spans_of, write_to, wrong_checksum
 
 
 class _Object(NamedTuple):
@@ -91,7 +91,7 @@ class MemoryStore(ObjectStore):
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
         """Verify a file and write it to ``target``."""
         data = self._proven(name, record)
-        with disk_errors(self.where, f"copy {name} to {target}"), landing(target, len(data)) as file:
+        with disk_errors(self.where, f"copy {name} to {target}"), replacing(target, len(data)) as file:
             write_to(file, advance)(0, data)
 
     def delete_all(self, prefix: str) -> int:
@@ -113,5 +113,5 @@ class MemoryStore(ObjectStore):
             sums = Sums()
             sums.add(data[span.offset : span.offset + span.length])
             if not sums.match(record, span.number):
-                raise wrong_part(self.where, name, span, record)
+                raise wrong_checksum(self.where, name, span, record)
         return data
