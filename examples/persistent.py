@@ -1,4 +1,4 @@
-"""A persistent sandbox driven from Python. Run it twice: the process inside goes on where it was, with what it knew.
+"""Control a persistent sandbox from Python. Run it twice: the process inside continues with its memory.
 
     python examples/persistent.py apple; python examples/persistent.py pear
 
