@@ -18,19 +18,20 @@ PYTEST_ALL := $(BIN)/python -m pytest -n 3 --dist worksteal
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup   get gVisor and install the sandboxed kernels (the other targets do it by themselves)"
-	@echo "make demo    see a plain and a sandboxed kernel side by side, and one that sleeps and outlives its servers"
-	@echo "make lab     open JupyterLab with the sandboxed kernel in the picker"
-	@echo "make test    run the tests; test-slow: those that take minutes; test-lab: JupyterLab in Chromium;"
-	@echo "             test-fuzz: 100,000 random requests to the REST API;"
-	@echo "             test-hub: JupyterHub with its proxy and culler (needs npm);"
-	@echo "             test-debian: the sandbox tests with Debian's runsc;"
-	@echo "             test-templates: the tests of kernels with all of them started from templates"
-	@echo "make check   lint and types"
-	@echo "make docs    build the documentation, docs/_build/html/index.html; warnings are errors"
-	@echo "make bench   measure, beside a plain kernel, gVisor without our relay, and cat;"
-	@echo "             BENCH=--quick: see in a few minutes that all of it works"
-	@echo "make clean   remove .venv and everything in it"
+	@echo "make demo            compare a plain and a sandboxed kernel; hibernate, wake, restart the server"
+	@echo "make lab             open JupyterLab with the sandboxed kernel"
+	@echo "make setup           install gVisor and the sandboxed kernels (other targets do this automatically)"
+	@echo "make check           lint, types, import layers"
+	@echo "make test            run the tests, except for those below"
+	@echo "make test-slow       tests that take minutes"
+	@echo "make test-fuzz       100,000 random requests to the REST API"
+	@echo "make test-lab        JupyterLab in Chromium (needs Debian's package chromium)"
+	@echo "make test-hub        JupyterHub with its proxy and culler (needs npm)"
+	@echo "make test-templates  the kernel tests, with all kernels started from templates"
+	@echo "make test-debian     the sandbox tests, with Debian's runsc"
+	@echo "make bench           benchmarks; with BENCH=--quick, only check that they work"
+	@echo "make docs            build docs/_build/html/index.html; warnings are errors"
+	@echo "make clean           remove .venv and all generated files"
 
 $(BIN)/python:
 	@sh tools/make-venv $(PYTHON) .venv

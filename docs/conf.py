@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: `make docs`. What the code knows better than any text is generated first."""
+"""Sphinx configuration, used by `make docs`. Generates the pages' tables from the code first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events that a server emits, and the metrics that it counts, as tables."""
+"""Generate tables of the events and the metrics of a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUFFIXES = {"counter": "_total"}
 
 
 def markdown() -> str:
-    """The schemas of the events, what they have in them, and the metrics."""
+    """Return the tables of events, their fields, and metrics."""
     schemas = [yaml.safe_load((telemetry.SCHEMAS / f"{what}.yaml").read_text()) for what in telemetry.EVENTS]
     events = [(f"`{schema['$id']}`", schema["description"]) for schema in schemas]
     names = dict.fromkeys(name for schema in schemas for name in schema["properties"])
@@ -23,7 +23,7 @@ def markdown() -> str:
 
 
 def _meaning(schemas: list[dict[str, dict[str, dict[str, str]]]], name: str) -> str:
-    """What a field means, in each event that has it, said once if it is the same."""
+    """Return the description of a field: one text if it is the same in all events, otherwise one per event."""
     meant: dict[str, list[str]] = {}
     for schema in schemas:
         if name in schema["properties"]:

@@ -1,4 +1,4 @@
-"""The life of a sandbox as a table, from states.TRANSITIONS."""
+"""Generate the table of a sandbox's transitions, from ``gvisor.state.TRANSITIONS``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from generate_settings import table
 from sandbox_provisioner.gvisor.state import TRANSITIONS, Action, State
 
 HAPPEN = (Action.EXIT, Action.FAIL)
-"""What nobody does to a sandbox."""
+"""Events, in contrast to actions that a caller requests."""
 
 
 def markdown() -> str:
-    """A row for each action, a column for each state."""
+    """Return a table with a row for each action and a column for each state."""
     rows = []
     for action in Action:
         led = (TRANSITIONS.get((action, state)) for state in State)

@@ -1,4 +1,4 @@
-"""The settings and their variables as tables, from the traits and from GCSConfig."""
+"""Generate tables of the settings and their variables, from the traits and from GCSConfig."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
 
 ENVIRONMENT = re.compile(r"\s*Environment(?P<list>, comma-separated)?: (?P<name>[A-Z_]+)\.?$")
 KEPT = {
-    "metadata": "what each sandbox is, who has it, and which of its checkpoints counts",
-    "locks": "the leases",
+    "metadata": "documents: each sandbox's kernel, lease token and checkpoints",
+    "locks": "leases",
     "checkpoints": "checkpoints and savepoints",
-    "snapshots": "snapshots",
+    "snapshots": "file snapshots",
 }
 
 
 def settings() -> str:
-    """The settings of SandboxProvisioner, then those of SandboxKernelManager and GuardedContents."""
+    """Return the tables for SandboxProvisioner, SandboxKernelManager and GuardedContents."""
     with _nothing_set():
         kernel = _rows("SandboxProvisioner", SandboxSettings())
         server = _rows("SandboxKernelManager", SandboxKernelManager())
@@ -51,17 +51,17 @@ def settings() -> str:
 
 
 def storage() -> str:
-    """The variables of GCSConfig."""
+    """Return the table of GCSConfig's variables."""
     rows = []
     for field in fields(GCSConfig):
         place = getattr(GCSConfig, field.name, None)
         if isinstance(place, Place):
             rows.append((f"`{place.bucket_variable}`", f"`{place.mount_variable}`", KEPT[field.name]))
-    return "\n".join([*table(("a bucket", "a mounted folder", "what is kept there"), rows), ""])
+    return "\n".join([*table(("a bucket", "a mounted folder", "content"), rows), ""])
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """A table in Markdown, line by line."""
+    """Return the lines of a Markdown table."""
     columns = tuple(head)
     lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
     lines += [" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows]
@@ -69,7 +69,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _rows(name: str, owner: HasTraits) -> Iterator[tuple[str, str, str]]:
-    """One for each trait that this class, not one that it derives from, has; in the order of the code."""
+    """Yield a row for each trait that the class itself defines, in the order of the code."""
     own = type(owner).class_own_traits(config=True)
     for trait_name, trait in sorted(own.items(), key=lambda item: [*vars(type(owner))].index(item[0])):
         variable = ENVIRONMENT.search(trait.help)
@@ -83,7 +83,7 @@ def _rows(name: str, owner: HasTraits) -> Iterator[tuple[str, str, str]]:
 
 
 def _code(text: str) -> str:
-    """A help text in Markdown: what stands in single quotes is code."""
+    """Return a help text as Markdown; text in single quotes becomes code."""
     return re.sub(r"(?<![\w`])'([^']+)'", r"`\1`", text)
 
 
@@ -95,7 +95,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def _nothing_set() -> Iterator[None]:
-    """As if no setting were in the environment: whoever builds the documentation may have some."""
+    """Remove settings from the environment in this block, so that the tables show the defaults."""
     names = [name for name in os.environ if name.startswith(("SANDBOX_", "GCS_SANDBOX"))]
     saved = {name: os.environ.pop(name) for name in names}
     try:

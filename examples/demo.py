@@ -1,6 +1,6 @@
-"""`make demo`: a plain and a sandboxed kernel side by side; then one that outlives idleness and its servers.
+"""`make demo`: compare a plain and a sandboxed kernel; show that the state survives hibernation and servers.
 
-Ends with exit code 0 only if everything it claims was seen to be true.
+The exit code is 0 only if all claims were observed to be true.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ print(answer, next(countdown), thread.is_alive() and ticks > before, before)
 
 
 class Clock:
-    """How long it took since it was made."""
+    """Time since its creation."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -51,7 +51,7 @@ class Clock:
 
 
 class Survivor:
-    """A notebook's kernel in one Jupyter server after another; each look at its memory must find what the last left."""
+    """A notebook's kernel in several Jupyter servers, one after another. Its memory is checked after each change."""
 
     def __init__(self, story: Story, folder: Path, notebooks: Path, stack: contextlib.ExitStack) -> None:
         self._story, self._stack = story, stack
@@ -60,7 +60,7 @@ class Survivor:
         self._countdown, self._ticks = 9, 0
 
     def open_notebook(self, what: str, first: str = "") -> None:
-        """Open it in a new server, and have it answer."""
+        """Open the notebook in a new server, and check the kernel's memory."""
         self.server = Server(self._folder, self._notebooks)
         self._stack.callback(self.server.kill)
         self.server.wait()
@@ -71,19 +71,20 @@ class Survivor:
         self._look(what, str(clock))
 
     def sleep(self) -> None:
-        """Leave it alone until it sleeps."""
+        """Wait until the kernel is hibernated."""
         _, used = sandbox_processes()
         deadline = time.monotonic() + PATIENCE
         while sandbox_processes()[0] and time.monotonic() < deadline:
             time.sleep(0.05)
         count, left = sandbox_processes()
-        seen = f"{images() / MB:.0f} MB on disk, {count} processes, {(used - left) / MB:.0f} MB of memory given back"
+        seen = f"{images() / MB:.0f} MB on disk, {count} processes, {(used - left) / MB:.0f} MB of memory freed"
         self._story.event(f"no cell for {IDLE:g} s: hibernated", "", seen, count == 0 and images() > 0)
         listed = self.notebook.listed
-        self._story.event("the server", "", "has it in its list, under the same id" if listed else "has it not", listed)
+        seen = "lists the kernel under the same id" if listed else "does not list the kernel"
+        self._story.event("the server", "", seen, listed)
 
     def wake(self) -> None:
-        """Run the next cell."""
+        """Run a cell in the hibernated kernel."""
         clock = Clock()
         self.notebook.run("")
         self._look("the next cell wakes it", str(clock))
@@ -92,13 +93,13 @@ class Survivor:
         seen = self.notebook.run(LOOK)
         answer, left, counts, ticks = seen.split() if seen.count(" ") == 3 else ("", "", "", "0")
         holds = (answer, left, counts) == ("42", str(self._countdown), "True") and int(ticks) >= self._ticks
-        state = f"variable {answer}, generator at {left}, thread counts on from {ticks}"
+        state = f"variable {answer}, generator at {left}, thread continues from {ticks}"
         self._story.event(what, took, state if holds else seen, holds)
         self._countdown, self._ticks = self._countdown - 1, int(ticks)
 
 
 def survive(story: Story, survivor: Survivor) -> None:
-    """Through idleness, a server's stop and a server's death, to its end."""
+    """Show hibernation, a server's stop, a server's kill, and the shutdown of the kernel."""
     survivor.open_notebook("opened in a Jupyter server", first=REMEMBER)
     survivor.sleep()
     survivor.wake()
@@ -109,7 +110,8 @@ def survive(story: Story, survivor: Survivor) -> None:
     survivor.open_notebook("opened in another server")
     survivor.server.kill()
     count, _ = sandbox_processes()
-    story.event("server killed (SIGKILL)", "", "the sandbox runs on" if count else "the sandbox is gone", count > 0)
+    seen = "the sandbox continues to run" if count else "the sandbox is gone"
+    story.event("server killed (SIGKILL)", "", seen, count > 0)
     survivor.open_notebook("opened in a third server")
     clock = Clock()
     survivor.notebook.shut_down()
@@ -125,7 +127,7 @@ def main() -> int:
         notebooks = Path(scratch, "notebooks")
         notebooks.mkdir()
         side_by_side(story, notebooks)
-        print("\n  Now a notebook in a Jupyter server, which keeps the state of its sandboxed kernel:\n", flush=True)
+        print("\n  Now a notebook in a Jupyter server, whose sandboxed kernel keeps its state:\n", flush=True)
         with contextlib.ExitStack() as stack:
             survive(story, Survivor(story, Path(scratch), notebooks, stack))
     print("\nEvery claim held." if story.held else "\nNot every claim held: see the lines marked ✗.")

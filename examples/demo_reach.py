@@ -1,4 +1,4 @@
-"""What a plain and a sandboxed kernel can reach: the first half of `make demo`."""
+"""Compare the access of a plain and a sandboxed kernel: the first half of `make demo`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ except OSError as error:
 """
 ROUTE = """
 try:
-    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('192.0.2.1', 9))  # sends nothing: is there a way?
-    print('there is a way')
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('192.0.2.1', 9))  # only looks for a route; sends nothing
+    print('there is a route')
 except OSError as error:
     print(error.strerror)
 """
@@ -47,7 +47,7 @@ SHARE = "open('note.txt', 'w').write('hello'); print('written')"
 
 
 class Kernel:
-    """A kernel and one client of it."""
+    """A kernel with one client."""
 
     def __init__(self, title: str, provisioner: str) -> None:
         self.title = title
@@ -70,7 +70,7 @@ class Kernel:
         return run(self._client, code)
 
     def close(self) -> None:
-        """End it, however far its start had come."""
+        """End the kernel, even if its start was not completed."""
         if self._client:
             self._client.stop_channels()
         if self._manager.has_kernel:
@@ -80,7 +80,7 @@ class Kernel:
 
 
 class Story:
-    """Prints what is seen and remembers whether it is as claimed."""
+    """Print observations, and record whether all claims hold."""
 
     def __init__(self) -> None:
         self.held = True
@@ -96,7 +96,7 @@ class Story:
 
 @contextlib.contextmanager
 def listener() -> Iterator[int]:
-    """A server on this machine's loopback, such as a database nobody meant to share; yields its port."""
+    """Run a server on this machine's loopback, such as a private database would. Yield its port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -114,13 +114,13 @@ def listener() -> Iterator[int]:
 
 
 def compare(story: Story, plain: Kernel, sandboxed: Kernel, folder: Path, secret: Path, port: int) -> None:
-    """Run the same cells in both."""
+    """Run the same cells in both kernels."""
     elsewhere = secret.with_name(f"{secret.name}-written")
     cells = [
         ("reads a secret of the server's environment", ENVIRONMENT.format(variable=VARIABLE), SECRET),
         ("reads a file in your home", READ.format(path=str(secret)), SECRET),
         ("connects to a server on 127.0.0.1", CONNECT.format(port=port), "welcome"),
-        ("finds a way to an outside address", ROUTE, "there is a way"),
+        ("has a route to an outside address", ROUTE, "there is a route"),
         ("lists this machine's processes", PROCESSES, ""),
     ]
     print(f"\n    {'the kernel ...':<42} {plain.title:<28} {sandboxed.title}\n    {'-' * 96}")
@@ -140,7 +140,7 @@ def compare(story: Story, plain: Kernel, sandboxed: Kernel, folder: Path, secret
 
 
 def side_by_side(story: Story, notebooks: Path) -> None:
-    """Start a kernel of each kind, with something to find in your home and in the environment, and compare them."""
+    """Put a secret into the home and the environment, start a kernel of each kind, and compare them."""
     os.environ[VARIABLE] = SECRET
     handle, name = tempfile.mkstemp(prefix=".sandbox-demo-", dir=Path.home(), text=True)
     with contextlib.ExitStack() as stack:

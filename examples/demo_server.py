@@ -1,4 +1,4 @@
-"""A Jupyter server as `make demo` needs it: private, spoken to over HTTP, stopped or killed, and nothing left of it."""
+"""Run private Jupyter servers for `make demo`, use them over HTTP, and remove everything afterwards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from sandbox_provisioner import SandboxError, find_runsc, left_behind
 
 PATIENCE = 60.0
 SETTINGS = ("SANDBOX_", "GCS_SANDBOX_", "FILESYSTEM_SNAPSHOT_", "JUPYTER_")
-"""Variables of the user's own that the demo does not take over: it would leave something in their storage."""
+"""Prefixes of variables that are not passed to the demo, so that it stores nothing in the user's own storage."""
 
 
 @contextlib.contextmanager
 def private_jupyter(folder: Path) -> Iterator[None]:
-    """In this block Jupyter and its sandboxes know no folder but ``folder``; no sandbox outlives the block."""
+    """Use only ``folder`` for Jupyter and its sandboxes in this block, and remove all sandboxes at its end."""
     before = dict(os.environ)
     binary = str(find_runsc().path)
     for name in before:
@@ -35,8 +35,8 @@ def private_jupyter(folder: Path) -> Iterator[None]:
             del os.environ[name]
     places = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     os.environ |= {**places, "SANDBOX_RUNTIME_DIR": str(folder), "SANDBOX_RUNSC": binary}
-    os.environ["SANDBOX_TEMPLATE"] = "use"  # nothing is made behind the demo's back, which it would count
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "0"  # the kernel made here, not the environment's of the same name
+    os.environ["SANDBOX_TEMPLATE"] = "use"  # a build in the background would be counted with the demo's processes
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "0"  # prefer the demo's kernel to the environment's kernel of the same name
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ def install_kernel(idle_timeout: float) -> str:
 
 
 def sandbox_processes() -> tuple[int, int]:
-    """How many processes of sandboxes there are, and the bytes of memory that they share with nobody."""
+    """Return the number of sandbox processes, and their unshared memory in bytes."""
     count = memory = 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -69,13 +69,13 @@ def sandbox_processes() -> tuple[int, int]:
 
 
 def images() -> int:
-    """The bytes of all saved memory."""
+    """Return the size of all saved memory in bytes."""
     storage = Path(os.environ["JUPYTER_DATA_DIR"], "sandbox", "storage")
     return sum(file.stat().st_size for file in storage.rglob("*.img"))
 
 
 class Server:
-    """A real ``jupyter server`` in a process of its own."""
+    """A ``jupyter server`` in its own process."""
 
     def __init__(self, folder: Path, notebooks: Path) -> None:
         self._token = secrets.token_hex(16)
@@ -98,7 +98,7 @@ class Server:
             )
 
     def wait(self) -> None:
-        """Wait until it answers."""
+        """Wait until the server answers."""
         deadline = time.monotonic() + PATIENCE
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -118,7 +118,7 @@ class Server:
         return True
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer of its REST API."""
+        """Send a request to the REST API, and return the answer."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"token {self._token}"}
         request = Request(f"{self._url}api/{path}", data, headers, method=method)
@@ -129,23 +129,23 @@ class Server:
             raise SandboxError(f"The demo's Jupyter server refused: {error.read().decode()}") from error
 
     def open_notebook(self, name: str, kernel: str) -> Notebook:
-        """What JupyterLab does when a notebook is opened."""
+        """Open a notebook in the same way as JupyterLab."""
         session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": kernel}}
         return Notebook(self, self.ask("POST", "sessions", session), self._runtime)
 
     def stop(self) -> None:
-        """As a service manager would (SIGTERM)."""
+        """Stop the server with SIGTERM, as a service manager does."""
         self._process.terminate()
         self._process.wait()
 
     def kill(self) -> None:
-        """With no time for anything (SIGKILL)."""
+        """Kill the server with SIGKILL, so that it cannot save anything."""
         self._process.kill()
         self._process.wait()
 
 
 class Notebook:
-    """An open notebook, and a client of its kernel."""
+    """An open notebook with a client of its kernel."""
 
     def __init__(self, server: Server, session: dict[str, Any], runtime: Path) -> None:
         self._server = server
@@ -158,7 +158,7 @@ class Notebook:
         self._wait()
 
     def _wait(self) -> None:
-        """Until the kernel is heard on both channels; wait_for_ready would take one that starts for dead."""
+        """Wait for answers on shell and iopub. wait_for_ready would regard a starting kernel as dead."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             self._client.kernel_info()
@@ -173,21 +173,21 @@ class Notebook:
 
     @property
     def listed(self) -> bool:
-        """Whether the server still has its kernel."""
+        """True if the server still lists the kernel."""
         return any(kernel["id"] == self.kernel_id for kernel in self._server.ask("GET", "kernels"))
 
     def close(self) -> None:
-        """Close the tab; the kernel stays."""
+        """Close the client. The kernel stays."""
         self._client.stop_channels()
 
     def shut_down(self) -> None:
-        """Shut Down Kernel."""
+        """Close the client and shut the kernel down."""
         self.close()
         self._server.ask("DELETE", f"sessions/{self._id}")
 
 
 def run(client: BlockingKernelClient, code: str) -> str:
-    """What ``code`` prints."""
+    """Run ``code``. Return its printed output, or its error."""
     printed: list[str] = []
 
     def collect(message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Use a persistent sandbox from Python. Run it twice: the process inside continues with its memory.
+"""Control a persistent sandbox from Python. Run it twice: the process inside continues with its memory.
 
     python examples/persistent.py apple; python examples/persistent.py pear
 

@@ -1,6 +1,6 @@
-"""A hub to try out on one machine: idle servers are culled, and their notebooks come back with their state.
+"""A hub for tests on one machine. It culls idle servers; their notebooks continue when they are opened again.
 
-Anybody who reaches it can log in under any name, so it listens on this machine only.
+Everyone who can connect can log in with any name, so the hub listens only on this machine.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 c = get_config()  # noqa: F821
 
 HERE = Path.cwd()
-"""Everything is kept in the folder that the hub is started in."""
+"""The folder in which the hub is started. It contains all data."""
 SAVING = 60
-"""Seconds that a server which is being stopped may take to save its kernels."""
+"""Seconds that a stopping server may take to save its kernels."""
 
 c.JupyterHub.bind_url = "http://127.0.0.1:8000"
 c.JupyterHub.authenticator_class = "dummy"
 c.Authenticator.allow_all = True
 c.JupyterHub.allow_named_servers = True
-# Whoever follows a link to a notebook after the server was culled gets a server, without being asked.
+# A link to a notebook starts a culled server again without a question.
 c.JupyterHub.implicit_spawn_seconds = 0.01
 
-# Users that need not exist on this machine. For those that do: "pam" above, "localprocess" here.
+# Users who need no account on this machine. For real accounts, use "pam" above and "localprocess" here.
 c.JupyterHub.spawner_class = "simple"
 c.SimpleLocalProcessSpawner.home_dir_template = str(HERE / "home" / "{username}")
 if os.geteuid() == 0:
-    c.Spawner.args = ["--allow-root"]  # these users are all the one who started the hub
-# Not the home folder itself: a sandboxed kernel may write to all of its notebook's folder.
+    c.Spawner.args = ["--allow-root"]  # all users run as the account that started the hub
+# Not the home folder itself: a sandboxed kernel can write to all of its notebook's folder.
 c.Spawner.notebook_dir = "~/notebooks"
 
 
 def hub_secret() -> bytes:
-    """Read the secret that users' keys are made of; it is made when the hub starts for the first time."""
+    """Return the secret from which users' keys are derived. The first start of the hub creates it."""
     file = HERE / "sandbox_secret"
     if not file.exists():
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
@@ -52,7 +52,7 @@ SECRET = hub_secret()
 def prepare(spawner: Any) -> None:
     Path(spawner.home_dir, "notebooks").mkdir(parents=True, exist_ok=True)
     name = spawner.user.name
-    # What a user's servers keep is signed with a key of that user's, and in a bucket it has a prefix of its own.
+    # Each user gets a key that signs stored data, and a prefix for a bucket.
     spawner.environment = {
         **spawner.environment,
         "SANDBOX_SIGNING_KEY": hmac.new(SECRET, name.encode(), sha256).hexdigest(),
@@ -62,13 +62,13 @@ def prepare(spawner: Any) -> None:
 
 c.Spawner.pre_spawn_hook = prepare
 
-# All servers of a user share a home, and so Jupyter's data folder, where saved kernels are kept; servers that do not
-# share one need a bucket. The one that opens a notebook gets its kernel from the one that has it.
+# All servers of a user share a home, which contains Jupyter's data folder with the saved kernels. Servers without a
+# shared home need a bucket. A server that opens a notebook takes it over from the server that runs it.
 c.Spawner.environment = {"SANDBOX_ENABLE_HANDOFF": "1", "SANDBOX_HIBERNATE_DEADLINE": str(SAVING)}
-# The spawner sends SIGINT, SIGTERM, SIGKILL, with so many seconds in between. The first must be enough.
+# The spawner sends SIGINT, SIGTERM and SIGKILL at this interval. The server must finish after SIGINT.
 c.LocalProcessSpawner.interrupt_timeout = SAVING + 30
 
-# Longer than the five minutes in which servers tell the hub of their activity.
+# The timeout must be longer than five minutes, the interval at which servers report their activity to the hub.
 c.JupyterHub.services = [
     {
         "name": "idle-culler",

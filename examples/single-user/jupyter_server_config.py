@@ -1,44 +1,44 @@
-"""Sandboxed kernels for one person on one machine. All of it is optional; what is commented out is the default."""
+"""Sandboxed kernels for one person on one machine. All settings are optional; those in comments show the defaults."""
 
 from __future__ import annotations
 
 c = get_config()  # noqa: F821
 
-# -- which kernels there are -------------------------------------------------------------------------------------------
+# -- available kernels -------------------------------------------------------------------------------------------------
 
-# For notebooks that you do not trust: every kernel runs in a sandbox, also one whose kernelspec does not ask for it,
-# and there are no terminals.
+# For notebooks that you do not trust: kernels run in a sandbox even if their kernelspec names no provisioner, and there
+# are no terminals.
 c.KernelProvisionerFactory.default_provisioner_name = "sandbox-provisioner"
 c.ServerApp.terminals_enabled = False
-# What the launcher shows. It only hides the others: by itself it would keep nobody from starting them.
+# Show only this kernel in the launcher. This hides the other kernels, but does not prevent their start.
 c.KernelSpecManager.allowed_kernelspecs = {"python3-sandbox"}
 c.KernelSpecManager.ensure_native_kernel = False
 c.MultiKernelManager.default_kernel_name = "python3-sandbox"
 
-# -- when a notebook's kernel is saved, and its memory given back ------------------------------------------------------
+# -- saving kernels ----------------------------------------------------------------------------------------------------
 
-# After so many seconds without a running cell, also if a browser tab is open; the kernelspec's own settings go before
-# these (`jupyter sandbox setup --idle-timeout`).
+# Hibernate a kernel after this number of seconds without a running cell, even if a browser tab is open. Settings in the
+# kernelspec (`jupyter sandbox setup --idle-timeout`) take precedence.
 # c.SandboxProvisioner.enable_checkpoint_at_idle = True
 # c.SandboxProvisioner.idle_timeout = 1800
-# Jupyter's own culler does the same to sandboxed kernels, and shuts all others down.
+# Jupyter's culler also hibernates sandboxed kernels. It shuts down all other kernels.
 c.MappingKernelManager.cull_idle_timeout = 4 * 3600
-# When the server stops, all are saved at once; those that take longer are saved when it starts again.
+# Seconds to save all kernels when the server stops. Kernels that take longer are saved at the next start.
 # c.SandboxKernelManager.hibernate_deadline = 60
-# "Shut Down Kernel" deletes what was saved; with "checkpoint" the notebook has its state when it is opened again.
+# "Shut Down Kernel" deletes the saved state. With "checkpoint", it saves the kernel instead.
 # c.SandboxProvisioner.on_shutdown = "delete"
-# False: kernels start afresh, always.
+# False: do not save kernels.
 # c.SandboxProvisioner.persistent = True
 
-# -- what a kernel may reach -------------------------------------------------------------------------------------------
+# -- access of kernels -------------------------------------------------------------------------------------------------
 
-# More folders, read-only unless they end in :rw.
+# Additional folders, read-only unless they end in :rw.
 # c.SandboxProvisioner.mounts = ["/srv/data", "/srv/results:rw"]
-# Variables of the server's environment.
+# Additional variables from the server's environment.
 # c.SandboxProvisioner.pass_environment = ["HTTP_PROXY"]
 # c.SandboxProvisioner.network = "none"
 
-# -- where it is kept --------------------------------------------------------------------------------------------------
+# -- storage -----------------------------------------------------------------------------------------------------------
 
-# In Jupyter's data folder, unless said otherwise.
+# The default is a folder in Jupyter's data folder.
 # c.SandboxProvisioner.storage_dir = "/srv/sandboxes"
