@@ -554,7 +554,7 @@ async def test_a_cancelled_checkpoint_comes_to_its_end(running: SandboxHandle) -
 async def test_files_of_any_sandbox_can_be_kept_and_put_into_another(
     spec: BundleSpec, runsc: Runsc, stores: Stores, running: SandboxHandle
 ) -> None:
-    ephemeral = SandboxHandle.create_ephemeral("passing", spec, runsc, shelf=stores.shelf)
+    ephemeral = SandboxHandle.create_ephemeral("passing", spec, runsc, storage=stores.snapshot_storage)
     await ephemeral.instance.start()
     try:
         process = await ephemeral.instance.execute(["/bin/sh", "-c", "echo kept > ~/kept; echo lost > /dev/shm/lost"])

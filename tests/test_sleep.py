@@ -767,7 +767,7 @@ def test_cell_is_answered_when_storage_cannot_record_the_wake(
     bucket.fault("status", code=403, operation="insert", name=".*metadata.json", times=None)
     assert notebook.run("x += 1; x") == "2"
     until(lambda: bucket.faults()[0]["struck"] > 2)
-    assert "could not be recorded in storage: Google does not let this server use the bucket" in caplog.text
+    assert "could not be recorded in storage: Google denied access to bucket" in caplog.text
     assert summary().running is False
     bucket.reset_faults()
     until(lambda: "is recorded in storage again" in caplog.text)
@@ -786,7 +786,7 @@ def test_a_kernel_whose_wake_was_never_recorded_is_saved_as_it_is(
     bucket.fault("status", code=403, operation="insert", name=".*metadata.json", times=None)
     assert notebook.run("x += 1; x") == "2"
     until(lambda: "could not be recorded in storage" in caplog.text)
-    with pytest.raises(SandboxError, match="Google does not let this server use the bucket"):
+    with pytest.raises(SandboxError, match="Google denied access to bucket"):
         notebook.nap()
     assert notebook.run("x += 1; x") == "3"
     bucket.reset_faults()
