@@ -60,10 +60,10 @@ test: .venv/.test .venv/.ready
 	@$(PYTEST_ALL) -m "not slow and not browser and not hub" $(PYTEST)
 
 test-slow: .venv/.test .venv/.ready
-	@$(BIN)/python -m pytest -m slow --timeout=900 --ignore=tests/test_schemathesis.py $(PYTEST)
+	@$(BIN)/python -m pytest -m slow --timeout=900 --ignore=tests/integration/test_schemathesis.py $(PYTEST)
 
 test-fuzz: .venv/.test .venv/.ready
-	@$(BIN)/python -m pytest -n 2 -m slow tests/test_schemathesis.py $(PYTEST)
+	@$(BIN)/python -m pytest -n 2 -m slow tests/integration/test_schemathesis.py $(PYTEST)
 
 test-lab: .venv/.test .venv/.browser .venv/.ready
 	@$(BIN)/python -m pytest -m browser $(PYTEST)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,9 +20,11 @@ from hypothesis import settings
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from kernel_templates import have_template
+from kernels import Notebook, Open
+from leftovers import leftovers
 from servers import READY, Server, lend_templates
 from traitlets import TraitError
-from traitlets.config import Config
 
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.gvisor import bundle
@@ -32,14 +32,11 @@ from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.interpreter import visible
 from sandbox_provisioner.gvisor.runsc import Runsc, find
 from sandbox_provisioner.gvisor.runtime_dir import runtime_root
-from sandbox_provisioner.templates.build import build
-from sandbox_provisioner.templates.match import recipe_for
-from sandbox_provisioner.templates.store import Template, TemplateShelf
+from sandbox_provisioner.templates.store import TemplateShelf
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-LONG = 60
 os.environ["SANDBOX_SIGNING_KEY"] = "the key of all tests that have no other one"
 """So that no test makes one in the home of whoever runs it."""
 os.environ["SANDBOX_TEMPLATE"] = "none"
@@ -87,33 +84,6 @@ def templates(
             elsewhere.submit(have_template, name, shelf).result()
 
     return provide
-
-
-def have_template(name: str, shelf: TemplateShelf) -> Template | None:
-    """Make the template of a kernelspec, unless there is a current one."""
-    recipe, found = recipe_for(name, Config()), shelf.get(name)
-    if found and found.key == recipe.key and not found.changed:
-        return found
-    try:
-        return asyncio.run(build(recipe, shelf, wait=True))
-    except SandboxError:  # a cache of modules, which the first test of a new environment writes, was changed just now
-        time.sleep(2)
-        return asyncio.run(build(recipe, shelf, wait=True))
-
-
-def leftovers(runtime: Path) -> list[str]:
-    """Processes, mounts and folders that belong to sandboxes of this runtime folder."""
-    found = [f"folder {path.name}" for path in runtime.iterdir()]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if f"--root={runtime}/" in command:
-                found.append(f"process {entry.name}: {command[:120]}")
-    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    return found + [f"mount {line.split()[4]}" for line in mounts if str(runtime) in line]
 
 
 @pytest.fixture(autouse=True)
@@ -236,92 +206,6 @@ def start_kernel(
         kc.stop_channels()
         if km.has_kernel:
             km.shutdown_kernel(now=True)
-
-
-def run(kc: BlockingKernelClient, code: str, timeout: float = 60) -> str:
-    """Execute ``code``; returns what it printed and its result as text, and fails on an error."""
-    pieces: list[str] = []
-
-    def collect(message: dict[str, Any]) -> None:
-        content = message["content"]
-        if message["msg_type"] == "stream":
-            pieces.append(content["text"])
-        elif message["msg_type"] == "execute_result":
-            pieces.append(content["data"]["text/plain"])
-
-    reply = kc.execute_interactive(code, timeout=timeout, output_hook=collect)
-    if reply["content"]["status"] != "ok":
-        raise AssertionError("\n".join(reply["content"]["traceback"]))
-    return "".join(pieces)
-
-
-class Notebook:
-    """A notebook's kernel under a plain KernelManager, and a client of it."""
-
-    def __init__(self, km: KernelManager, kc: BlockingKernelClient) -> None:
-        self.km, self.kc = km, kc
-
-    def run(self, code: str) -> str:
-        return run(self.kc, code)
-
-    @property
-    def asleep(self) -> bool:
-        return bool(self.km.provisioner.asleep)
-
-    def hibernate(self) -> None:
-        asyncio.run(self.km.provisioner.hibernate())
-        assert self.asleep
-        assert self.km.is_alive()
-
-    def nap(self) -> None:
-        """Fall asleep, though it may be woken at once by what its clients want."""
-        asyncio.run(self.km.provisioner.hibernate())
-
-    def wake(self) -> None:
-        asyncio.run(self.km.provisioner.wake())
-        assert not self.asleep
-
-    def iopub(self, request: str) -> dict[str, Any]:
-        """The next message which belongs to a request."""
-        while True:
-            message: dict[str, Any] = self.kc.get_iopub_msg(timeout=LONG)
-            if message["parent_header"].get("msg_id") == request:
-                return message
-
-    def outputs(self, request: str) -> Iterator[str]:
-        """What a request prints, until it is done with."""
-        while True:
-            message = self.iopub(request)
-            if message["msg_type"] == "stream":
-                yield message["content"]["text"]
-            elif message["msg_type"] == "error":
-                yield message["content"]["ename"]
-            elif message["content"].get("execution_state") == "idle":
-                return
-
-    def reply(self, request: str) -> dict[str, Any]:
-        """What a request is answered, on the shell channel."""
-        while True:
-            message: dict[str, Any] = self.kc.get_shell_msg(timeout=LONG)
-            if message["parent_header"].get("msg_id") == request:
-                return message["content"]
-
-    def drain(self) -> None:
-        """Have it answer, and forget what it said before."""
-        self.run("pass")
-        for channel in (self.kc.shell_channel, self.kc.iopub_channel, self.kc.control_channel):
-            while channel.msg_ready():
-                channel.get_msg(timeout=0)
-
-    def end(self, keep: bool = False) -> None:
-        """Shut it down; ``keep`` is what a server says that stops."""
-        if keep:
-            self.km.provisioner.keep_state()
-        self.kc.stop_channels()
-        self.km.shutdown_kernel()
-
-
-Open = Callable[..., Notebook]
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class Killing:
 
     def victim(self, at: int, act: str) -> list[str]:
         """Let it act, and be killed at the given step; what it said until then."""
-        script = Path(__file__).with_name("victim.py")
+        script = Path(__file__).parents[1] / "support" / "victim.py"
         ended = subprocess.run(
             [sys.executable, str(script), str(at), act, str(self._given)], capture_output=True, text=True
         )

@@ -12,7 +12,7 @@ from readers import Reader
 
 from sandbox_provisioner.gvisor.runsc import Runsc
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MOST_EXCUSES = 6
 

@@ -19,7 +19,7 @@ from traitlets.config import Config
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.sandbox.user_sandboxes import Persistence
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]

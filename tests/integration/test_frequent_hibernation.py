@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Notebook, Open
+from kernels import Notebook, Open
 
 pytestmark = [pytest.mark.runsc, pytest.mark.slow]
 

@@ -22,12 +22,14 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from conftest import LONG, READY, Notebook, Open, leftovers
 from gcs_server import GCS
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
+from kernels import LONG, Notebook, Open
+from leftovers import leftovers
+from servers import READY
 
 from sandbox_provisioner.errors import (
     ConfigurationError,
@@ -825,7 +827,7 @@ import os, sys
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 sys.path.insert(0, os.environ["TESTS"])
-from conftest import run
+from kernels import run
 specs = KernelSpecManager()
 specs.kernel_dirs = [sys.argv[1], *specs.kernel_dirs]
 km = KernelManager(kernel_name=sys.argv[2], kernel_spec_manager=specs)
@@ -851,7 +853,7 @@ class Elsewhere:
 
     def __init__(self, specs: str, kernel: str, notebook: Path) -> None:
         command = [sys.executable, "-c", ELSEWHERE, specs, kernel, str(notebook)]
-        env = {**os.environ, "TESTS": str(Path(__file__).parent)}
+        env = {**os.environ, "TESTS": str(Path(__file__).parents[1] / "support")}
         self.process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import READY, leftovers, run
 from gcs_server import GCS
+from kernels import run
+from leftovers import leftovers
 from notebooks import Notebook, until
-from servers import Server
+from servers import READY, Server
 
 from sandbox_provisioner.gvisor.runtime_dir import left_behind
 

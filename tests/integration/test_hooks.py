@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from conftest import LONG, Open
+from kernels import LONG, Open
 
 from sandbox_provisioner.errors import UnsaveableError
 

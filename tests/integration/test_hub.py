@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import leftovers
 from hubs import Browser, Hub
+from leftovers import leftovers
 from notebooks import until
 
 pytestmark = [pytest.mark.hub, pytest.mark.timeout(300)]

@@ -21,10 +21,11 @@ from uuid import uuid4
 import psutil
 import pytest
 import zmq
-from conftest import leftovers, run
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from kernels import run
+from leftovers import leftovers
 from servers import READY
 
 from sandbox_provisioner.errors import ConfigurationError, ProtocolError, SandboxError

@@ -13,10 +13,12 @@ from unittest import mock
 
 import jupyter_kernel_test
 import pytest
-from conftest import READY, leftovers, run
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from kernels import run
+from leftovers import leftovers
+from servers import READY
 
 pytestmark = pytest.mark.runsc
 

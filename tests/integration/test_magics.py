@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LONG, Notebook, Open
-from test_asks import Clerk, checkpoint
+from clerk import Clerk, checkpoint
+from kernels import LONG, Notebook, Open
 
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.guest import host_api, magics

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import leftovers
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
+from leftovers import leftovers
 
 from sandbox_provisioner.gvisor.runtime_dir import sweep
 

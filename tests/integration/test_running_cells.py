@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Notebook, Open, leftovers
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
+from kernels import Notebook, Open
+from leftovers import leftovers
 from notebooks import Notebook as ServerNotebook
 from notebooks import until
 from servers import Server

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LONG, Notebook, Open
+from kernels import LONG, Notebook, Open
 
 from sandbox_provisioner.errors import (
     ConfigurationError,

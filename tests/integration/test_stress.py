@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import leftovers
+from leftovers import leftovers
 from servers import Server
 from stress import Limits, Notebook, ask, stress
 
@@ -30,7 +30,7 @@ SETTLED = 20.0
 def servers(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Server]:
     """Two servers that share their storage."""
     monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "shared"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
     return [serve(EXTENSIONS, name="first"), serve(EXTENSIONS, name="second")]
 
 

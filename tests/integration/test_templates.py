@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Open, have_template, run
 from jupyter_client.kernelspec import KernelSpecManager
+from kernel_templates import have_template, is_copy
+from kernels import Open, run
 from traitlets.config import Config
 
 from sandbox_provisioner.cli.app import main
@@ -32,11 +33,6 @@ pytestmark = [pytest.mark.runsc, pytest.mark.templates]
 Start = Callable[..., Any]
 Sandboxed = Callable[..., str]
 LONG = 60
-
-
-def is_copy(km: Any) -> bool:
-    """Whether a kernel came of a template."""
-    return km.provisioner.sandbox.spec.carried is not None
 
 
 def ask(kc: Any, expression: str) -> Any:

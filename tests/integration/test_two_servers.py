@@ -131,7 +131,7 @@ asyncio.run(main())
 
 def start_frozen(spec: BundleSpec, runsc: Runsc, config: GCSConfig) -> subprocess.Popen[str]:
     given = pickle.dumps((spec, runsc, config)).hex()
-    command = [sys.executable, "-c", FROZEN, given, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", FROZEN, given, str(Path(__file__).parents[1] / "support")]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

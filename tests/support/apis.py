@@ -14,8 +14,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from conftest import leftovers, run
 from jupyter_client.kernelspec import KernelSpecManager
+from kernels import run
+from leftovers import leftovers
 from servers import READY, Server
 
 from sandbox_provisioner.gvisor.runtime_dir import runtime_root

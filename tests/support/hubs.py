@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from servers import READY
 
-CONFIG = Path(__file__).parents[1] / "examples" / "jupyterhub" / "jupyterhub_config.py"
+CONFIG = Path(__file__).parents[2] / "examples" / "jupyterhub" / "jupyterhub_config.py"
 BIN = Path(sys.executable).parent
 KEPT = ("SANDBOX_RUNSC", "SANDBOX_RUNTIME_DIR")
 INSTALL = """{} is not installed beside {}; `make test-hub` installs it. By hand:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from conftest import READY, run
-from servers import Server
+from kernels import run
+from servers import READY, Server
 
 
 class Notebook:

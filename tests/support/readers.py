@@ -14,7 +14,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from conftest import run
+from kernels import run
 from pages import Step
 from servers import READY, connect, hears
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import READY, leftovers, run
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.ioloop.manager import AsyncIOLoopKernelManager, IOLoopKernelManager
@@ -29,7 +28,9 @@ from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.session import Session
 from jupyter_core.utils import ensure_async, ensure_event_loop
-from servers import Server
+from kernels import run
+from leftovers import leftovers
+from servers import READY, Server
 from traitlets.config import Config
 
 from sandbox_provisioner.errors import ConfigurationError

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from conftest import Notebook, Open
 from jupyter_client.session import Session
+from kernels import Notebook, Open
 from notebooks import until
 
 from sandbox_provisioner.kernel.handshake import GREETING, command, ready

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
+from kernels import run
 from servers import Server, hears
 
 from sandbox_provisioner.errors import UnresponsiveError

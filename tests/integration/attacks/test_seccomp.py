@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from kernels import run
 
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc

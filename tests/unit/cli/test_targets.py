@@ -14,7 +14,7 @@ from typing import Any
 import nbformat
 import pytest
 from apis import KERNEL, become_user, serving
-from conftest import run
+from kernels import run
 from notebooks import until
 from servers import Server
 

@@ -40,7 +40,7 @@ from sandbox_provisioner.client.discovery import address
 from sandbox_provisioner.client.models import Capabilities, CreateSandbox, NamedStates, decode, encode
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
 
-UNASYNC = Path(__file__).parent.parent / "tools" / "unasync.py"
+UNASYNC = Path(__file__).parents[3] / "tools" / "unasync.py"
 SPEC = yaml.safe_load(files("sandbox_provisioner").joinpath("server/openapi.yaml").read_text())
 METHODS = {
     "list_sandboxes": "list", "create_sandbox": "create", "get_capabilities": "capabilities", "stream_events": "events",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_link import ENV, LIMIT, Tap, descriptors, echo, real_guest, server
+from guests import ENV, LIMIT, Tap, descriptors, echo, real_guest, server
 
 from sandbox_provisioner.errors import GuestError
 from sandbox_provisioner.guest.frames import MAX_PAYLOAD, WINDOW

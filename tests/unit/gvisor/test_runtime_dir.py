@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import leftovers
+from leftovers import leftovers
 
 from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.gvisor import runtime_dir as runtime_module

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import leftovers
-from test_link import LIMIT, Tap
+from guests import LIMIT, Tap
+from leftovers import leftovers
 
 from sandbox_provisioner.errors import GuestError, LinkClosedError, ProtocolError, RunscError, SandboxError, StateError
 from sandbox_provisioner.guest.frames import CONTROL, VERSION, encode

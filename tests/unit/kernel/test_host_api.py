@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from clerk import Clerk, checkpoint
+from guests import LIMIT, scripted_guest
 from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
-from test_link import LIMIT, scripted_guest
 
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
 from sandbox_provisioner.guest.magics import told
-from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.kernel.host_api import (
     INTERNAL,
     MAX_ANSWER,
@@ -30,8 +29,7 @@ from sandbox_provisioner.kernel.host_api import (
     serve,
 )
 from sandbox_provisioner.kernel.synthetic_replies import Cell, conclude
-from sandbox_provisioner.persistence.metadata import Checkpoint, GCSArtifact
-from sandbox_provisioner.storage.base import FileRecord
+from sandbox_provisioner.persistence.metadata import Checkpoint
 
 HEADER = {"msg_id": "a1", "msg_type": "execute_request", "session": "s", "username": "me", "version": "5.4"}
 JSON = st.recursive(
@@ -43,43 +41,6 @@ REQUESTS = st.fixed_dictionaries(
     {"op": st.sampled_from(["status", "savepoint", "savepoints", "rewind"]) | JSON},
     optional={"name": JSON, "parent": st.dictionaries(st.sampled_from(list(HEADER)), JSON) | JSON, "count": JSON},
 )
-
-
-def checkpoint(size: int = 123_000_000, created: str = "2026-11-16T15:50:00.000+00:00") -> Checkpoint:
-    artifact = GCSArtifact("checkpoints/1/", created, {"image": FileRecord(size, size, ())})
-    spec = BundleSpec("/usr/bin/python3", "/home/me", "me")
-    return Checkpoint(artifact, "1", "2", "systrap", "x86_64", (), spec, {}, {}, 0.4)
-
-
-class Clerk:
-    """A kernel that says what it was told to say."""
-
-    def __init__(self, ephemeral: str = "") -> None:
-        self.ephemeral = ephemeral
-        self.made: dict[str, Checkpoint] = {}
-        self.rewound: list[tuple[str, Cell | None]] = []
-        self.error: Exception | None = None
-
-    async def status(self) -> Mapping[str, Any]:
-        return {
-            "sandbox_id": "nb-1",
-            "state": "running",
-            "notebook": "" if self.ephemeral else "/n/a.ipynb",
-            "idle_timeout": 1800.0,
-            "ephemeral": self.ephemeral,
-        }
-
-    async def savepoints(self) -> Mapping[str, Checkpoint]:
-        return self.made
-
-    async def savepoint(self, name: str) -> Checkpoint:
-        if self.error:
-            raise self.error
-        return self.made.setdefault(name, checkpoint())
-
-    async def rewind(self, name: str, cell: Cell | None) -> str:
-        self.rewound.append((name, cell))
-        return "before-rewind-1"
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import leftovers
-from test_link import LIMIT
+from guests import LIMIT
+from leftovers import leftovers
 
 from sandbox_provisioner.errors import GuestError, RunscError
 from sandbox_provisioner.gvisor.bundle import BundleSpec

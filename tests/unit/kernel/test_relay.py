@@ -7,98 +7,19 @@ import os
 import socket
 import stat
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from test_link import LIMIT, Serve, descriptors, echo, real_guest, server
+from guests import LIMIT, descriptors, echo, real_guest
+from relays import ANY, IP, Dial, kernel, until
 
 from sandbox_provisioner.errors import LinkClosedError, SandboxError
 from sandbox_provisioner.guest.frames import WINDOW
 from sandbox_provisioner.kernel import relay as relay_module
 from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
 from sandbox_provisioner.kernel.relay_client import MAX_EARLY
-from sandbox_provisioner.mux.connection import GuestLink
 
 pytestmark = pytest.mark.filterwarnings("error")
-ANY = dict.fromkeys(CHANNELS, 0)
-IP = "127.0.0.1"
-
-
-@pytest.fixture
-async def relay() -> AsyncIterator[ChannelRelay]:
-    """A relay that leaves no descriptor behind."""
-    before = descriptors(os.getpid())
-    relay = ChannelRelay()
-    yield relay
-    await relay.close()
-    await until(lambda: descriptors(os.getpid()) <= before)
-
-
-@pytest.fixture
-async def ports(relay: ChannelRelay) -> dict[str, int]:
-    ports = await relay.reserve_tcp(IP, ANY)
-    await relay.listen()
-    return ports
-
-
-@asynccontextmanager
-async def kernel(folder: Path, serve: Serve = echo) -> AsyncIterator[tuple[GuestLink, dict[str, str]]]:
-    """A sandbox in which something listens on five sockets: the link to it, and the targets."""
-    async with AsyncExitStack() as stack:
-        targets = {channel: await stack.enter_async_context(server(folder / channel, serve)) for channel in CHANNELS}
-        link, _ = await stack.enter_async_context(real_guest())
-        yield link, targets
-
-
-class Client:
-    """A client's connection to one channel."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    async def send(self, data: bytes) -> None:
-        self._writer.write(data)
-        await self._writer.drain()
-
-    async def receive(self, amount: int) -> bytes:
-        return await asyncio.wait_for(self._reader.readexactly(amount), LIMIT)
-
-    async def rest(self) -> bytes:
-        return await asyncio.wait_for(self._reader.read(), LIMIT)
-
-    async def close(self) -> None:
-        self._writer.close()
-        try:
-            await self._writer.wait_closed()
-        except ConnectionError:
-            pass
-
-
-@pytest.fixture
-async def dial(relay: ChannelRelay) -> AsyncIterator[Callable[..., asyncio.Future[Client]]]:
-    """Connects clients to a port or a path, and hangs up for those that did not."""
-    clients: list[Client] = []
-
-    async def dial(address: int | str) -> Client:
-        if isinstance(address, str):
-            clients.append(Client(*await asyncio.open_unix_connection(address)))
-        else:
-            clients.append(Client(*await asyncio.open_connection(IP, address)))
-        return clients[-1]
-
-    yield dial  # type: ignore[misc]
-    await asyncio.gather(*(client.close() for client in clients))
-
-
-Dial = Callable[..., asyncio.Future[Client]]
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT):
-        while not happened():
-            await asyncio.sleep(0.005)
 
 
 # -- listening -------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """ClientConnection: which messages count, what wakes a kernel, and what a connection can make the server keep."""
 
-# ruff: noqa: F811  (fixtures of another module)
-
 from __future__ import annotations
 
 import asyncio
@@ -13,9 +11,9 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from guests import LIMIT, real_guest
 from jupyter_client.session import Session
-from test_link import LIMIT
-from test_relay import ANY, IP, Client, Dial, dial, kernel, ports, relay, until  # noqa: F401
+from relays import ANY, IP, Dial, kernel, until
 
 from sandbox_provisioner.kernel import relay as relay_module
 from sandbox_provisioner.kernel import relay_client
@@ -320,8 +318,6 @@ async def test_a_real_client_talks_to_a_kernel_that_it_met_asleep(relay: Channel
     router.bind(f"ipc://{tmp_path}/shell")
     ports = await relay.reserve_tcp(IP, ANY)
     await relay.listen()
-    from test_link import real_guest
-
     async with real_guest() as (link, _):
         relay.connect(link, dict.fromkeys(CHANNELS, f"unix:{tmp_path}/shell"), SIGNING)
         link.quiet = True

@@ -149,7 +149,7 @@ class Players:
     """Processes that want a lease."""
 
     def __init__(self, ground: Ground, count: int, lease: tuple[float, ...] = (LEASE, RENEWAL, POLL)) -> None:
-        program = str(Path(__file__).with_name("lock_player.py"))
+        program = str(Path(__file__).parents[2] / "support" / "lock_player.py")
         self.processes = [
             subprocess.Popen(
                 [sys.executable, program, ground.kind, ground.place, f"player-{number}", *map(str, lease)],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cell import LONG, start_cell, tell
+from rescuer import in_child, recover
 
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (
@@ -305,7 +305,7 @@ VICTIM = """
 
 def fall_victim(spec: BundleSpec, runsc: Runsc, storage: Path, *names: str) -> None:
     """Let a server start sandboxes and be killed."""
-    code = textwrap.dedent(VICTIM).format(tests=str(Path(__file__).parent))
+    code = textwrap.dedent(VICTIM).format(tests=str(Path(__file__).parents[2] / "support"))
     given = pickle.dumps((spec, runsc, storage)).hex()
     ended = subprocess.run([sys.executable, "-c", code, given, *names], capture_output=True, text=True)
     assert ended.returncode == -9, ended.stderr
@@ -374,27 +374,6 @@ async def test_attach_waits_for_a_rescue_by_another(
         await manager.restore(name)
         assert await tell(handle, "get") == name
         await recovering
-
-
-def recover(runsc: Runsc, storage: Path, name: str) -> None:
-    """Save a killed server's sandbox; blocks."""
-
-    async def work() -> None:
-        manager = SandboxManager(GCSConfig(folder=storage), runsc, "rescuer")
-        (one,) = await manager._recovery.save(name)
-        assert one.saved
-
-    asyncio.run(work())
-
-
-async def in_child(function: Callable[..., None], *given: object) -> None:
-    """Call a function of this module in a process of its own."""
-    code = "import pickle, sys; function, given = pickle.loads(bytes.fromhex(sys.argv[1])); function(*given)"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, pickle.dumps((function, given)).hex(), env=env
-    )
-    assert await child.wait() == 0
 
 
 @pytest.mark.runsc

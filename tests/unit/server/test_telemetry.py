@@ -15,8 +15,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from conftest import leftovers
 from jupyter_server.serverapp import ServerApp
+from leftovers import leftovers
 from notebooks import Notebook, until
 from prometheus_client import REGISTRY
 from servers import Server

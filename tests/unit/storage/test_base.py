@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from stores import append, append_many, open_store
 
 from sandbox_provisioner.errors import (
     ConflictError,
@@ -21,23 +22,13 @@ from sandbox_provisioner.errors import (
     SandboxError,
     StorageError,
 )
-from sandbox_provisioner.storage.base import NEW, FileRecord, ObjectInfo, ObjectStore
-from sandbox_provisioner.storage.gcs import GCSStore
-from sandbox_provisioner.storage.local import LocalStore
+from sandbox_provisioner.storage.base import NEW, FileRecord, ObjectStore
 from sandbox_provisioner.storage.memory import MemoryStore
-from sandbox_provisioner.storage.mounted import MountedStore
 
 KINDS = ("local", "mounted", "gcs", "memory")
 MIB = 1024 * 1024
 HOSTILE = ["", ".", "..", "/", "a/../b", "../x", "/etc/passwd", "a//b", "a/", ".hidden", "a/.b", "a\0b", "a\nb", "ü"]
 HOSTILE += ["a" * 256, "a/" * 256 + "b", "-rf\n", "a\\..\\b", "%2e%2e/x", "~root", "a b", ".tmp/x", ".generation"]
-
-
-def open_store(kind: str, place: str) -> ObjectStore:
-    """A store as any process would open it: ``place`` is a folder, or a bucket."""
-    if kind == "gcs":
-        return GCSStore(place, "some/prefix")
-    return {"local": LocalStore, "mounted": MountedStore}[kind](Path(place))
 
 
 @pytest.fixture(params=KINDS)
@@ -318,28 +309,6 @@ def test_whatever_the_name_nothing_lands_outside(store: ObjectStore, tmp_path: P
         assert store.delete(name)
     outer = tmp_path / "outer"
     assert not outer.exists() or [path.name for path in outer.iterdir()] == ["store"]
-
-
-def append(store: ObjectStore, token: str) -> None:
-    """Add a line to an object that others add to as well."""
-    while True:
-        try:
-            data, info = store.read("lines")
-        except ObjectNotFoundError:
-            data, info = b"", ObjectInfo("lines", NEW, 0, 0.0)
-        if token.encode() in data.splitlines():
-            return
-        try:
-            store.write("lines", data + token.encode() + b"\n", info.generation)
-        except ConflictError:
-            continue
-        return
-
-
-def append_many(kind: str, place: str, worker: int, count: int) -> None:
-    store = open_store(kind, place)
-    for number in range(count):
-        append(store, f"{worker}-{number}")
 
 
 def test_threads_that_change_one_object_lose_nothing(store: ObjectStore) -> None:

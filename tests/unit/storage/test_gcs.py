@@ -12,7 +12,7 @@ import pytest
 from gcs_faults import Kind
 from gcs_server import GCS
 from google.cloud import storage
-from test_storage import append_many
+from stores import append_many
 
 from sandbox_provisioner.errors import ConflictError, CorruptObjectError, StorageError, StorageUnavailableError
 from sandbox_provisioner.storage.base import NEW

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run
+from kernel_templates import is_copy
+from kernels import run
 from servers import Server
-from test_templates import is_copy
 
 from sandbox_provisioner.gvisor.state import State
 from sandbox_provisioner.templates import warm_pool
