@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.user
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 

@@ -11,7 +11,7 @@ from google.cloud.storage import Client
 from notebooks import Notebook, until
 from servers import Server
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]

@@ -49,7 +49,7 @@ from sandbox_provisioner.persistence.names import metadata_name
 from sandbox_provisioner.sandbox import detached, handle, user_sandboxes
 from sandbox_provisioner.sandbox.manager import SandboxManager
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 HANDSHAKE = 20
 """Seconds that are fewer than those after which ZeroMQ gives a connection up."""
@@ -295,6 +295,7 @@ def test_the_control_channel_wakes_it_too(notebook: Notebook) -> None:
     until(lambda: not notebook.asleep)
 
 
+@pytest.mark.debian
 def test_a_busy_kernel_can_be_interrupted_while_it_sleeps(notebook: Notebook) -> None:
     request = notebook.kc.execute("print('begun', flush=True)\nimport time\ntime.sleep(600)")
     outputs = notebook.outputs(request)
@@ -306,6 +307,7 @@ def test_a_busy_kernel_can_be_interrupted_while_it_sleeps(notebook: Notebook) ->
     assert notebook.run("6 * 7") == "42"
 
 
+@pytest.mark.debian
 def test_an_interrupt_in_the_moment_of_falling_asleep_is_heeded(notebook: Notebook) -> None:
     request = notebook.kc.execute("print('begun', flush=True)\nimport time\ntime.sleep(600)")
     outputs = notebook.outputs(request)

@@ -19,7 +19,7 @@ from servers import READY, Server
 
 from sandbox_provisioner.gvisor.runtime_dir import left_behind
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 CULLING = (
     "--MappingKernelManager.cull_idle_timeout=1",
@@ -64,6 +64,7 @@ def test_a_new_client_wakes_a_hibernated_kernel(serve: Serve, sandboxed: Sandbox
     kc.stop_channels()
 
 
+@pytest.mark.debian
 def test_a_stopped_server_saves_its_kernels_and_the_next_one_brings_them_back(
     serve: Serve, sandboxed: Sandboxed, runtime: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_kernel_that_cannot_be_woken_says_why_in_the_notebook_and_is_tried_aga
     notebook.close()
 
 
+@pytest.mark.debian
 def test_stopped_server_releases_the_lease_of_a_hibernated_kernel(
     serve: Serve, sandboxed: Sandboxed, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

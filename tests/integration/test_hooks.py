@@ -11,7 +11,7 @@ from kernels import LONG, Open
 
 from sandbox_provisioner.errors import UnsaveableError
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 HOOKS = """
 import threading
@@ -24,6 +24,7 @@ def sandbox_after_restore():
 """
 
 
+@pytest.mark.debian
 def test_hooks_run_in_the_main_thread_and_before_the_cell_that_woke_it(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run(HOOKS)

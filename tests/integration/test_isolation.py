@@ -37,7 +37,7 @@ from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 from sandbox_provisioner.gvisor.state import State
 from sandbox_provisioner.kernel.env_filter import PASSED
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies, pytest.mark.user]
 
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 Sandboxed = Callable[..., str]
@@ -127,6 +127,7 @@ def bounded_memory() -> Iterator[None]:
 # -- the network -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.debian
 def test_no_address_of_the_host_or_beyond_can_be_reached(start_kernel: Start, sandboxed: Sandboxed) -> None:
     _, kc = start_kernel(sandboxed())
     with ExitStack() as stack:
@@ -159,6 +160,7 @@ def test_no_address_of_the_host_or_beyond_can_be_reached(start_kernel: Start, sa
         assert ask(kc, f"attempt(socket.socket, socket.{form})") != "done", form
 
 
+@pytest.mark.debian
 def test_no_unix_socket_of_the_host_can_be_reached(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
@@ -213,6 +215,7 @@ def test_a_home_is_no_notebook_folder_by_whatever_name(
                 start_kernel(sandboxed(), cwd=str(folder))
 
 
+@pytest.mark.debian
 def test_nothing_is_written_outside_the_notebooks_folder(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
 ) -> None:
@@ -244,6 +247,7 @@ def test_nothing_is_written_outside_the_notebooks_folder(
     assert [(path / "file").read_text() for path in (outside, shown)] == ["as it was"] * 2
 
 
+@pytest.mark.debian
 def test_a_read_only_folder_stays_so_for_a_guest_that_mounts(
     start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path
 ) -> None:
@@ -408,6 +412,7 @@ def test_a_link_in_the_notebooks_folder_opens_nothing_to_writing(
     assert (outside / "file").read_text() == "as it was"
 
 
+@pytest.mark.cold_start
 def test_a_folder_that_is_swapped_for_a_link_during_the_start_is_not_given(
     start_kernel: Start,
     sandboxed: Sandboxed,
@@ -474,6 +479,7 @@ def test_no_variable_is_read_that_was_not_passed(
 # -- capabilities ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.debian
 def test_no_capability_can_be_gained(start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path) -> None:
     _, kc = start_kernel(sandboxed())
     status = "[line.split() for line in open('/proc/{}/status') if line.startswith(('Cap', 'NoNewPrivs'))]"
@@ -568,6 +574,7 @@ async def stopped(sandbox: GVisorSandbox) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.cold_start
 @pytest.mark.parametrize("attack", HOSTILE)
 @pytest.mark.usefixtures("open_init")
 async def test_unconfined_a_guest_that_breaks_the_rules_is_ended_alone(
@@ -584,6 +591,8 @@ async def test_unconfined_a_guest_that_breaks_the_rules_is_ended_alone(
     assert await answers(neighbour)
 
 
+@pytest.mark.cold_start
+@pytest.mark.resource_use
 @pytest.mark.parametrize(
     "flood",
     [
@@ -612,6 +621,7 @@ async def test_unconfined_a_flood_costs_bounded_memory_and_delays_nobody(
     assert await answers(neighbour)
 
 
+@pytest.mark.cold_start
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGSEGV"])
 @pytest.mark.usefixtures("open_init")
 def test_unconfined_a_kernel_that_ends_or_stops_pid_1_hurts_only_itself(
@@ -629,6 +639,7 @@ def test_unconfined_a_kernel_that_ends_or_stops_pid_1_hurts_only_itself(
     assert run(neighbour, "6 * 7") == "42"
 
 
+@pytest.mark.cold_start
 @pytest.mark.usefixtures("open_init")
 def test_unconfined_a_kernel_that_lies_about_its_end_can_be_restarted(
     start_kernel: Start, sandboxed: Sandboxed
@@ -641,6 +652,7 @@ def test_unconfined_a_kernel_that_lies_about_its_end_can_be_restarted(
     assert run(kc, "6 * 7") == "42"
 
 
+@pytest.mark.resource_use
 def test_a_bomb_of_processes_hurts_only_its_own_sandbox(
     start_kernel: Start, sandboxed: Sandboxed, runtime: Path
 ) -> None:
@@ -658,6 +670,7 @@ def test_a_bomb_of_processes_hurts_only_its_own_sandbox(
     assert len(list(runtime.iterdir())) == 1
 
 
+@pytest.mark.resource_use
 def test_a_client_that_does_not_read_costs_bounded_memory(start_kernel: Start, sandboxed: Sandboxed) -> None:
     name = sandboxed()
     _, neighbour = start_kernel(name)
@@ -726,6 +739,7 @@ def test_output_never_reaches_a_descriptor_that_has_changed_hands(
     assert (tmp_path / "other").read_text() == ""
 
 
+@pytest.mark.cold_start
 @pytest.mark.usefixtures("open_init")
 def test_unconfined_a_sandbox_that_is_lost_leaves_nothing_behind(
     start_kernel: Start, sandboxed: Sandboxed, runtime: Path

@@ -20,7 +20,7 @@ from kernels import run
 from leftovers import leftovers
 from servers import READY
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 
@@ -120,6 +120,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.debian
 @pytest.mark.parametrize("kernel", OTHERS)
 def test_kernels_of_other_makes_start_execute_are_interrupted_and_restart(
     start_kernel: Start, sandboxed: Callable[..., str], kernel: str

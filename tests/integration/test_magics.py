@@ -25,6 +25,8 @@ from sandbox_provisioner.kernel.host_api import attend
 from sandbox_provisioner.mux.process import GuestProcess
 from sandbox_provisioner.persistence.metadata import Checkpoint
 
+pytestmark = pytest.mark.template_copies
+
 runsc_ = pytest.mark.runsc
 
 # -- what a person reads -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
 from servers import READY
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 Execute = Callable[..., NotebookNode]
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
@@ -115,6 +115,7 @@ def test_a_long_cell_is_waited_for_and_its_output_comes_all_along(execute: Execu
     assert printed(notebook.cells[1]) == "after\n"
 
 
+@pytest.mark.debian
 def test_a_cell_that_takes_too_long_is_interrupted_and_the_next_one_runs(execute: Execute) -> None:
     def limit(cell: NotebookNode) -> int:
         return 8 if "sleep" in cell.source else READY

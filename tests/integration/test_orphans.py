@@ -18,7 +18,7 @@ from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder, left_behind, sweep
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.debian, pytest.mark.user]
 LONG = 60
 
 COUNTING = """

@@ -114,6 +114,7 @@ def test_client_that_disconnects_in_mid_cell(open_notebook: Open) -> None:
     notebook.kc.stop_channels()
 
 
+@pytest.mark.debian
 def test_interrupt_ends_a_cell(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     notebook.kc.execute("import time; time.sleep(1000)")

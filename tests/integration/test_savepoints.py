@@ -24,7 +24,7 @@ from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
 from sandbox_provisioner.sandbox import handle
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def images(data: Path) -> set[str]:
     return {path.parent.name for path in (data / "sandbox" / "storage").rglob("pages.img")}
 
 
+@pytest.mark.debian
 def test_a_kernel_runs_on_after_a_savepoint_and_is_rewound_to_it(open_notebook: Open, entries: list[Entry]) -> None:
     notebook = open_notebook()
     notebook.run("x = 1\ndef counter():\n    yield from range(100)\nnumbers = counter(); next(numbers)")

@@ -28,7 +28,7 @@ from sandbox_provisioner.templates.build import build
 from sandbox_provisioner.templates.match import recipe_for
 from sandbox_provisioner.templates.store import Template, TemplateShelf, mark
 
-pytestmark = [pytest.mark.runsc, pytest.mark.templates]
+pytestmark = [pytest.mark.runsc, pytest.mark.templates, pytest.mark.user]
 
 Start = Callable[..., Any]
 Sandboxed = Callable[..., str]
@@ -62,6 +62,7 @@ def test_a_copy_is_in_the_notebooks_folder_with_its_own_environment_and_has_no_p
     assert ask(kc, "json.load(open(sys.argv[-1]))['key']") == km.session.key.decode()
 
 
+@pytest.mark.debian
 def test_two_copies_share_no_key_no_chance_no_identity_and_no_file(start_kernel: Start, sandboxed: Sandboxed) -> None:
     name = sandboxed(preload=["numpy", "tempfile", "multiprocessing"])
     chances = """[

@@ -16,7 +16,7 @@ import pytest
 
 from sandbox_provisioner.process import BUFFER, LocalProcess, Output
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.user]
 LIMIT = 30
 """Seconds after which a test that should have ended is taken to hang."""
 

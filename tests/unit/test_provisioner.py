@@ -36,7 +36,7 @@ from traitlets.config import Config
 from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.provisioner import SandboxProvisioner
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 Sandboxed = Callable[..., str]
@@ -104,12 +104,14 @@ async def provision(kernelspecs: KernelSpecManager, notebook_folder: Path) -> As
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.debian
 def test_an_interrupt_reaches_the_kernel_as_a_signal(start_kernel: Start, sandboxed: Sandboxed) -> None:
     km, kc = start_kernel(sandboxed())
     assert interrupt_a_busy_cell(km, kc)["ename"] == "KeyboardInterrupt"
     assert run(kc, "1 + 1") == "2"
 
 
+@pytest.mark.debian
 def test_an_interrupt_reaches_a_kernel_that_wants_it_as_a_message(
     start_kernel: Start, sandboxed: Sandboxed, kernelspecs: KernelSpecManager
 ) -> None:
@@ -260,6 +262,7 @@ async def test_provisioner_info_names_the_sandbox_and_each_of_its_lives(
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.debian
 @pytest.mark.parametrize("guest", ["ipc", "tcp"])
 @pytest.mark.parametrize("host", ["tcp", "ipc"])
 def test_a_kernel_can_be_reached_by_every_transport_whichever_it_uses_inside(
@@ -345,6 +348,7 @@ def test_a_kernelspec_may_repeat_a_variable_of_the_server_and_the_kernel_gets_it
     assert run(kc, "import os; os.environ['REPEATED']") == "'same'"
 
 
+@pytest.mark.debian
 def test_mounts_are_read_only_unless_they_say_otherwise(
     start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path
 ) -> None:

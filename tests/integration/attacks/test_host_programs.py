@@ -10,7 +10,7 @@ import pytest
 from notebooks import Notebook
 from servers import Server
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]

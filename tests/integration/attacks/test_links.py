@@ -17,7 +17,7 @@ from servers import Server
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
 from sandbox_provisioner.gvisor.runsc import Runsc
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
@@ -57,6 +57,7 @@ def test_link_within_the_root_is_followed(serve: Serve, sandboxed: Sandboxed, no
     notebook.close()
 
 
+@pytest.mark.debian
 def test_writable_mount_allows_a_folder_outside_the_root(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, elsewhere: Path
 ) -> None:

@@ -12,7 +12,7 @@ from kernels import run
 
 from sandbox_provisioner.errors import ConfigurationError
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Sandboxed = Callable[..., str]
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]

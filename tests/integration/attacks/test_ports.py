@@ -23,7 +23,7 @@ from notebooks import until
 from sandbox_provisioner.kernel.handshake import GREETING, command, ready
 from sandbox_provisioner.kernel.synthetic_replies import _encode
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 IDLE = {"enable_checkpoint_at_idle": True, "idle_timeout": 1.0}
 HEARTBEATS = 300

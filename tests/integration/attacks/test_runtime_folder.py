@@ -14,6 +14,8 @@ from kernels import run
 
 from sandbox_provisioner.gvisor import runtime_dir
 
+pytestmark = pytest.mark.debian
+
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 
 

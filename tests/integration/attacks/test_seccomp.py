@@ -20,7 +20,7 @@ from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 LONG = 60
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]

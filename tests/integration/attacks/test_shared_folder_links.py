@@ -31,6 +31,8 @@ from sandbox_provisioner.contents.managers import (
 )
 from sandbox_provisioner.kernel.shared_folders import list_file, remember
 
+pytestmark = pytest.mark.user
+
 SECRET = "the-user's-secret"
 FORGED = "written-by-the-guest"
 RACE_SECONDS = 2.0

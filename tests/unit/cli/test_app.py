@@ -23,6 +23,8 @@ from sandbox_provisioner.setup import runsc_install
 from sandbox_provisioner.setup.progress import Note
 from sandbox_provisioner.setup.runsc_install import Source
 
+pytestmark = pytest.mark.user
+
 COMMAND = str(Path(sys.executable).parent / "jupyter-sandbox")
 
 

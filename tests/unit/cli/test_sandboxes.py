@@ -499,6 +499,7 @@ def test_a_record_that_names_another_user_is_not_deleted_without_proof(
     assert objects(data) == before
 
 
+@pytest.mark.user
 def test_doctor_tells_of_records_that_the_key_does_not_prove(keep: Keep, data: Path) -> None:
     assert doctor.check_saved() == []
     records = [keep() for _ in range(3)]
@@ -531,6 +532,7 @@ async def open_and_sign(record: SandboxRecord) -> None:
         await detached.sign(book, stores)
 
 
+@pytest.mark.user
 def test_doctor_tells_of_a_key_that_cannot_be_used(keep: Keep, data: Path) -> None:
     key = data / "sandbox" / "key"
     records = [keep() for _ in range(2)]
@@ -545,6 +547,7 @@ def test_doctor_tells_of_a_key_that_cannot_be_used(keep: Keep, data: Path) -> No
         assert helps in unusable.remedy
 
 
+@pytest.mark.user
 def test_doctor_tells_of_an_unusable_key_before_anything_is_saved(keep: Keep, data: Path) -> None:
     record = keep()
     assert main(["delete", str(record.id)]) == 0

@@ -159,6 +159,7 @@ def test_exec_streams_what_a_command_writes_and_ends_as_it_ends(sandbox: Sandbox
     assert b"no-such-program" in answer.stderr
 
 
+@pytest.mark.debian
 def test_an_interrupted_exec_takes_its_command_with_it(client: SandboxClient, sandbox: Sandbox) -> None:
     words = [COMMAND, "exec", sandbox.id, "--", "sh", "-c", "echo up; exec sleep 1000"]
     with subprocess.Popen(

@@ -14,6 +14,8 @@ from sandbox_provisioner.contents.file_functions import Refused
 from sandbox_provisioner.contents.trash import move_to_trash
 from sandbox_provisioner.kernel.shared_folders import recall, remember
 
+pytestmark = pytest.mark.user
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:

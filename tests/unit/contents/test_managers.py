@@ -29,6 +29,8 @@ from sandbox_provisioner.contents.managers import CLASSES, MODULES, GuardedFileH
 from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.setup import doctor
 
+pytestmark = pytest.mark.user
+
 NOTEBOOK: dict[str, Any] = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
 
 

@@ -316,6 +316,7 @@ async def test_init_itself_is_not_ended_by_a_signal(link: GuestLink, init: Local
 # -- what is left ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.user
 async def test_processes_that_ended_leave_no_descriptor_and_no_stream(link: GuestLink, init: LocalProcess) -> None:
     """Also those whose stdin nobody ever closed."""
     held = descriptors(init.pid)

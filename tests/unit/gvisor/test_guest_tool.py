@@ -14,7 +14,7 @@ from sandbox_provisioner.gvisor.guest_tool import GuestTool
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.debian]
 LONG = 60
 
 

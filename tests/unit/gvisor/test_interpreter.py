@@ -121,6 +121,7 @@ def test_a_file_that_cannot_be_executed_is_no_command(tmp_path: Path) -> None:
         resolve("text", {"PATH": str(tmp_path)})
 
 
+@pytest.mark.user
 def test_links_are_followed_step_by_step_and_not_for_ever(tmp_path: Path) -> None:
     real = executable(tmp_path / "c" / "bin" / "tool", "no script")
     (tmp_path / "b").mkdir()

@@ -18,6 +18,8 @@ from sandbox_provisioner.errors import (
 )
 from sandbox_provisioner.gvisor import runsc
 
+pytestmark = pytest.mark.user
+
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

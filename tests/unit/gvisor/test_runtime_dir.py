@@ -25,6 +25,8 @@ from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.gvisor import runtime_dir as runtime_module
 from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder, kill_processes, mounts_below, runtime_root, sweep
 
+pytestmark = pytest.mark.user
+
 
 @pytest.fixture
 def idler() -> Iterator[type[Idler]]:
@@ -379,6 +381,7 @@ def test_two_sweeps_at_once_do_not_disturb_each_other(runtime: Path) -> None:
     assert list(runtime.iterdir()) == []
 
 
+@pytest.mark.debian
 @pytest.mark.runsc
 def test_the_sandbox_of_a_killed_server_is_swept_with_everything_that_runs_in_it(runtime: Path) -> None:
     owner = Owner(

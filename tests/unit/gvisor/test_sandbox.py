@@ -31,7 +31,7 @@ from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 from sandbox_provisioner.gvisor.state import State
 from sandbox_provisioner.mux.process import GuestProcess
 
-pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error"), pytest.mark.debian, pytest.mark.user]
 LONG = 60
 """Seconds after which a sandbox is taken never to do it, on a busy machine."""
 

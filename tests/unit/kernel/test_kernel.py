@@ -23,7 +23,7 @@ from sandbox_provisioner.kernel.kernel import LAST_WORDS, Ending, SandboxedKerne
 from sandbox_provisioner.kernel.relay import CHANNELS
 from sandbox_provisioner.sandbox.handle import SandboxHandle
 
-pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error"), pytest.mark.debian, pytest.mark.user]
 LONG = 60
 TARGETS = {channel: f"unix:/run/kernel/{channel}" for channel in CHANNELS}
 ECHO = """

@@ -47,6 +47,7 @@ async def test_it_listens_on_the_other_loopback_too(relay: ChannelRelay, dial: D
     await writer.wait_closed()
 
 
+@pytest.mark.user
 async def test_ports_that_are_held_are_kept(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
     await dial(ports["hb"])
     await until(lambda: len(relay._clients) == 1)

@@ -401,6 +401,7 @@ def in_processes(count: int, work: Callable[[int, Barrier], None]) -> None:
     assert [process.exitcode for process in processes] == [0] * count
 
 
+@pytest.mark.user
 def test_processes_that_ensure_the_same_identity_have_the_same_record(folder: Path, stores: Stores) -> None:
     def ensure(number: int, barrier: Barrier) -> None:
         registry = PersistentSandboxRegistry(folder)

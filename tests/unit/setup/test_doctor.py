@@ -18,6 +18,8 @@ from sandbox_provisioner.setup import doctor
 from sandbox_provisioner.setup.doctor import Check
 from sandbox_provisioner.setup.kernelspecs import Kernel
 
+pytestmark = pytest.mark.user
+
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

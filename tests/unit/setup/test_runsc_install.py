@@ -22,6 +22,8 @@ from sandbox_provisioner.setup import runsc_install
 from sandbox_provisioner.setup.progress import Note, Progress
 from sandbox_provisioner.setup.runsc_install import DebianSource, GoSource, ReleaseSource, Source, install
 
+pytestmark = pytest.mark.user
+
 VERSION = "20260126.0"
 GO_MOD = (runsc_install.MODULE / "go.mod").read_text()
 

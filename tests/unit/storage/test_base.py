@@ -317,6 +317,7 @@ def test_threads_that_change_one_object_lose_nothing(store: ObjectStore) -> None
     assert sorted(map(int, store.read("lines")[0].split())) == list(range(24))
 
 
+@pytest.mark.user
 @pytest.mark.parametrize("store", ["local", "mounted", "gcs"], indirect=True)
 def test_processes_that_change_one_object_lose_nothing(store: ObjectStore, request: pytest.FixtureRequest) -> None:
     place = request.getfixturevalue("gcs").bucket if store.kind == "gcs" else store.where

@@ -126,6 +126,7 @@ def test_a_delete_whose_answer_was_lost_has_deleted(gcs: GCS, store: GCSStore) -
     assert not store.delete("name")
 
 
+@pytest.mark.user
 def test_processes_under_faults_lose_nothing_and_do_nothing_twice(gcs: GCS) -> None:
     for fault in PASSING:
         gcs.fault(**{"times": None, "probability": 0.05, **fault})  # type: ignore[arg-type]
