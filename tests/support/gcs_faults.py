@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import re
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,12 +101,11 @@ class MutationLimit:
             self.rate, self.burst, self.refused = rate, burst, 0
             self._left.clear()
 
-    def allows(self, bucket: str, name: str) -> bool:
+    def allows(self, bucket: str, name: str, now: float) -> bool:
         """Count one change of an object; return False if it is one too many."""
         with self._lock:
             if not self.rate:
                 return True
-            now = time.monotonic()
             left, since = self._left.get((bucket, name), (self.burst, now))
             left = min(self.burst, left + (now - since) * self.rate)
             allowed = left >= 1

@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         where = "to_" if operation == "rewrite" else ""
         bucket, name = self.names[f"{where}bucket"], self.names[f"{where}name"]
-        if not self.service.limit.allows(bucket, name):
+        if not self.service.limit.allows(bucket, name, self.cloud.now()):
             problem = (
                 f"The object {bucket}/{name} exceeded the rate limit for object mutation operations (create, update, "
                 "and delete). Please reduce your request rate. See https://cloud.google.com/storage/docs/gcs429."

@@ -10,24 +10,25 @@ from typing import Any
 
 from sandbox_provisioner.errors import LeaseHeldError, StorageUnavailableError
 from sandbox_provisioner.lock.base import Lease, Leases, Owner
+from sandbox_provisioner.lock.keepalive import CLOCK, Clock
 
 SANDBOX = "sandboxes/a/lock"
 
 
-def open_leases(kind: str, place: str, lease_time: float, renewal: float, poll: float) -> Leases:
+def open_leases(kind: str, place: str, lease_time: float, renewal: float, poll: float, clock: Clock = CLOCK) -> Leases:
     """The leases of one server; ``place`` is a folder or a bucket."""
     if kind == "local":
         from sandbox_provisioner.lock.local import LocalLeases
 
-        return LocalLeases(Path(place), renewal, poll)
+        return LocalLeases(Path(place), renewal, poll, clock)
     if kind == "mounted":
         from sandbox_provisioner.lock.objects import ObjectLeases
         from sandbox_provisioner.storage.mounted import MountedStore
 
-        return ObjectLeases(MountedStore(Path(place)), lease_time, renewal, poll)
+        return ObjectLeases(MountedStore(Path(place)), lease_time, renewal, poll, clock)
     from sandbox_provisioner.lock.gcs import GCSLeases
 
-    return GCSLeases(place, "servers", lease_time, renewal, poll)
+    return GCSLeases(place, "servers", lease_time, renewal, poll, clock)
 
 
 def tell(**what: Any) -> None:

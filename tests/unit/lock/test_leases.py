@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import JumpingClock
 from gcs_faults import MUTATIONS
 from gcs_server import GCS
 from google.cloud.storage import Client
@@ -35,13 +36,16 @@ from sandbox_provisioner.errors import (
 )
 from sandbox_provisioner.lock.base import Lease, Leases, Owner
 from sandbox_provisioner.lock.gcs import GCSLeases
+from sandbox_provisioner.lock.keepalive import CLOCK
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
 from sandbox_provisioner.storage.memory import MemoryStore
 from sandbox_provisioner.storage.tree import TEMPORARY
 
-LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
+PACE = LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
+JUMPS = 10
+"""Factor on these times with a clock that jumps, so that no real delay comes near them."""
 SOON = 30.0
 SCALED_LIMIT = 8.0
 """Changes of an object per second: with leases renewed 20 times as often as by default, Google's limit would be 20."""
@@ -50,13 +54,21 @@ SCALED_LIMIT = 8.0
 class Ground:
     """Where the leases of one kind are."""
 
-    def __init__(self, kind: str, place: str) -> None:
+    def __init__(self, kind: str, place: str, clock: JumpingClock | None = None) -> None:
         self.kind = kind
         self.place = place
+        self.clock = clock
+        self.factor = JUMPS if clock else 1
+        self.lease, self.renewal, self.poll = (self.factor * seconds for seconds in PACE)
 
     def leases(self) -> Leases:
         """Those of one more server."""
-        return open_leases(self.kind, self.place, LEASE, RENEWAL, POLL)
+        leases = open_leases(self.kind, self.place, self.lease, self.renewal, self.poll, self.clock or CLOCK)
+        return self.clock.watch(leases) if self.clock else leases
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait by the clock of the leases."""
+        await (self.clock or CLOCK).sleep(seconds)
 
     def files(self) -> list[Path]:
         return [path for path in Path(self.place).rglob("*") if path.is_file()]
@@ -82,12 +94,13 @@ class Ground:
 
 
 class MemoryGround(Ground):
-    def __init__(self) -> None:
-        super().__init__("memory", "")
-        self.store = MemoryStore()
+    def __init__(self, clock: JumpingClock | None = None, store: MemoryStore | None = None) -> None:
+        super().__init__("memory", "", clock)
+        self.store = store or MemoryStore()
 
     def leases(self) -> Leases:
-        return ObjectLeases(self.store, LEASE, RENEWAL, POLL)
+        leases = ObjectLeases(self.store, self.lease, self.renewal, self.poll, self.clock or CLOCK)
+        return self.clock.watch(leases) if self.clock else leases
 
     def objects(self) -> list[str]:
         return [info.name for info in self.store.list("")]
@@ -97,8 +110,10 @@ class MemoryGround(Ground):
 
 
 class BucketGround(Ground):
-    def __init__(self, gcs: GCS) -> None:
-        super().__init__("gcs", gcs.bucket)
+    def __init__(self, gcs: GCS, clock: JumpingClock | None = None) -> None:
+        super().__init__("gcs", gcs.bucket, clock)
+        if clock:
+            clock.on_jump = gcs.set_clock
         self.bucket = Client().bucket(gcs.bucket)
 
     def objects(self) -> list[str]:
@@ -114,20 +129,35 @@ class BucketGround(Ground):
 
 
 @pytest.fixture
+async def clock() -> AsyncIterator[JumpingClock]:
+    clock = JumpingClock()
+    jumping = asyncio.create_task(clock.run())
+    yield clock
+    jumping.cancel()
+
+
+@pytest.fixture
 def ground(request: pytest.FixtureRequest, tmp_path: Path) -> Ground:
-    """One of each kind, in turn."""
+    """One of each kind, in turn; its leases go by the jumping clock if the test has one."""
+    clock = request.getfixturevalue("clock") if "clock" in request.fixturenames else None
     if request.param == "memory":
-        return MemoryGround()
+        return MemoryGround(clock)
     if request.param in ("gcs", "limited"):
         gcs: GCS = request.getfixturevalue("gcs")
+        found = BucketGround(gcs, clock)
         if request.param == "limited":
-            gcs.limit_mutations(SCALED_LIMIT)
-        return BucketGround(gcs)
-    return Ground(request.param, str(tmp_path / "leases"))
+            gcs.limit_mutations(SCALED_LIMIT / found.factor)
+        return found
+    return Ground(request.param, str(tmp_path / "leases"), clock)
 
 
-every = pytest.mark.parametrize("ground", ["local", "mounted", "memory", "gcs", "limited"], indirect=True)
+every_in_real_time = pytest.mark.parametrize("ground", ["local", "mounted", "memory", "gcs", "limited"], indirect=True)
 between_processes = pytest.mark.parametrize("ground", ["local", "mounted", "gcs", "limited"], indirect=True)
+
+
+def every(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a test on each kind of ground, with a clock that jumps."""
+    return pytest.mark.usefixtures("clock")(every_in_real_time(test))  # type: ignore[no-any-return]
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -245,7 +275,7 @@ async def test_a_lease_is_kept_for_longer_than_it_lasts(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
     newcomer = ground.leases()
     with pytest.raises(LeaseHeldError):
-        await newcomer.acquire(SANDBOX, me(), patience=1.5 * LEASE)
+        await newcomer.acquire(SANDBOX, me(), patience=1.5 * ground.lease)
     assert not lease.lost.done()
     await lease.release()
 
@@ -265,13 +295,13 @@ async def test_the_holder_is_known_to_all(ground: Ground) -> None:
 @every
 async def test_a_lease_that_is_wanted_is_handed_to_the_one_that_waits(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me())
-    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("server two"), patience=SOON))
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("server two"), patience=100 * ground.lease))
     await soon(first.wanted.wait())
     assert not waiting.done()
     await first.release()
     second = await soon(waiting)
     assert second.token > first.token
-    await asyncio.sleep(3 * RENEWAL)
+    await ground.sleep(3 * ground.renewal)
     assert not second.wanted.is_set()
     await second.release()
     assert ground.objects() == []
@@ -280,12 +310,12 @@ async def test_a_lease_that_is_wanted_is_handed_to_the_one_that_waits(ground: Gr
 @every
 async def test_a_waiter_that_gave_up_is_wanted_no_more_and_does_not_block_the_next(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me("the owner"))
-    hasty = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the hasty"), patience=1.5))
+    hasty = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the hasty"), patience=6 * ground.renewal))
     await soon(first.wanted.wait())
     with pytest.raises(LeaseHeldError, match="in use by the owner"):
         await hasty
     await until(lambda: not first.wanted.is_set())
-    patient = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
+    patient = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=100 * ground.lease))
     await soon(first.wanted.wait())
     await first.release()
     await (await soon(patient)).release()
@@ -296,7 +326,7 @@ async def test_a_waiter_that_gave_up_is_wanted_no_more_and_does_not_block_the_ne
 async def test_a_cancelled_attempt_leaves_nothing(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me())
     before = sorted(ground.objects())
-    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=100 * ground.lease))
     await soon(first.wanted.wait())
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -324,10 +354,10 @@ async def test_an_attempt_that_is_cancelled_at_any_moment_leaves_nothing(ground:
 @every
 async def test_a_second_waiter_is_refused_in_the_name_of_the_owner_and_the_first_still_served(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me("the owner"))
-    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the waiter"), patience=SOON))
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the waiter"), patience=100 * ground.lease))
     await soon(first.wanted.wait())
     with pytest.raises(LeaseHeldError, match="in use by the owner"):
-        await ground.leases().acquire(SANDBOX, me("the late"), patience=0.5)
+        await ground.leases().acquire(SANDBOX, me("the late"), patience=2 * ground.renewal)
     await first.release()
     second = await soon(waiting)
     assert second.owner.server == "the waiter"
@@ -346,20 +376,21 @@ async def test_a_loss_is_told_once_with_the_reason_and_leaves_the_next_owner_alo
     await first.release()
     assert first.lost.result() == reason
     assert await ground.leases().holder(SANDBOX) == second.owner
-    await asyncio.sleep(3 * RENEWAL)
+    await ground.sleep(3 * ground.renewal)
     assert not second.lost.done()
     await second.release()
 
 
 @every
 async def test_a_release_leaves_no_task_behind_however_often_it_is_called(ground: Ground) -> None:
+    before = asyncio.all_tasks()
     lease = await ground.leases().acquire(SANDBOX, me())
     await asyncio.gather(lease.release(), lease.release(), lease.release())
     await lease.release()
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert asyncio.all_tasks() == before
 
 
-@every
+@every_in_real_time
 async def test_an_old_renewal_never_disturbs_the_next_lease(ground: Ground) -> None:
     leases = ground.leases()
     for turn in range(5):
@@ -374,15 +405,16 @@ async def test_an_old_renewal_never_disturbs_the_next_lease(ground: Ground) -> N
         assert ground.objects() == []
 
 
-async def test_a_lease_is_renewed_though_all_other_threads_are_busy() -> None:
+async def test_a_lease_is_renewed_though_all_other_threads_are_busy(clock: JumpingClock) -> None:
+    ground = MemoryGround(clock)
     end = threading.Event()
     busy = ThreadPoolExecutor(2)
     asyncio.get_running_loop().set_default_executor(busy)
     try:
         for _ in range(4):
             asyncio.get_running_loop().run_in_executor(None, end.wait)
-        lease = await MemoryGround().leases().acquire(SANDBOX, me())
-        await asyncio.sleep(1.5 * LEASE)
+        lease = await ground.leases().acquire(SANDBOX, me())
+        await ground.sleep(1.5 * ground.lease)
         assert not lease.lost.done()
         await lease.release()
     finally:
@@ -608,56 +640,60 @@ class MoodyStore(MemoryStore):
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_failures_that_pass_are_waited_out(late: bool) -> None:
+async def test_failures_that_pass_are_waited_out(late: bool, clock: JumpingClock) -> None:
     store = MoodyStore()
+    ground = MemoryGround(clock, store)
     store.away, store.late = True, late
-    attempt = asyncio.create_task(ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me()))
-    await asyncio.sleep(0.3)
+    attempt = asyncio.create_task(ground.leases().acquire(SANDBOX, me()))
+    await ground.sleep(ground.renewal)
     assert not attempt.done()
     store.away = False
     lease = await soon(attempt)
     for _ in range(2):
         store.away = True
-        await asyncio.sleep(2 * RENEWAL)
+        await ground.sleep(2 * ground.renewal)
         store.away = False
-        await asyncio.sleep(2 * RENEWAL)
+        await ground.sleep(2 * ground.renewal)
     assert not lease.lost.done()
     await lease.release()
     assert store.list("") == []
 
 
-async def test_an_old_doubt_does_not_shorten_a_lease_that_was_waited_for() -> None:
+async def test_an_old_doubt_does_not_shorten_a_lease_that_was_waited_for(clock: JumpingClock) -> None:
     store = MoodyStore()
-    first = await ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me())
+    ground = MemoryGround(clock, store)
+    first = await ground.leases().acquire(SANDBOX, me())
     store.away = True
-    waiting = asyncio.create_task(ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me(), patience=SOON))
-    await asyncio.sleep(RENEWAL)
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=100 * ground.lease))
+    await ground.sleep(ground.renewal)
     store.away = False
-    await asyncio.sleep(1.2 * LEASE)
+    await ground.sleep(1.2 * ground.lease)
     store.away = store.late = True
     await first.release()
-    await asyncio.sleep(RENEWAL)
+    await ground.sleep(ground.renewal)
     store.away = False
     second = await soon(waiting)
-    await asyncio.sleep(2 * RENEWAL)
+    await ground.sleep(2 * ground.renewal)
     assert not second.lost.done()
     await second.release()
     assert store.list("") == []
 
 
-async def test_a_lease_that_cannot_be_renewed_is_lost_when_it_has_run_out_and_why_is_told() -> None:
+async def test_a_lease_that_cannot_be_renewed_is_lost_when_it_has_run_out_and_why_is_told(clock: JumpingClock) -> None:
     store = MoodyStore()
-    lease = await ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me())
+    ground = MemoryGround(clock, store)
+    lease = await ground.leases().acquire(SANDBOX, me())
     store.away = True
-    assert await soon(lease.lost) == f"it was not renewed for {LEASE:g} s: Nobody answers."
+    assert await soon(lease.lost) == f"it was not renewed for {ground.lease:g} s: Nobody answers."
     await lease.release()
 
 
-async def test_storage_that_stays_away_is_an_error_of_its_own() -> None:
+async def test_storage_that_stays_away_is_an_error_of_its_own(clock: JumpingClock) -> None:
     store = MoodyStore()
+    ground = MemoryGround(clock, store)
     store.away = True
     with pytest.raises(StorageUnavailableError, match="Nobody answers"):
-        await soon(ObjectLeases(store, LEASE, RENEWAL, POLL).acquire(SANDBOX, me()))
+        await soon(ground.leases().acquire(SANDBOX, me()))
 
 
 FAULTS: list[dict[str, Any]] = [
@@ -673,14 +709,14 @@ FAULTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.get("code", fault["kind"])))
 @pytest.mark.parametrize("operation", ["insert", "get", "patch", "delete"])
 async def test_a_bucket_that_fails_three_times_costs_nobody_a_lease(
-    gcs: GCS, operation: str, fault: dict[str, Any]
+    gcs: GCS, clock: JumpingClock, operation: str, fault: dict[str, Any]
 ) -> None:
-    ground = BucketGround(gcs)
+    ground = BucketGround(gcs, clock)
     gcs.fault(operation=operation, times=3, **fault)
     first = await ground.leases().acquire(SANDBOX, me("the owner"))
     with pytest.raises(LeaseHeldError, match="the owner"):
         await ground.leases().acquire(SANDBOX, me())
-    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
+    waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=100 * ground.lease))
     await soon(first.wanted.wait())
     assert not first.lost.done()
     await first.release()
@@ -690,16 +726,19 @@ async def test_a_bucket_that_fails_three_times_costs_nobody_a_lease(
     assert ground.objects() == []
 
 
-async def test_a_bucket_that_stays_away_costs_the_lease_when_it_has_run_out(gcs: GCS) -> None:
-    lease = await BucketGround(gcs).leases().acquire(SANDBOX, me())
+async def test_a_bucket_that_stays_away_costs_the_lease_when_it_has_run_out(gcs: GCS, clock: JumpingClock) -> None:
+    ground = BucketGround(gcs, clock)
+    lease = await ground.leases().acquire(SANDBOX, me())
     gcs.fault("status", code=503, operation="patch", times=None)
-    assert re.search(f"not renewed for {LEASE:g} s: .*{gcs.bucket}.*503", await soon(lease.lost))
+    assert re.search(f"not renewed for {ground.lease:g} s: .*{gcs.bucket}.*503", await soon(lease.lost))
     await lease.release()
-    assert BucketGround(gcs).objects() == []
+    assert ground.objects() == []
 
 
-async def test_who_lost_a_lease_because_storage_was_away_can_have_it_again_when_it_is_back(gcs: GCS) -> None:
-    leases = BucketGround(gcs).leases()
+async def test_who_lost_a_lease_because_storage_was_away_can_have_it_again_when_it_is_back(
+    gcs: GCS, clock: JumpingClock
+) -> None:
+    leases = BucketGround(gcs, clock).leases()
     first = await leases.acquire(SANDBOX, me())
     gcs.fault("status", code=503, operation="patch", times=None)
     await soon(first.lost)
@@ -815,11 +854,12 @@ async def test_contenders_under_mutation_limit_learn_the_owner(gcs: GCS, contend
 
 
 @pytest.mark.parametrize("contenders", [1, 8])
-async def test_one_contender_inherits_under_mutation_limit(gcs: GCS, contenders: int) -> None:
+async def test_one_contender_inherits_under_mutation_limit(gcs: GCS, clock: JumpingClock, contenders: int) -> None:
     dead = await GCSLeases(gcs.bucket, renewal=29.0).acquire(SANDBOX, me("the owner"))
     gcs.limit_mutations(1.0, 1.0)
     gcs.set_clock(60.0)
-    leases = [GCSLeases(gcs.bucket) for _ in range(contenders)]
+    clock.on_jump = lambda elapsed: gcs.set_clock(60.0 + elapsed)
+    leases = [clock.watch(GCSLeases(gcs.bucket, clock=clock)) for _ in range(contenders)]
     answers = await asyncio.gather(*(one.acquire(SANDBOX, me()) for one in leases), return_exceptions=True)
     [heir] = [answer for answer in answers if isinstance(answer, Lease)]
     losers = [answer.owner for answer in answers if isinstance(answer, LeaseHeldError)]
@@ -829,13 +869,15 @@ async def test_one_contender_inherits_under_mutation_limit(gcs: GCS, contenders:
     assert BucketGround(gcs).objects() == []
 
 
-async def test_waiting_changes_objects_seldom(gcs: GCS) -> None:
+async def test_waiting_changes_objects_seldom(gcs: GCS, clock: JumpingClock) -> None:
     """Waiters read the lease. One of them renews its place, less often than Google's limit."""
-    first = await GCSLeases(gcs.bucket).acquire(SANDBOX, me())
-    leases = [GCSLeases(gcs.bucket) for _ in range(3)]
+    first = await clock.watch(GCSLeases(gcs.bucket, clock=clock)).acquire(SANDBOX, me())
+    leases = [clock.watch(GCSLeases(gcs.bucket, clock=clock)) for _ in range(3)]
     gcs.reset_faults()
+    clock.on_jump = gcs.set_clock
     waiting = [asyncio.create_task(one.acquire(SANDBOX, me(), patience=SOON)) for one in leases]
-    await until(lambda: gcs.requests().count(("get", SANDBOX)) >= 12)
+    await clock.sleep(4.5)
+    assert gcs.requests().count(("get", SANDBOX)) >= 12
     changed = [name for operation, name in gcs.requests() if operation in ("insert", "delete")]
     assert changed.count(SANDBOX) == changed.count(f"{SANDBOX}.waiter") == len(leases)
     assert gcs.requests().count(("patch", f"{SANDBOX}.waiter")) < 3
@@ -845,8 +887,8 @@ async def test_waiting_changes_objects_seldom(gcs: GCS) -> None:
     await first.release()
 
 
-async def test_rate_limit_is_named_in_the_error(gcs: GCS) -> None:
-    leases = open_leases("gcs", gcs.bucket, LEASE, RENEWAL, POLL)
+async def test_rate_limit_is_named_in_the_error(gcs: GCS, clock: JumpingClock) -> None:
+    leases = BucketGround(gcs, clock).leases()
     gcs.fault("status", code=429, operation="insert", times=None)
     with pytest.raises(RateLimitedError, match="because of too many requests: 429") as error:
         await leases.acquire(SANDBOX, me())
