@@ -85,13 +85,13 @@ def run(page: Page, number: int, code: str) -> str:
     return "\n".join(output.strip() for output in cell.locator(".jp-OutputArea-output").all_inner_texts())
 
 
-def test_a_person_picks_the_sandboxed_kernel_and_runs_a_cell(lab: str, page: Page) -> None:
+def test_pick_sandboxed_kernel_and_run_cell(lab: str, page: Page) -> None:
     assert run(page, 1, "import os; print(os.uname().nodename, os.environ.get('SERVER_SECRET'))") == "sandbox None"
     with urllib.request.urlopen(f"{lab}api/kernels?token={TOKEN}") as answer:
         assert [kernel["name"] for kernel in json.load(answer)] == ["python3-sandbox"]
 
 
-def test_a_notebook_goes_back_to_its_savepoint_and_its_cells_end(page: Page) -> None:
+def test_rewind_in_notebook(page: Page) -> None:
     run(page, 1, "x = 1")
     assert "Saved as before" in run(page, 2, "%sandbox savepoint before")
     assert run(page, 3, "x = 2; print(x)") == "2"
@@ -126,9 +126,7 @@ print("end", file=open("ticks", "a"))
 
 
 @pytest.mark.parametrize("lab", [2], indirect=True)
-def test_a_cell_runs_on_while_the_usage_is_asked_for_and_the_page_is_reloaded(
-    lab: str, page: Page, notebook_folder: Path
-) -> None:
+def test_cell_continues_during_usage_request_and_reload(lab: str, page: Page, notebook_folder: Path) -> None:
     ticks = notebook_folder / "ticks"
     (notebook_folder / "ticks.py").write_text(TICKS)
     page.on("dialog", lambda dialog: dialog.accept())
@@ -165,9 +163,7 @@ os.symlink("{}", path)
 """
 
 
-def test_saving_shows_why_a_checkpoint_that_is_a_link_is_not_written(
-    page: Page, notebook_folder: Path, tmp_path: Path
-) -> None:
+def test_save_explains_refused_checkpoint_link(page: Page, notebook_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("the user's")
     (notebook_folder / "plant.py").write_text(PLANT.format(tmp_path / "outside"))
     run(page, 1, "%run plant.py")

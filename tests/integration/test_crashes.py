@@ -120,22 +120,20 @@ def kill_in_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool) 
             assert left == [], at
 
 
-def test_a_server_killed_at_some_steps_of_a_sandboxes_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
+def test_kill_at_sampled_storage_steps(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
     kill_in_life(tmp_path, spec, runsc, few=True)
 
 
 @pytest.mark.slow
-def test_a_server_killed_at_every_step_of_a_sandboxes_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
+def test_kill_at_every_storage_step(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
     kill_in_life(tmp_path, spec, runsc, few=False)
 
 
 @pytest.mark.slow
-def test_a_server_killed_at_some_steps_whose_sandbox_is_in_a_bucket(
-    tmp_path: Path, spec: BundleSpec, runsc: Runsc, gcs: GCS
-) -> None:
+def test_kill_at_sampled_storage_steps_in_bucket(tmp_path: Path, spec: BundleSpec, runsc: Runsc, gcs: GCS) -> None:
     kill_in_life(tmp_path, spec, runsc, few=True, bucket=gcs.bucket)
 
 
 @pytest.mark.slow
-def test_a_server_killed_at_every_step_of_a_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
+def test_kill_at_every_step_of_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc) -> None:
     kill_in_deletion(tmp_path, spec, runsc, few=False)

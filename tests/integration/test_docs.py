@@ -42,7 +42,7 @@ def reader(tmp_path: Path, runsc: Runsc) -> Iterator[Reader]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", runnable())
-def test_what_a_page_says_can_be_done_and_is_seen(page: Path, reader: Reader) -> None:
+def test_commands_of_page_print_documented_output(page: Path, reader: Reader) -> None:
     found = blocks(page)
     if told(found, "before: a server") or told(found, "before: a kernel"):
         reader.prepare(server=told(found, "before: a server"))
@@ -54,7 +54,7 @@ def test_what_a_page_says_can_be_done_and_is_seen(page: Path, reader: Reader) ->
             )
 
 
-def test_every_block_is_run_or_shown_or_excused() -> None:
+def test_every_code_block_is_run_shown_or_excluded() -> None:
     excuses = []
     for page in PAGES:
         for block in blocks(page):
@@ -66,7 +66,7 @@ def test_every_block_is_run_or_shown_or_excused() -> None:
     assert len(excuses) <= MOST_EXCUSES, excuses
 
 
-def test_every_page_is_in_the_index_and_every_command_has_a_page() -> None:
+def test_index_lists_every_page_and_every_command_is_documented() -> None:
     listed = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.stem == "index" or re.search(rf"^{page.stem}$", listed, re.MULTILINE), f"{page.name} is not listed"
@@ -83,12 +83,12 @@ def test_every_page_is_in_the_index_and_every_command_has_a_page() -> None:
         ("made 2026-11-16T16:10:15+00:00", "made 2027-01-02T03:04:05.6+00:00"),
     ],
 )
-def test_an_output_fits_if_it_differs_as_machines_and_moments_do(shown: str, seen: str) -> None:
+def test_output_matches_despite_machine_and_time(shown: str, seen: str) -> None:
     assert fits(shown, seen)
 
 
 @pytest.mark.parametrize(
     ("shown", "seen"), [("saved", "running"), ("saved", "saved\nand more"), ("42", "41"), ("0 removed", "1 removed")]
 )
-def test_an_output_does_not_fit_if_it_says_something_else(shown: str, seen: str) -> None:
+def test_different_output_does_not_match(shown: str, seen: str) -> None:
     assert not fits(shown, seen)

@@ -43,7 +43,7 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
-def test_the_persistent_sandbox_knows_in_the_second_run_what_it_heard_in_the_first() -> None:
+def test_persistent_example_keeps_state_between_runs() -> None:
     assert run("persistent.py", "apple") == "Heard so far: apple"
     assert run("persistent.py", "pear") == "Heard so far: apple, pear"
     assert run("persistent.py", "plum") == "Heard so far: apple, pear, plum"
@@ -57,7 +57,7 @@ def test_the_persistent_sandbox_knows_in_the_second_run_what_it_heard_in_the_fir
 @pytest.mark.slow
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
-def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state_outlives_the_server(
+def test_single_user_example_offers_only_persistent_sandboxes(
     serve: Serve, sandboxed: Sandboxed, runtime: Path
 ) -> None:
     kernel = sandboxed()
@@ -80,7 +80,7 @@ def test_the_single_user_configuration_offers_only_sandboxed_kernels_whose_state
 @pytest.mark.slow
 @pytest.mark.runsc
 @pytest.mark.usefixtures("data")
-def test_with_the_settings_for_a_bucket_a_server_that_shares_nothing_else_goes_on_where_another_was(
+def test_gcs_example_continues_on_another_server(
     serve: Serve, sandboxed: Sandboxed, gcs: GCS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SANDBOX_SIGNING_KEY", "k" * 32)
@@ -114,7 +114,9 @@ def hub_config(example: str, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 @pytest.mark.parametrize("example", ["jupyterhub", "kubernetes"])
-def test_hubs_give_each_user_a_key_and_a_prefix(example: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_examples_give_each_user_key_and_prefix(
+    example: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     found: dict[str, list[dict[str, str]]] = {}
     for _ in ("first start of the hub", "second start"):

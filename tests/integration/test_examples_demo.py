@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 
 @pytest.mark.runsc
-def test_every_claim_of_the_demo_holds_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+def test_demo_succeeds_and_leaves_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     ended = subprocess.run([sys.executable, str(DEMO)], env=env, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stdout + ended.stderr

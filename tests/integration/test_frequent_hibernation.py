@@ -37,7 +37,7 @@ def use(notebook: Notebook, chance: random.Random) -> int:
     return cells
 
 
-def test_every_cell_is_answered_whenever_it_comes(open_notebook: Open, busy_machine: None) -> None:
+def test_cells_at_any_moment_are_answered(open_notebook: Open, busy_machine: None) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     settings = {"enable_checkpoint_at_idle": True, "idle_timeout": IDLE}

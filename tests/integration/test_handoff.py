@@ -29,9 +29,7 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setenv(f"{name}_BUCKET", gcs.bucket)
 
 
-def test_a_notebooks_kernel_moves_to_the_server_that_opens_it_and_back(
-    shared: None, serve: Serve, sandboxed: Sandboxed
-) -> None:
+def test_kernel_moves_to_opening_server_and_back(shared: None, serve: Serve, sandboxed: Sandboxed) -> None:
     kernel = sandboxed(enable_handoff=True)
     first, second = serve(name="first"), serve(name="second")
     notebook = Notebook(first, kernel)
@@ -48,7 +46,7 @@ def test_a_notebooks_kernel_moves_to_the_server_that_opens_it_and_back(
 
 
 @pytest.mark.slow
-def test_without_hand_off_the_second_server_says_who_has_it(
+def test_refused_hand_off_names_the_owner(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serve: Serve, sandboxed: Sandboxed
 ) -> None:
     monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "shared"))

@@ -125,7 +125,7 @@ def images(data: Path) -> list[Path]:
 # -- saved in the middle of something ----------------------------------------------------------------------------------
 
 
-def test_a_loop_that_prints_goes_on_and_every_line_arrives_once_and_in_order(notebook: Notebook) -> None:
+def test_printing_loop_loses_no_line(notebook: Notebook) -> None:
     request = notebook.kc.execute(
         "import time\nfor number in range(2000):\n    print(number)\n    time.sleep(0.0005)\nprint('end')"
     )
@@ -141,7 +141,7 @@ def test_a_loop_that_prints_goes_on_and_every_line_arrives_once_and_in_order(not
     assert not stops
 
 
-def test_a_large_output_arrives_whole(notebook: Notebook) -> None:
+def test_large_output_arrives_complete(notebook: Notebook) -> None:
     chunk = 125_000
     request = notebook.kc.execute(
         f"for part in range(0, {10 * chunk}, {chunk}):\n"
@@ -158,7 +158,7 @@ def test_a_large_output_arrives_whole(notebook: Notebook) -> None:
     assert "".join(pieces) == "".join(f"{number:039d}\n" for number in range(10 * chunk))
 
 
-def test_one_large_message_arrives_whole_though_it_was_on_its_way(notebook: Notebook) -> None:
+def test_large_message_in_transit_arrives_complete(notebook: Notebook) -> None:
     notebook.run("text = ''.join(f'{number:07d}\\n' for number in range(1_500_000))")
     request = notebook.kc.execute("print('now', flush=True); print(text, end='', flush=True)")
     assert notebook.iopub(request)["content"]["execution_state"] == "busy"
@@ -169,7 +169,7 @@ def test_one_large_message_arrives_whole_though_it_was_on_its_way(notebook: Note
     assert text == "".join(f"{number:07d}\n" for number in range(1_500_000))
 
 
-def test_a_prompt_is_answered_after_the_wake(notebook: Notebook) -> None:
+def test_input_prompt_is_answered_after_wake(notebook: Notebook) -> None:
     request = notebook.kc.execute("name = input('who? ')\nprint('hello', name)", allow_stdin=True)
     assert notebook.kc.get_stdin_msg(timeout=LONG)["content"]["prompt"] == "who? "
     notebook.hibernate()
@@ -187,7 +187,7 @@ get_ipython().kernel.comm_manager.register_target("echo", opened)
 """
 
 
-def test_comm_messages_of_both_directions_arrive_once_and_in_order(notebook: Notebook) -> None:
+def test_comm_messages_arrive_once_in_order(notebook: Notebook) -> None:
     notebook.run(ECHO)
     kc, session = notebook.kc, notebook.kc.session
 
@@ -209,7 +209,7 @@ def test_comm_messages_of_both_directions_arrive_once_and_in_order(notebook: Not
     assert heard == list(range(sent))
 
 
-def test_a_kernel_that_is_saved_while_it_starts_answers_those_who_wait_for_it(
+def test_kernel_saved_during_start_answers_waiting_client(
     kernelspecs: KernelSpecManager, sandboxed: Callable[..., str], notebook_folder: Path, data: Path
 ) -> None:
     km = KernelManager(kernel_name=sandboxed(), kernel_spec_manager=kernelspecs)
@@ -228,7 +228,7 @@ def test_a_kernel_that_is_saved_while_it_starts_answers_those_who_wait_for_it(
 # -- asleep ------------------------------------------------------------------------------------------------------------
 
 
-def test_hearts_beat_while_it_sleeps_and_wake_nobody(notebook: Notebook, runtime: Path) -> None:
+def test_heartbeats_are_answered_without_wake(notebook: Notebook, runtime: Path) -> None:
     notebook.run("x = 1")
     notebook.kc.hb_channel.unpause()
     notebook.hibernate()
@@ -261,7 +261,7 @@ def test_first_request_of_a_new_client_is_answered(notebook: Notebook) -> None:
             assert reply["parent_header"]["msg_id"] == request["msg_id"]
 
 
-def test_what_is_sent_meanwhile_is_answered_in_order(notebook: Notebook) -> None:
+def test_requests_during_hibernation_are_answered_in_order(notebook: Notebook) -> None:
     notebook.run("seen = []")
     for _ in range(2):
         notebook.hibernate()
@@ -272,7 +272,7 @@ def test_what_is_sent_meanwhile_is_answered_in_order(notebook: Notebook) -> None
         notebook.run("seen.clear()")
 
 
-def test_several_clients_stay_and_each_gets_its_own_answers(notebook: Notebook) -> None:
+def test_each_client_gets_its_own_replies(notebook: Notebook) -> None:
     other = Notebook(notebook.km, BlockingKernelClient())
     other.kc.load_connection_info(notebook.km.get_connection_info())
     other.kc.start_channels()
@@ -287,7 +287,7 @@ def test_several_clients_stay_and_each_gets_its_own_answers(notebook: Notebook) 
     other.kc.stop_channels()
 
 
-def test_the_control_channel_wakes_it_too(notebook: Notebook) -> None:
+def test_control_request_wakes_kernel(notebook: Notebook) -> None:
     notebook.hibernate()
     message = notebook.kc.session.msg("kernel_info_request")
     notebook.kc.control_channel.send(message)
@@ -296,7 +296,7 @@ def test_the_control_channel_wakes_it_too(notebook: Notebook) -> None:
 
 
 @pytest.mark.debian
-def test_a_busy_kernel_can_be_interrupted_while_it_sleeps(notebook: Notebook) -> None:
+def test_busy_kernel_is_interrupted_while_hibernated(notebook: Notebook) -> None:
     request = notebook.kc.execute("print('begun', flush=True)\nimport time\ntime.sleep(600)")
     outputs = notebook.outputs(request)
     assert next(outputs) == "begun\n"
@@ -308,7 +308,7 @@ def test_a_busy_kernel_can_be_interrupted_while_it_sleeps(notebook: Notebook) ->
 
 
 @pytest.mark.debian
-def test_an_interrupt_in_the_moment_of_falling_asleep_is_heeded(notebook: Notebook) -> None:
+def test_interrupt_during_hibernate_is_delivered(notebook: Notebook) -> None:
     request = notebook.kc.execute("print('begun', flush=True)\nimport time\ntime.sleep(600)")
     outputs = notebook.outputs(request)
     assert next(outputs) == "begun\n"
@@ -324,7 +324,7 @@ def test_an_interrupt_in_the_moment_of_falling_asleep_is_heeded(notebook: Notebo
 
 
 @pytest.mark.slow
-def test_an_interrupt_finds_the_main_thread_among_many_that_wake_with_it(open_notebook: Open) -> None:
+def test_interrupt_reaches_main_thread_after_wake(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("import threading, time")
     notebook.run("for _ in range(400): threading.Thread(target=threading.Event().wait, daemon=True).start()")
@@ -392,7 +392,7 @@ def test_wake_cancelled_at_any_moment_loses_no_state(notebook: Notebook) -> None
         assert notebook.run("x += 1; x") == str(turn)
 
 
-def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:
+def test_concurrent_hibernate_and_wake_calls(notebook: Notebook) -> None:
     provisioner = notebook.km.provisioner
     notebook.run("x = 1")
     at_once(provisioner.hibernate(), provisioner.hibernate())
@@ -405,13 +405,13 @@ def test_those_who_want_the_same_at_once_get_it(notebook: Notebook) -> None:
     assert notebook.run("x") == "2"
 
 
-def test_one_that_is_just_waking_up_can_be_told_to_sleep_again(notebook: Notebook) -> None:
+def test_hibernate_during_wake(notebook: Notebook) -> None:
     notebook.hibernate()
     at_once(notebook.km.provisioner.wake(), notebook.km.provisioner.hibernate())
     assert notebook.asleep
 
 
-def test_a_request_larger_than_what_is_held_arrives_whole(notebook: Notebook) -> None:
+def test_request_larger_than_buffer_arrives_complete(notebook: Notebook) -> None:
     notebook.hibernate()
     assert notebook.run(f"len({'x' * 5_000_000!r})") == "5000000"
 
@@ -427,7 +427,7 @@ threading.Thread(target=tick, daemon=True).start()
 
 
 @pytest.mark.parametrize("now", [True, False])
-def test_a_shutdown_does_not_wake_it_and_leaves_nothing(
+def test_shutdown_while_hibernated_leaves_nothing(
     open_notebook: Open, notebook_folder: Path, data: Path, runtime: Path, now: bool
 ) -> None:
     notebook = open_notebook()
@@ -444,7 +444,7 @@ def test_a_shutdown_does_not_wake_it_and_leaves_nothing(
     assert open_notebook().run("'tick' in globals()") == "False"
 
 
-def test_a_killed_one_is_dead(open_notebook: Open) -> None:
+def test_killed_kernel_is_not_alive(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.hibernate()
     asyncio.run(notebook.km.provisioner.send_signal(signal.SIGKILL))
@@ -452,7 +452,7 @@ def test_a_killed_one_is_dead(open_notebook: Open) -> None:
     assert not notebook.km.is_alive()
 
 
-def test_a_restart_gives_a_fresh_kernel_that_can_sleep_again(open_notebook: Open) -> None:
+def test_restarted_kernel_is_fresh_and_hibernates(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     for _ in range(2):
@@ -541,9 +541,7 @@ def wheel(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_packages_that_pip_installed_survive_and_only_this_kernel_has_them(
-    open_notebook: Open, notebook_folder: Path
-) -> None:
+def test_pip_packages_survive_in_their_kernel_only(open_notebook: Open, notebook_folder: Path) -> None:
     wheel(notebook_folder)
     notebook = open_notebook()
     notebook.run("%pip install --quiet --no-index ./tiny-1.0-py3-none-any.whl")
@@ -569,7 +567,7 @@ def test_threads_processes_files_sockets_and_generators_survive(open_notebook: O
 # -- its own idle timer ------------------------------------------------------------------------------------------------
 
 
-def test_it_falls_asleep_by_itself_when_no_cell_runs_and_not_before(open_notebook: Open) -> None:
+def test_idle_timer_hibernates_only_without_running_cell(open_notebook: Open) -> None:
     notebook = open_notebook(enable_checkpoint_at_idle=True, idle_timeout=1)
     request = notebook.kc.execute("import time\nfor _ in range(20):\n    time.sleep(0.2)")
     assert notebook.iopub(request)["content"]["execution_state"] == "busy"
@@ -590,9 +588,7 @@ def test_it_falls_asleep_by_itself_when_no_cell_runs_and_not_before(open_noteboo
 # -- which sandbox it is -----------------------------------------------------------------------------------------------
 
 
-def test_a_sandbox_without_a_kernel_is_no_notebooks_and_stays_as_it_is(
-    open_notebook: Open, runsc: Runsc, spec: BundleSpec
-) -> None:
+def test_sandbox_without_kernel_is_refused_and_kept(open_notebook: Open, runsc: Runsc, spec: BundleSpec) -> None:
     async def found() -> SandboxManager:
         manager = SandboxManager(user_sandboxes.settings(""), runsc)
         await manager.create("mine", spec)
@@ -607,7 +603,7 @@ def test_a_sandbox_without_a_kernel_is_no_notebooks_and_stays_as_it_is(
     assert detached.describe_persistent(manager.stores, "mine").checkpoint
 
 
-def test_a_sandbox_with_an_id_of_its_own_needs_no_notebook(open_notebook: Open) -> None:
+def test_sandbox_id_without_notebook(open_notebook: Open) -> None:
     notebook = open_notebook(name="", sandbox_id="mine")
     notebook.run("x = 'mine'")
     notebook.hibernate()
@@ -616,7 +612,7 @@ def test_a_sandbox_with_an_id_of_its_own_needs_no_notebook(open_notebook: Open) 
     assert notebook.run("x") == "'mine'"
 
 
-def test_without_a_notebook_and_an_id_nothing_is_kept(open_notebook: Open, data: Path) -> None:
+def test_no_notebook_and_no_id_is_ephemeral(open_notebook: Open, data: Path) -> None:
     notebook = open_notebook(name="")
     asyncio.run(notebook.km.provisioner.hibernate())
     assert not notebook.asleep
@@ -624,7 +620,7 @@ def test_without_a_notebook_and_an_id_nothing_is_kept(open_notebook: Open, data:
     assert not (data / "sandbox" / "storage").exists()
 
 
-def test_a_sandbox_that_must_be_in_a_bucket_is_refused_where_there_is_none(
+def test_required_bucket_missing_is_refused(
     kernelspecs: KernelSpecManager, sandboxed: Callable[..., str], notebook_folder: Path, data: Path, runtime: Path
 ) -> None:
     km = KernelManager(kernel_name=sandboxed(gcs_sandbox_id="mine"), kernel_spec_manager=kernelspecs)
@@ -647,7 +643,7 @@ def damage(image: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_a_damaged_state_is_not_restored_nor_replaced_and_the_reason_is_told(open_notebook: Open, data: Path) -> None:
+def test_damaged_checkpoint_is_reported_and_kept(open_notebook: Open, data: Path) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     notebook.hibernate()
@@ -662,7 +658,7 @@ def test_a_damaged_state_is_not_restored_nor_replaced_and_the_reason_is_told(ope
     assert open_notebook().run("x") == "1"
 
 
-def test_a_kernel_is_not_woken_with_another_file_than_it_had_mapped(open_notebook: Open, notebook_folder: Path) -> None:
+def test_wake_refused_after_mapped_file_changed(open_notebook: Open, notebook_folder: Path) -> None:
     table = notebook_folder / "table"
     table.write_bytes(b"old" * 10000)
     notebook = open_notebook()
@@ -675,9 +671,7 @@ def test_a_kernel_is_not_woken_with_another_file_than_it_had_mapped(open_noteboo
     assert notebook.run("print(table[:3])") == "b'old'\n"
 
 
-def test_a_kernel_is_not_woken_with_a_folder_that_a_link_leads_to(
-    open_notebook: Open, notebook_folder: Path, tmp_path: Path
-) -> None:
+def test_wake_refused_when_folder_became_a_link(open_notebook: Open, notebook_folder: Path, tmp_path: Path) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     notebook.hibernate()
@@ -693,7 +687,7 @@ def test_a_kernel_is_not_woken_with_a_folder_that_a_link_leads_to(
     assert notebook.run("x") == "1"
 
 
-def test_a_kernel_that_could_not_be_woken_is_woken_once_the_reason_is_gone(
+def test_wake_succeeds_after_cause_is_removed(
     open_notebook: Open, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     notebook = open_notebook()
@@ -714,9 +708,7 @@ def test_a_kernel_that_could_not_be_woken_is_woken_once_the_reason_is_gone(
     assert "".join(notebook.outputs(second)) == "1\n"
 
 
-def test_what_was_on_its_way_when_it_fell_asleep_arrives_whole_though_it_could_not_be_woken_at_first(
-    open_notebook: Open, data: Path
-) -> None:
+def test_bytes_in_transit_survive_a_failed_wake(open_notebook: Open, data: Path) -> None:
     notebook = open_notebook()
     notebook.run("text = ''.join(f'{number:07d}\\n' for number in range(2_000_000))")
     request = notebook.kc.execute("print(text, end='', flush=True)")
@@ -781,7 +773,7 @@ def test_cell_is_answered_when_storage_cannot_record_the_wake(
     assert notebook.run("x") == "2"
 
 
-def test_a_kernel_whose_wake_was_never_recorded_is_saved_as_it_is(
+def test_kernel_with_unrecorded_wake_is_saved(
     bucket: GCS, open_notebook: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     notebook = open_notebook()
@@ -799,7 +791,7 @@ def test_a_kernel_whose_wake_was_never_recorded_is_saved_as_it_is(
     assert open_notebook().run("x") == "3"
 
 
-def test_a_kernel_that_another_server_took_while_it_slept_does_not_run_here(bucket: GCS, open_notebook: Open) -> None:
+def test_kernel_taken_by_another_server_does_not_wake_here(bucket: GCS, open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     notebook.hibernate()
@@ -891,7 +883,7 @@ def elsewhere(
             other.end()
 
 
-def test_a_notebook_that_is_open_elsewhere_is_refused_with_the_owners_name(
+def test_notebook_open_elsewhere_is_refused_with_owner(
     open_notebook: Open, elsewhere: Callable[..., Elsewhere]
 ) -> None:
     other = elsewhere()
@@ -903,7 +895,7 @@ def test_a_notebook_that_is_open_elsewhere_is_refused_with_the_owners_name(
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_notebook_is_handed_over_with_its_state(
+def test_hand_off_keeps_state(
     open_notebook: Open, elsewhere: Callable[..., Elsewhere], asleep: bool, data: Path
 ) -> None:
     notebook = open_notebook(enable_handoff=True)

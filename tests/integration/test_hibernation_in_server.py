@@ -39,9 +39,7 @@ def sandboxes(runtime: Path) -> list[str]:
     return [line for line in leftovers(runtime) if line.startswith("folder")]
 
 
-def test_a_culled_kernel_gives_its_memory_back_stays_listed_and_wakes_on_the_next_cell(
-    serve: Serve, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_culled_kernel_frees_memory_and_wakes_on_next_cell(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     server = serve(*CULLING)
     notebook = Notebook(server, sandboxed())
     notebook.run("x = 0")
@@ -53,7 +51,7 @@ def test_a_culled_kernel_gives_its_memory_back_stays_listed_and_wakes_on_the_nex
     notebook.close()
 
 
-def test_a_new_client_wakes_a_hibernated_kernel(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+def test_new_client_wakes_kernel(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     server = serve(*CULLING)
     notebook = Notebook(server, sandboxed())
     notebook.run("x = 5")
@@ -65,9 +63,7 @@ def test_a_new_client_wakes_a_hibernated_kernel(serve: Serve, sandboxed: Sandbox
 
 
 @pytest.mark.debian
-def test_a_stopped_server_saves_its_kernels_and_the_next_one_brings_them_back(
-    serve: Serve, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_stopped_server_saves_kernels_for_the_next(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     kernel = sandboxed()
     server = serve()
     for name in ("a.ipynb", "b.ipynb"):
@@ -84,9 +80,7 @@ def test_a_stopped_server_saves_its_kernels_and_the_next_one_brings_them_back(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_interrupted_without_a_terminal_saves_its_kernels_too(
-    serve: Serve, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_server_interrupted_without_terminal_saves_kernels(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     kernel, server = sandboxed(), serve()
     notebook = Notebook(server, kernel)
     notebook.run("x = 1")
@@ -99,9 +93,7 @@ def test_a_server_that_is_interrupted_without_a_terminal_saves_its_kernels_too(
     notebook.close()
 
 
-def test_a_killed_servers_kernels_are_back_as_they_were_at_that_moment(
-    serve: Serve, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_kernels_of_killed_server_continue(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     kernel = sandboxed()
     server = serve()
     notebook = Notebook(server, kernel)
@@ -115,7 +107,7 @@ def test_a_killed_servers_kernels_are_back_as_they_were_at_that_moment(
 
 
 @pytest.mark.slow
-def test_ten_cycles_of_all_kinds_lose_nothing(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+def test_ten_cycles_keep_state(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     kernel = sandboxed()
     server = serve(*CULLING)
     notebook = Notebook(server, kernel)
@@ -133,9 +125,7 @@ def test_ten_cycles_of_all_kinds_lose_nothing(serve: Serve, sandboxed: Sandboxed
     notebook.close()
 
 
-def test_a_shut_down_kernel_is_gone_and_a_restarted_one_is_fresh(
-    serve: Serve, sandboxed: Sandboxed, tmp_path: Path
-) -> None:
+def test_shutdown_deletes_and_restart_is_fresh(serve: Serve, sandboxed: Sandboxed, tmp_path: Path) -> None:
     kernel = sandboxed()
     server = serve()
     notebook = Notebook(server, kernel)
@@ -154,7 +144,7 @@ def test_a_shut_down_kernel_is_gone_and_a_restarted_one_is_fresh(
 
 
 @pytest.mark.slow
-def test_a_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
+def test_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
     kernel = sandboxed()
     server = serve()
     notebook = Notebook(server, kernel)
@@ -171,9 +161,7 @@ def test_a_renamed_notebook_keeps_its_kernel(serve: Serve, sandboxed: Sandboxed)
 
 
 @pytest.mark.slow
-def test_a_new_notebook_under_a_renamed_ones_old_name_has_a_kernel_of_its_own(
-    serve: Serve, sandboxed: Sandboxed
-) -> None:
+def test_new_notebook_under_old_name_gets_new_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
     kernel = sandboxed()
     server = serve()
     first = Notebook(server, kernel)
@@ -190,7 +178,7 @@ def test_a_new_notebook_under_a_renamed_ones_old_name_has_a_kernel_of_its_own(
     first.close()
 
 
-def test_a_kernel_that_cannot_be_woken_says_why_in_the_notebook_and_is_tried_again(
+def test_failed_wake_is_explained_in_notebook_and_retried(
     serve: Serve, sandboxed: Sandboxed, runtime: Path, tmp_path: Path
 ) -> None:
     notebook = Notebook(serve(*CULLING), sandboxed())
@@ -247,7 +235,7 @@ def test_stop_does_not_wait_for_a_stalled_upload(
 
 
 @pytest.mark.parametrize("handoff", [False, True])
-def test_two_opens_at_once_share_one_kernel(serve: Serve, sandboxed: Sandboxed, handoff: bool) -> None:
+def test_simultaneous_opens_share_one_kernel(serve: Serve, sandboxed: Sandboxed, handoff: bool) -> None:
     server, kernel = serve(), sandboxed(enable_handoff=handoff)
     with ThreadPoolExecutor(3) as clients:
         answers = list(clients.map(lambda _: server.open_notebook(kernel), range(3)))
@@ -263,7 +251,7 @@ def test_two_opens_at_once_share_one_kernel(serve: Serve, sandboxed: Sandboxed, 
     assert changed["kernel"]["id"] != session["kernel"]["id"]
 
 
-def test_other_kernels_are_culled_as_ever(serve: Serve) -> None:
+def test_plain_kernels_are_culled_as_usual(serve: Serve) -> None:
     server = serve(*CULLING)
     assert server.open_notebook("python3")[0] == 201
     until(lambda: server.ask("GET", "kernels") == (200, []))
@@ -271,7 +259,7 @@ def test_other_kernels_are_culled_as_ever(serve: Serve) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [Server.stop, Server.kill], ids=["SIGTERM", "SIGKILL"])
-def test_ten_kernels_of_a_server_that_ends_all_come_back(
+def test_ten_kernels_return_after_server_stop(
     end: Callable[[Server], None], serve: Serve, sandboxed: Sandboxed
 ) -> None:
     kernel, server = sandboxed(), serve()
@@ -289,9 +277,7 @@ def test_ten_kernels_of_a_server_that_ends_all_come_back(
 
 
 @pytest.mark.slow
-def test_a_server_killed_at_thirty_random_moments_of_hibernating_loses_nothing(
-    serve: Serve, sandboxed: Sandboxed
-) -> None:
+def test_server_killed_at_random_moments_of_hibernate(serve: Serve, sandboxed: Sandboxed) -> None:
     kernel, dice = sandboxed(), random.Random(7)
     server = serve()
     for number in range(30):

@@ -25,7 +25,7 @@ def sandbox_after_restore():
 
 
 @pytest.mark.debian
-def test_hooks_run_in_the_main_thread_and_before_the_cell_that_woke_it(open_notebook: Open) -> None:
+def test_hooks_run_in_main_thread_before_waking_cell(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run(HOOKS)
     notebook.hibernate()
@@ -35,7 +35,7 @@ def test_hooks_run_in_the_main_thread_and_before_the_cell_that_woke_it(open_note
     assert notebook.run("len(calls)") == "4"
 
 
-def test_a_kernel_that_another_server_restores_runs_its_hook_too(open_notebook: Open) -> None:
+def test_hook_runs_after_restore_on_another_server(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run(HOOKS)
     notebook.hibernate()
@@ -43,7 +43,7 @@ def test_a_kernel_that_another_server_restores_runs_its_hook_too(open_notebook: 
     assert open_notebook().run("[name for name, _ in calls]") == "['before', 'after']"
 
 
-def test_hooks_run_beside_a_cell_that_keeps_the_main_thread_busy(open_notebook: Open) -> None:
+def test_hooks_run_during_busy_main_thread(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run(HOOKS)
     request = notebook.kc.execute("while len(calls) < 2: pass\nprint(calls)")
@@ -54,7 +54,7 @@ def test_hooks_run_beside_a_cell_that_keeps_the_main_thread_busy(open_notebook: 
     assert "".join(notebook.outputs(request)).split("\n")[-2] == "[('before', False), ('after', False)]"
 
 
-def test_a_cell_that_is_run_while_the_kernel_is_about_to_sleep_is_answered(open_notebook: Open) -> None:
+def test_cell_sent_during_hooks_is_answered(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run(
         "import time\ndef sandbox_before_checkpoint():\n    print('about to', flush=True)\n    time.sleep(1.5)"
@@ -69,9 +69,7 @@ def test_a_cell_that_is_run_while_the_kernel_is_about_to_sleep_is_answered(open_
     falling_asleep.join()
 
 
-def test_what_a_hook_raises_is_shown_in_the_notebook_and_logged_and_stops_nothing(
-    open_notebook: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hook_error_is_shown_and_logged(open_notebook: Open, caplog: pytest.LogCaptureFixture) -> None:
     notebook = open_notebook()
     notebook.run("x = 1\ndef sandbox_before_checkpoint():\n    raise ValueError('not\\nnow')")
     with caplog.at_level(logging.WARNING):
@@ -82,9 +80,7 @@ def test_what_a_hook_raises_is_shown_in_the_notebook_and_logged_and_stops_nothin
 
 
 @pytest.mark.parametrize("hook", ["sandbox_before_checkpoint", "sandbox_after_restore"])
-def test_a_hook_that_takes_too_long_is_not_waited_for(
-    open_notebook: Open, caplog: pytest.LogCaptureFixture, hook: str
-) -> None:
+def test_slow_hook_is_abandoned(open_notebook: Open, caplog: pytest.LogCaptureFixture, hook: str) -> None:
     notebook = open_notebook(hook_timeout=0.5)
     notebook.run(f"import threading\nx = 1\ngo = threading.Event()\ndef {hook}():\n    go.wait()")
     with caplog.at_level(logging.WARNING):
@@ -95,14 +91,14 @@ def test_a_hook_that_takes_too_long_is_not_waited_for(
     assert notebook.run("x") == "1"
 
 
-def test_without_a_time_for_them_hooks_are_not_run(open_notebook: Open) -> None:
+def test_zero_timeout_disables_hooks(open_notebook: Open) -> None:
     notebook = open_notebook(hook_timeout=0)
     notebook.run(HOOKS)
     notebook.hibernate()
     assert notebook.run("calls") == "[]"
 
 
-def test_a_kernel_that_cannot_be_saved_hears_that_it_goes_on(open_notebook: Open, tmp_path: Path) -> None:
+def test_failed_save_runs_resume_hook(open_notebook: Open, tmp_path: Path) -> None:
     library = tmp_path / "libraries" / "lib.so"
     library.parent.mkdir()
     library.write_bytes(bytes(4096))
@@ -130,7 +126,7 @@ for noise in (b"", b"{", b"[]", b'{"name": []}', b"x" * 10_000):
 """
 
 
-def test_what_strangers_in_the_sandbox_say_ends_no_hook(open_notebook: Open) -> None:
+def test_other_processes_cannot_end_a_hook(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run(HOOKS + NOISE)
     notebook.hibernate()
@@ -150,7 +146,7 @@ sys.modules[name] = whole
 """
 
 
-def test_a_kernel_that_is_called_while_it_still_imports_can_be_called_again(open_notebook: Open) -> None:
+def test_hook_call_during_import_can_be_repeated(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run(HOOKS + HALF_IMPORTED)
     notebook.hibernate()
@@ -162,7 +158,7 @@ DRAWN = "random.random(), float(numpy.random.random())"
 
 
 @pytest.mark.parametrize("reseed", [False, True])
-def test_random_numbers_begin_anew_after_a_restore_only_if_so_told(open_notebook: Open, reseed: bool) -> None:
+def test_random_state_is_reset_only_on_request(open_notebook: Open, reseed: bool) -> None:
     notebook = open_notebook(reseed=reseed)
     notebook.run(DRAW)
     undisturbed = notebook.run(DRAWN)
@@ -172,6 +168,6 @@ def test_random_numbers_begin_anew_after_a_restore_only_if_so_told(open_notebook
     assert [mine != yours for mine, yours in both] == [reseed, reseed]
 
 
-def test_the_notebook_sees_nothing_of_ours(open_notebook: Open) -> None:
+def test_hooks_leave_no_names_in_notebook(open_notebook: Open) -> None:
     notebook = open_notebook()
     assert notebook.run("import sys\n'hooks' in sys.modules, [p for p in sys.path if 'guest' in p]") == "(False, [])"

@@ -34,9 +34,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     running.stop()
 
 
-def test_a_culled_servers_notebook_comes_back_with_its_state_and_moves_to_another_server(
-    hub: Hub, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_notebook_survives_cull_of_server_and_moves(hub: Hub, sandboxed: Sandboxed, runtime: Path) -> None:
     kernel = sandboxed()
     browser = Browser(hub, "alice")
     notebook = browser.open_notebook(kernel, "a.ipynb")

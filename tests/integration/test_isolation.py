@@ -128,7 +128,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 @pytest.mark.debian
-def test_no_address_of_the_host_or_beyond_can_be_reached(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_network_is_unreachable(start_kernel: Start, sandboxed: Sandboxed) -> None:
     _, kc = start_kernel(sandboxed())
     with ExitStack() as stack:
         listeners = []
@@ -161,9 +161,7 @@ def test_no_address_of_the_host_or_beyond_can_be_reached(start_kernel: Start, sa
 
 
 @pytest.mark.debian
-def test_no_unix_socket_of_the_host_can_be_reached(
-    start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
-) -> None:
+def test_unix_sockets_of_host_are_unreachable(start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path) -> None:
     _, kc = start_kernel(sandboxed())
     for address in ("./agent.sock", f"\0isolation-{uuid4().hex}"):
         with socket.socket(socket.AF_UNIX) as listener:
@@ -178,7 +176,7 @@ def test_no_unix_socket_of_the_host_can_be_reached(
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-def test_the_home_cannot_be_read(
+def test_home_is_unreadable(
     start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
@@ -201,7 +199,7 @@ def test_the_home_cannot_be_read(
     assert not {".bashrc", ".profile", ".ssh", ".bash_history", ".jupyter"} & set(seen)
 
 
-def test_a_home_is_no_notebook_folder_by_whatever_name(
+def test_home_is_refused_as_notebook_folder(
     start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, link, other = tmp_path / "real", tmp_path / "home", tmp_path / "other"
@@ -216,7 +214,7 @@ def test_a_home_is_no_notebook_folder_by_whatever_name(
 
 
 @pytest.mark.debian
-def test_nothing_is_written_outside_the_notebooks_folder(
+def test_writes_outside_notebook_folder_fail(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
@@ -248,9 +246,7 @@ def test_nothing_is_written_outside_the_notebooks_folder(
 
 
 @pytest.mark.debian
-def test_a_read_only_folder_stays_so_for_a_guest_that_mounts(
-    start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path
-) -> None:
+def test_guest_cannot_remount_read_only_folder(start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path) -> None:
     shown = tmp_path / "shown"
     shown.mkdir()
     (shown / "file").write_text("as it was")
@@ -284,7 +280,7 @@ def environment(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["venv", "envs/deeper/venv", "."])
-def test_an_environment_in_the_notebooks_folder_cannot_be_changed(
+def test_environment_in_notebook_folder_is_read_only(
     place: str, start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, spec: BundleSpec
 ) -> None:
     python = environment(notebook_folder / place)
@@ -318,7 +314,7 @@ def test_an_environment_in_the_notebooks_folder_cannot_be_changed(
     assert os.path.islink(python)
 
 
-def test_nothing_a_guest_left_in_the_notebooks_folder_runs_on_the_host(
+def test_guest_files_do_not_run_on_host(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
 ) -> None:
     ran = tmp_path / "ran-on-the-host"
@@ -342,7 +338,7 @@ def test_nothing_a_guest_left_in_the_notebooks_folder_runs_on_the_host(
     assert not ran.exists()
 
 
-def test_what_a_guest_left_in_an_environment_shows_it_nothing_more(
+def test_guest_files_in_environment_expose_nothing(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
@@ -374,7 +370,7 @@ def test_what_a_guest_left_in_an_environment_shows_it_nothing_more(
         assert output.read_text() in ("", "[]"), argv
 
 
-def test_connection_files_and_other_sandboxes_stay_unseen(
+def test_connection_files_and_other_sandboxes_are_hidden(
     start_kernel: Start,
     sandboxed: Sandboxed,
     notebook_folder: Path,
@@ -399,7 +395,7 @@ def test_connection_files_and_other_sandboxes_stay_unseen(
     assert (jupyter / "kernel-1.json").read_text() == "a key"
 
 
-def test_a_link_in_the_notebooks_folder_opens_nothing_to_writing(
+def test_link_in_notebook_folder_is_not_writable(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
@@ -413,7 +409,7 @@ def test_a_link_in_the_notebooks_folder_opens_nothing_to_writing(
 
 
 @pytest.mark.cold_start
-def test_a_folder_that_is_swapped_for_a_link_during_the_start_is_not_given(
+def test_folder_swapped_for_link_during_start_is_not_mounted(
     start_kernel: Start,
     sandboxed: Sandboxed,
     runsc: Runsc,
@@ -440,7 +436,7 @@ def test_a_folder_that_is_swapped_for_a_link_during_the_start_is_not_given(
 # -- processes and variables -------------------------------------------------------------------------------------
 
 
-def test_no_process_of_the_host_is_seen(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_host_processes_are_hidden(start_kernel: Start, sandboxed: Sandboxed) -> None:
     mark = f"isolation-{uuid4().hex}"
     with subprocess.Popen([sys.executable, "-c", "input()", mark], stdin=subprocess.PIPE) as witness:
         _, kc = start_kernel(sandboxed())
@@ -452,7 +448,7 @@ def test_no_process_of_the_host_is_seen(start_kernel: Start, sandboxed: Sandboxe
         assert witness.poll() is None
 
 
-def test_no_variable_is_read_that_was_not_passed(
+def test_only_passed_variables_are_readable(
     start_kernel: Start, sandboxed: Sandboxed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret, late = uuid4().hex, uuid4().hex
@@ -480,7 +476,7 @@ def test_no_variable_is_read_that_was_not_passed(
 
 
 @pytest.mark.debian
-def test_no_capability_can_be_gained(start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path) -> None:
+def test_capabilities_cannot_be_gained(start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path) -> None:
     _, kc = start_kernel(sandboxed())
     status = "[line.split() for line in open('/proc/{}/status') if line.startswith(('Cap', 'NoNewPrivs'))]"
     for who in ("self", "1"):
@@ -577,9 +573,7 @@ async def stopped(sandbox: GVisorSandbox) -> None:
 @pytest.mark.cold_start
 @pytest.mark.parametrize("attack", HOSTILE)
 @pytest.mark.usefixtures("open_init")
-async def test_unconfined_a_guest_that_breaks_the_rules_is_ended_alone(
-    attack: str, start_sandbox: StartSandbox
-) -> None:
+async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     argv = [sandbox.spec.python, "-I", "-c", f"{PIPE}\n{HOSTILE[attack]}\ntime.sleep(100)"]
     with bounded_memory():
@@ -606,9 +600,7 @@ async def test_unconfined_a_guest_that_breaks_the_rules_is_ended_alone(
     ids=["output", "crumbs of output", "crumbs in frames", "a frame drop by drop", "half a frame", "PID 1's errors"],
 )
 @pytest.mark.usefixtures("open_init")
-async def test_unconfined_a_flood_costs_bounded_memory_and_delays_nobody(
-    flood: str, start_sandbox: StartSandbox
-) -> None:
+async def test_unconfined_flood_uses_bounded_memory(flood: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     with bounded_memory():
         first = await sandbox.execute([sandbox.spec.python, "-I", "-c", "import time; time.sleep(100)"])
@@ -624,7 +616,7 @@ async def test_unconfined_a_flood_costs_bounded_memory_and_delays_nobody(
 @pytest.mark.cold_start
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGSEGV"])
 @pytest.mark.usefixtures("open_init")
-def test_unconfined_a_kernel_that_ends_or_stops_pid_1_hurts_only_itself(
+def test_unconfined_signal_to_pid_1_affects_own_sandbox_only(
     signal: str, start_kernel: Start, sandboxed: Sandboxed, runtime: Path
 ) -> None:
     name = sandboxed()
@@ -641,9 +633,7 @@ def test_unconfined_a_kernel_that_ends_or_stops_pid_1_hurts_only_itself(
 
 @pytest.mark.cold_start
 @pytest.mark.usefixtures("open_init")
-def test_unconfined_a_kernel_that_lies_about_its_end_can_be_restarted(
-    start_kernel: Start, sandboxed: Sandboxed
-) -> None:
+def test_unconfined_kernel_with_forged_exit_is_restartable(start_kernel: Start, sandboxed: Sandboxed) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nos.kill(1, signal.SIGSTOP)\nsend(say(op='exited', process=1, status=99999))", silent=True)
     until(lambda: not km.is_alive())
@@ -653,9 +643,7 @@ def test_unconfined_a_kernel_that_lies_about_its_end_can_be_restarted(
 
 
 @pytest.mark.resource_use
-def test_a_bomb_of_processes_hurts_only_its_own_sandbox(
-    start_kernel: Start, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_fork_bomb_affects_own_sandbox_only(start_kernel: Start, sandboxed: Sandboxed, runtime: Path) -> None:
     name = sandboxed()
     _, neighbour = start_kernel(name)
     km, kc = start_kernel(name)
@@ -671,7 +659,7 @@ def test_a_bomb_of_processes_hurts_only_its_own_sandbox(
 
 
 @pytest.mark.resource_use
-def test_a_client_that_does_not_read_costs_bounded_memory(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_client_that_does_not_read_uses_bounded_memory(start_kernel: Start, sandboxed: Sandboxed) -> None:
     name = sandboxed()
     _, neighbour = start_kernel(name)
     km, other = start_kernel(name)
@@ -695,7 +683,7 @@ def test_a_client_that_does_not_read_costs_bounded_memory(start_kernel: Start, s
     kc.stop_channels()
 
 
-def test_a_server_whose_output_nobody_reads_can_end_its_kernels(
+def test_server_with_unread_output_ends_kernels(
     sandboxed: Sandboxed, kernelspecs: KernelSpecManager, notebook_folder: Path
 ) -> None:
     script = "import os\nwhile True: os.write(1, bytes(1 << 16))"
@@ -715,7 +703,7 @@ def test_a_server_whose_output_nobody_reads_can_end_its_kernels(
         os.close(writer)
 
 
-def test_output_never_reaches_a_descriptor_that_has_changed_hands(
+def test_output_never_reaches_reused_descriptor(
     sandboxed: Sandboxed, kernelspecs: KernelSpecManager, notebook_folder: Path, tmp_path: Path
 ) -> None:
     script = (
@@ -741,16 +729,14 @@ def test_output_never_reaches_a_descriptor_that_has_changed_hands(
 
 @pytest.mark.cold_start
 @pytest.mark.usefixtures("open_init")
-def test_unconfined_a_sandbox_that_is_lost_leaves_nothing_behind(
-    start_kernel: Start, sandboxed: Sandboxed, runtime: Path
-) -> None:
+def test_unconfined_lost_sandbox_leaves_nothing(start_kernel: Start, sandboxed: Sandboxed, runtime: Path) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nsend(os.urandom(100_000))", silent=True)
     until(lambda: not km.is_alive())
     until(lambda: leftovers(runtime) == [])
 
 
-def test_a_sweep_takes_only_what_is_ours(runtime: Path) -> None:
+def test_sweep_spares_foreign_folders(runtime: Path) -> None:
     others = [runtime / name for name in ("gnupg", ".ssh", "systemd", "0123456789abcdef", "deadbeef")]
     for folder in others:
         folder.mkdir()

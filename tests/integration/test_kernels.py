@@ -122,7 +122,7 @@ OTHERS = {
 
 @pytest.mark.debian
 @pytest.mark.parametrize("kernel", OTHERS)
-def test_kernels_of_other_makes_start_execute_are_interrupted_and_restart(
+def test_other_kernels_start_execute_interrupt_restart(
     start_kernel: Start, sandboxed: Callable[..., str], kernel: str
 ) -> None:
     code = OTHERS[kernel]

@@ -32,28 +32,28 @@ runsc_ = pytest.mark.runsc
 # -- what a person reads -----------------------------------------------------------------------------------------
 
 
-def test_both_ends_of_the_socket_agree() -> None:
+def test_socket_path_is_the_same_on_both_ends() -> None:
     assert (magics.PATH, magics.MAX_REQUEST) == (host_api.PATH, host_api.MAX_REQUEST)
 
 
 @pytest.mark.parametrize("line", ["", "  ", "help"])
-def test_without_a_word_it_says_what_it_can_do(line: str) -> None:
+def test_magic_without_arguments_prints_usage(line: str) -> None:
     assert all(f"%sandbox {word}" in run(line, dict) for word in magics.WORDS)
 
 
 @pytest.mark.parametrize("line", ["nonsense", "savepoint", "savepoint a b", "rewind", "status now", "-h", "x" * 5000])
-def test_what_it_cannot_do_is_said_with_what_it_can(line: str) -> None:
+def test_unknown_subcommand_prints_usage(line: str) -> None:
     with pytest.raises(Problem, match="is not among these:\n%sandbox status") as problem:
         run(line, dict)
     assert len(str(problem.value)) < 1000
 
 
-def test_where_nobody_listens_that_is_said() -> None:
+def test_magic_without_listener_is_explained() -> None:
     with pytest.raises(Problem, match="The sandbox does not answer"):
         run("status", dict)
 
 
-def test_a_kernel_that_is_brought_back_in_the_middle_of_asking_says_what_it_is() -> None:
+def test_restore_during_request_is_reported() -> None:
     restored = {"outcome": "restored"}
     assert told("savepoint", "a", restored) == "This is savepoint a again.\n"
     assert told("rewind", "a", restored) == "This is the kernel as it was before it was to be rewound to a.\n"
@@ -70,7 +70,7 @@ def test_a_kernel_that_is_brought_back_in_the_middle_of_asking_says_what_it_is()
         (5 * 10**15, "5000 TB"),
     ],
 )
-def test_sizes_are_read_as_people_read_them(amount: int, words: str) -> None:
+def test_sizes_are_human_readable(amount: int, words: str) -> None:
     assert size(amount) == words
 
 
@@ -85,7 +85,7 @@ def test_sizes_are_read_as_people_read_them(amount: int, words: str) -> None:
         (3600, "1 hour"),
     ],
 )
-def test_durations_are_read_as_people_read_them(seconds: float, words: str) -> None:
+def test_durations_are_human_readable(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
@@ -115,7 +115,7 @@ def usage_error(notebook: Notebook, line: str) -> str:
 
 
 @runsc_
-def test_a_cell_saves_its_kernel_asks_after_it_and_is_refused_in_one_line(notebook: Notebook, clerk: Clerk) -> None:
+def test_magic_saves_lists_and_refuses_in_one_line(notebook: Notebook, clerk: Clerk) -> None:
     assert "%sandbox rewind NAME" in notebook.run("%sandbox")
     assert notebook.run("name = 'before'\n%sandbox savepoint {name}") == (
         "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
@@ -131,7 +131,7 @@ def test_a_cell_saves_its_kernel_asks_after_it_and_is_refused_in_one_line(notebo
 
 
 @runsc_
-def test_a_rewind_says_which_cell_asks_for_it(notebook: Notebook, clerk: Clerk) -> None:
+def test_rewind_request_names_its_cell(notebook: Notebook, clerk: Clerk) -> None:
     request = notebook.kc.execute("%sandbox rewind before")
     number = notebook.reply(request)["execution_count"]
     ((name, cell),) = clerk.rewound
@@ -155,7 +155,7 @@ class Waiting(Clerk):
 
 
 @runsc_
-def test_a_cell_can_stop_waiting(open_notebook: Open) -> None:
+def test_waiting_magic_can_be_interrupted(open_notebook: Open) -> None:
     notebook, clerk = open_notebook(), Waiting()
     attend(notebook.km.provisioner.sandbox.link, clerk)
     request = notebook.kc.execute("print('waits', flush=True)\n%sandbox savepoint before")
@@ -168,7 +168,7 @@ def test_a_cell_can_stop_waiting(open_notebook: Open) -> None:
 
 
 @runsc_
-def test_the_notebook_finds_nothing_of_ours_but_the_magic(open_notebook: Open) -> None:
+def test_only_the_magic_is_added_to_notebook(open_notebook: Open) -> None:
     seen = open_notebook().run(
         "import sys, IPython.core.interactiveshell as shells\n"
         "ours = [name for name in ('magics', 'hooks', 'asks') if name in sys.modules]\n"
@@ -179,12 +179,12 @@ def test_the_notebook_finds_nothing_of_ours_but_the_magic(open_notebook: Open) -
 
 
 @runsc_
-def test_help_on_the_magic_is_found_where_ipython_has_it(notebook: Notebook) -> None:
+def test_magic_help_in_ipython(notebook: Notebook) -> None:
     assert "%sandbox savepoint NAME" in notebook.run("print(get_ipython().find_line_magic('sandbox').__doc__)")
 
 
 @runsc_
-def test_a_cell_saves_its_kernel_and_another_goes_back_to_that(open_notebook: Open, notebook_folder: Path) -> None:
+def test_magic_savepoint_and_rewind(open_notebook: Open, notebook_folder: Path) -> None:
     notebook = open_notebook()
     notebook.run("x = 'then'")
     assert "Saved as before" in notebook.run(
@@ -202,7 +202,7 @@ def test_a_cell_saves_its_kernel_and_another_goes_back_to_that(open_notebook: Op
 
 
 @runsc_
-def test_a_kernel_that_is_not_kept_says_so(open_notebook: Open) -> None:
+def test_magic_in_ephemeral_kernel(open_notebook: Open) -> None:
     notebook = open_notebook(name="")
     assert "Nothing of this kernel is kept" in notebook.run("%sandbox status")
     assert "Nothing of this kernel is kept" in usage_error(notebook, "%sandbox savepoint before")
@@ -245,7 +245,7 @@ async def started(make: Make, **changes: Any) -> tuple[GVisorSandbox, Waiting]:
 
 @runsc_
 @pytest.mark.parametrize("early", [True, False], ids=["answered while it sleeps", "answered when it is back"])
-async def test_an_ask_is_answered_though_its_sandbox_slept_meanwhile(make: Make, tmp_path: Path, early: bool) -> None:
+async def test_request_is_answered_after_hibernation(make: Make, tmp_path: Path, early: bool) -> None:
     sandbox, clerk = await started(make)
     process = await asking(sandbox, "savepoint before")
     await asyncio.wait_for(clerk.begun.wait(), LONG)
@@ -259,7 +259,7 @@ async def test_an_ask_is_answered_though_its_sandbox_slept_meanwhile(make: Make,
 
 
 @runsc_
-async def test_a_copy_that_another_takes_over_knows_that_it_is_the_savepoint(make: Make, tmp_path: Path) -> None:
+async def test_restored_copy_knows_it_is_the_savepoint(make: Make, tmp_path: Path) -> None:
     sandbox, clerk = await started(make)
     process = await asking(sandbox, "savepoint before")
     await asyncio.wait_for(clerk.begun.wait(), LONG)
@@ -276,7 +276,7 @@ async def test_a_copy_that_another_takes_over_knows_that_it_is_the_savepoint(mak
 
 
 @runsc_
-async def test_an_ask_of_a_server_that_is_killed_hears_of_it(make: Make, tmp_path: Path) -> None:
+async def test_request_learns_that_its_server_was_killed(make: Make, tmp_path: Path) -> None:
     sandbox, clerk = await started(make, outlives=True)
     command = f"{sandbox.spec.python} -I -B -c {shlex.quote(ASK)} 'savepoint before' 2> /tmp/said; touch /tmp/done"
     await sandbox.execute(["sh", "-c", command])

@@ -74,7 +74,7 @@ async def ask(km: AsyncKernelManager, expression: str) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("count", [4, pytest.param(AT_ONCE, marks=pytest.mark.slow)])
-async def test_many_kernels_start_answer_and_stop_together_and_leave_nothing(
+async def test_many_kernels_leave_nothing(
     sandboxed: Sandboxed,
     kernelspecs: KernelSpecManager,
     notebook_folder: Path,
@@ -117,7 +117,7 @@ def own(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remedy", ["a sweep", "the next start"])
-def test_kernels_whose_owner_was_killed_end_and_are_cleared_away(
+def test_kernels_of_killed_owner_are_swept(
     own: Callable[[int], subprocess.Popen[str]], runtime: Path, temporary: Path, remedy: str
 ) -> None:
     owner = own(AT_ONCE)
@@ -133,9 +133,7 @@ def test_kernels_whose_owner_was_killed_end_and_are_cleared_away(
     assert alive(processes) == []
 
 
-def test_a_sweep_leaves_the_kernels_of_a_living_owner_alone(
-    own: Callable[[int], subprocess.Popen[str]], runtime: Path
-) -> None:
+def test_sweep_spares_kernels_of_live_owner(own: Callable[[int], subprocess.Popen[str]], runtime: Path) -> None:
     owner = own(1)
     running = leftovers(runtime)
     assert sweep() == []

@@ -55,23 +55,21 @@ def printed(cell: NotebookNode) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def test_a_notebook_keeps_its_plots_and_files(execute: Execute, notebook_folder: Path) -> None:
+def test_plots_and_files(execute: Execute, notebook_folder: Path) -> None:
     notebook = execute(PLOT, "plt.savefig('saved.png')")
     (image,) = [output.data["image/png"] for output in notebook.cells[0].outputs if "data" in output]
     assert base64.b64decode(image).startswith(b"\x89PNG")
     assert (notebook_folder / "saved.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_notebook_keeps_the_state_of_its_widgets(execute: Execute) -> None:
+def test_widget_state_is_saved(execute: Execute) -> None:
     notebook = execute(SLIDER, "slider.value = 11")
     (view,) = [output.data["application/vnd.jupyter.widget-view+json"] for output in notebook.cells[0].outputs]
     states = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
     assert states[view["model_id"]]["state"]["value"] == 11
 
 
-def test_a_widget_that_is_moved_in_the_browser_moves_in_the_kernel(
-    start_kernel: Start, sandboxed: Callable[..., str]
-) -> None:
+def test_widget_change_reaches_kernel(start_kernel: Start, sandboxed: Callable[..., str]) -> None:
     _, kc = start_kernel(sandboxed())
     run(kc, SLIDER)
     moved = {"method": "update", "state": {"value": 42}, "buffer_paths": []}
@@ -80,7 +78,7 @@ def test_a_widget_that_is_moved_in_the_browser_moves_in_the_kernel(
     assert run(kc, "slider.value") == "42"
 
 
-def test_input_is_asked_of_the_client(start_kernel: Start, sandboxed: Callable[..., str]) -> None:
+def test_input_request(start_kernel: Start, sandboxed: Callable[..., str]) -> None:
     _, kc = start_kernel(sandboxed())
     asked: list[str] = []
 
@@ -94,13 +92,13 @@ def test_input_is_asked_of_the_client(start_kernel: Start, sandboxed: Callable[.
     assert run(kc, "name") == "'Ada'"
 
 
-def test_fifty_megabytes_of_output_arrive_whole_and_in_order(execute: Execute) -> None:
+def test_fifty_megabytes_of_printed_lines(execute: Execute) -> None:
     notebook = execute(f"for n in range({LINES}): print(n, 'x' * 99_999)")
     lines = printed(notebook.cells[0]).splitlines()
     assert lines == [f"{n} {'x' * 99_999}" for n in range(LINES)]
 
 
-def test_one_output_of_fifty_megabytes_arrives_whole(execute: Execute) -> None:
+def test_single_output_of_fifty_megabytes(execute: Execute) -> None:
     notebook = execute("'ab' * 25_000_000")
     assert notebook.cells[0].outputs[0].data["text/plain"] == repr("ab" * 25_000_000)
 
@@ -108,7 +106,7 @@ def test_one_output_of_fifty_megabytes_arrives_whole(execute: Execute) -> None:
 @pytest.mark.parametrize(
     "seconds", [8, pytest.param(120, marks=[pytest.mark.slow, pytest.mark.timeout(400)], id="two minutes")]
 )
-def test_a_long_cell_is_waited_for_and_its_output_comes_all_along(execute: Execute, seconds: int) -> None:
+def test_long_cell_streams_output(execute: Execute, seconds: int) -> None:
     cell = f"import time\nfor n in range({seconds}): print(n, flush=True); time.sleep(1)"
     notebook = execute(cell, "print('after')")
     assert printed(notebook.cells[0]).split() == [str(n) for n in range(seconds)]
@@ -116,7 +114,7 @@ def test_a_long_cell_is_waited_for_and_its_output_comes_all_along(execute: Execu
 
 
 @pytest.mark.debian
-def test_a_cell_that_takes_too_long_is_interrupted_and_the_next_one_runs(execute: Execute) -> None:
+def test_cell_over_timeout_is_interrupted(execute: Execute) -> None:
     def limit(cell: NotebookNode) -> int:
         return 8 if "sleep" in cell.source else READY
 

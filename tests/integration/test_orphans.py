@@ -86,7 +86,7 @@ def adopt(folder: RuntimeFolder, spec: BundleSpec, runsc: Runsc) -> GVisorSandbo
     return GVisorSandbox.orphan("box", replace(spec, outlives=True), runsc, "systrap", folder, note["container_id"])
 
 
-async def test_a_killed_servers_sandbox_runs_on_and_can_be_saved_and_restored(
+async def test_orphan_can_be_saved_and_restored(
     orphaned: RuntimeFolder, spec: BundleSpec, runsc: Runsc, tmp_path: Path
 ) -> None:
     assert orphaned.inhabited
@@ -107,7 +107,7 @@ async def test_a_killed_servers_sandbox_runs_on_and_can_be_saved_and_restored(
         await restored.delete()
 
 
-async def test_it_can_be_neither_talked_to_nor_swept_but_deleted(
+async def test_orphan_can_be_deleted_but_not_used_or_swept(
     orphaned: RuntimeFolder, spec: BundleSpec, runsc: Runsc
 ) -> None:
     sandbox = adopt(orphaned, spec, runsc)
@@ -118,7 +118,7 @@ async def test_it_can_be_neither_talked_to_nor_swept_but_deleted(
     assert not orphaned.path.exists()
 
 
-async def test_a_failed_attempt_to_save_it_leaves_it_running(
+async def test_failed_save_leaves_orphan_running(
     orphaned: RuntimeFolder, spec: BundleSpec, runsc: Runsc, tmp_path: Path
 ) -> None:
     sandbox = adopt(orphaned, spec, runsc)
@@ -134,7 +134,7 @@ async def test_a_failed_attempt_to_save_it_leaves_it_running(
     assert not orphaned.inhabited
 
 
-def test_a_sandbox_without_a_note_ends_with_its_server(spec: BundleSpec, runsc: Runsc, runtime: Path) -> None:
+def test_sandbox_without_note_ends_with_server(spec: BundleSpec, runsc: Runsc, runtime: Path) -> None:
     Server(spec, runsc).kill_at(10)
     (left,) = left_behind()
     (left.path / "note.json").unlink()

@@ -56,7 +56,7 @@ def images(data: Path) -> set[str]:
 
 
 @pytest.mark.debian
-def test_a_kernel_runs_on_after_a_savepoint_and_is_rewound_to_it(open_notebook: Open, entries: list[Entry]) -> None:
+def test_savepoint_and_rewind(open_notebook: Open, entries: list[Entry]) -> None:
     notebook = open_notebook()
     notebook.run("x = 1\ndef counter():\n    yield from range(100)\nnumbers = counter(); next(numbers)")
     savepoint(notebook, "one")
@@ -71,7 +71,7 @@ def test_a_kernel_runs_on_after_a_savepoint_and_is_rewound_to_it(open_notebook: 
     assert happened.count(What.REWOUND) == 2
 
 
-def test_a_rewound_kernel_hibernates_wakes_and_ends_as_any_other(open_notebook: Open) -> None:
+def test_rewound_kernel_hibernates_wakes_and_ends(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     savepoint(notebook, "one")
@@ -86,7 +86,7 @@ def test_a_rewound_kernel_hibernates_wakes_and_ends_as_any_other(open_notebook: 
     assert "one" in document(again).savepoints
 
 
-def test_one_that_sleeps_gets_a_savepoint_without_waking_and_is_rewound(open_notebook: Open) -> None:
+def test_savepoint_and_rewind_of_hibernated_kernel(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     notebook.hibernate()
@@ -98,7 +98,7 @@ def test_one_that_sleeps_gets_a_savepoint_without_waking_and_is_rewound(open_not
     assert notebook.run("print(x)") == "1\n"
 
 
-def test_a_cell_that_runs_at_a_savepoint_runs_on_from_there_in_both(open_notebook: Open) -> None:
+def test_running_cell_continues_after_savepoint_and_rewind(open_notebook: Open) -> None:
     notebook = open_notebook()
     request = notebook.kc.execute("import time\nx = 0\nwhile x < 40:\n    x += 1\n    time.sleep(0.1)\nprint('end')")
     notebook.iopub(request)
@@ -108,7 +108,7 @@ def test_a_cell_that_runs_at_a_savepoint_runs_on_from_there_in_both(open_noteboo
     assert notebook.run("print(x)") == "40\n"  # it was asked after the cell, which had to come to its end again
 
 
-def test_images_of_savepoints_are_kept_until_they_are_deleted(open_notebook: Open, data: Path) -> None:
+def test_savepoint_images_are_kept_until_deleted(open_notebook: Open, data: Path) -> None:
     notebook = open_notebook()
     savepoint(notebook, "one")
     (first,) = images(data)
@@ -121,7 +121,7 @@ def test_images_of_savepoints_are_kept_until_they_are_deleted(open_notebook: Ope
     assert document(notebook).savepoints == {}
 
 
-def test_names_are_taken_once_valid_and_known(open_notebook: Open) -> None:
+def test_savepoint_names_are_checked(open_notebook: Open) -> None:
     notebook = open_notebook()
     savepoint(notebook, "one")
     with pytest.raises(SavepointExistsError, match="has a savepoint one already"):
@@ -135,13 +135,13 @@ def test_names_are_taken_once_valid_and_known(open_notebook: Open) -> None:
     assert notebook.run("print(1)") == "1\n"
 
 
-def test_an_ephemeral_kernel_has_none(open_notebook: Open) -> None:
+def test_ephemeral_kernel_has_no_savepoints(open_notebook: Open) -> None:
     notebook = open_notebook("")
     with pytest.raises(SandboxError, match="is ephemeral: nothing of it is kept"):
         savepoint(notebook, "one")
 
 
-def test_a_damaged_savepoint_leaves_the_present_as_it_is(open_notebook: Open, data: Path) -> None:
+def test_damaged_savepoint_leaves_kernel_unchanged(open_notebook: Open, data: Path) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     savepoint(notebook, "one")
@@ -166,7 +166,7 @@ def test_rewind_cancelled_at_any_moment_leaves_one_of_both_states(open_notebook:
         assert notebook.run("print(x)") in ("now\n", "then\n")
 
 
-def test_a_fork_goes_its_own_way_with_other_random_numbers(
+def test_fork_is_independent_with_other_random_numbers(
     open_notebook: Open, sandboxed: Callable[..., str], data: Path, start_kernel: Any
 ) -> None:
     notebook = open_notebook()
@@ -193,7 +193,7 @@ def random_numbers(notebook: Notebook) -> str:
 # -- from inside the notebook ------------------------------------------------------------------------------------------
 
 
-def test_a_notebook_saves_and_rewinds_itself_and_both_cells_end(open_notebook: Open) -> None:
+def test_repeated_rewinds_from_a_notebook(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     assert notebook.run("%sandbox savepoint before").startswith("Saved as before")
@@ -206,7 +206,7 @@ def test_a_notebook_saves_and_rewinds_itself_and_both_cells_end(open_notebook: O
     assert len(document(notebook).savepoints) == 4
 
 
-def test_a_rewind_that_cannot_be_is_an_error_of_the_cell_and_changes_nothing(open_notebook: Open) -> None:
+def test_failed_rewind_is_a_cell_error(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     reply = notebook.reply(notebook.kc.execute("%sandbox rewind nothing"))
@@ -216,7 +216,7 @@ def test_a_rewind_that_cannot_be_is_an_error_of_the_cell_and_changes_nothing(ope
     assert document(notebook).savepoints == {}
 
 
-def test_many_rewinds_at_once_and_a_restart_end_with_one_kernel(open_notebook: Open) -> None:
+def test_concurrent_rewinds_and_restart_leave_one_kernel(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.run("x = 1")
     savepoint(notebook, "one")
@@ -242,7 +242,7 @@ for _ in range(8):
 """
 
 
-def test_what_ran_beside_a_kernel_ends_when_that_is_rewound(open_notebook: Open) -> None:
+def test_rewind_ends_other_processes(open_notebook: Open) -> None:
     notebook = open_notebook()
     savepoint(notebook, "one")
 
@@ -256,9 +256,7 @@ def test_what_ran_beside_a_kernel_ends_when_that_is_rewound(open_notebook: Open)
     assert asyncio.run(watch()) < 0
 
 
-def test_with_as_many_savepoints_as_may_be_nothing_changes(
-    open_notebook: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_savepoint_limit_is_enforced(open_notebook: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "MAX_SAVEPOINTS", 1)
     notebook = open_notebook()
     notebook.run("x = 1")

@@ -73,7 +73,7 @@ async def wait_for_census(server: Server, wanted: dict[str, Any]) -> None:
         pytest.param(30, 600, 10.0, id="ten minutes", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
-async def test_random_things_happen_to_many_notebooks(
+async def test_random_actions_on_many_notebooks(
     servers: list[Server],
     serve: Serve,
     sandboxed: Sandboxed,

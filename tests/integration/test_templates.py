@@ -42,7 +42,7 @@ def ask(kc: Any, expression: str) -> Any:
 # -- what a copy is -------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_in_the_notebooks_folder_with_its_own_environment_and_has_no_power(
+def test_copy_has_own_folder_environment_and_no_capabilities(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     (notebook_folder / "there").write_text("before")
@@ -63,7 +63,7 @@ def test_a_copy_is_in_the_notebooks_folder_with_its_own_environment_and_has_no_p
 
 
 @pytest.mark.debian
-def test_two_copies_share_no_key_no_chance_no_identity_and_no_file(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_copies_share_no_key_random_state_identity_or_file(start_kernel: Start, sandboxed: Sandboxed) -> None:
     name = sandboxed(preload=["numpy", "tempfile", "multiprocessing"])
     chances = """[
         __import__("random").random(), float(numpy.random.random()), os.urandom(8).hex(), str(uuid.uuid4()),
@@ -82,7 +82,7 @@ def test_two_copies_share_no_key_no_chance_no_identity_and_no_file(start_kernel:
     assert not set(seen[0]) & set(seen[1])
 
 
-def test_a_restarted_kernel_and_a_notebooks_are_copies_too_and_sleep_and_wake(open_notebook: Open) -> None:
+def test_restarted_and_persistent_kernels_are_copies(open_notebook: Open) -> None:
     notebook = open_notebook()
     assert is_copy(notebook.km)
     notebook.run("x = 1")
@@ -94,7 +94,7 @@ def test_a_restarted_kernel_and_a_notebooks_are_copies_too_and_sleep_and_wake(op
     assert notebook.run("'x' in globals()") == "False"
 
 
-def test_start_up_code_and_extensions_are_each_kernels_own(
+def test_startup_code_runs_in_each_copy(
     kernelspecs: KernelSpecManager, start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     code = "import os as _os; found = [_os.getcwd(), _os.environ['GIVEN']]"
@@ -112,7 +112,7 @@ def test_start_up_code_and_extensions_are_each_kernels_own(
 
 
 @pytest.mark.parametrize("option", ["--profile=mine", "--ipython-dir=/tmp", "--config=/tmp/config.py"])
-def test_a_kernel_with_a_profile_or_a_configuration_of_the_users_starts_from_nothing(
+def test_user_profile_prevents_template(
     kernelspecs: KernelSpecManager, sandboxed: Sandboxed, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     spec = kernelspecs.get_kernel_spec("python3").to_dict()
@@ -122,7 +122,7 @@ def test_a_kernel_with_a_profile_or_a_configuration_of_the_users_starts_from_not
         recipe_for(name, Config())
 
 
-def test_a_copys_history_begins_when_it_starts(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_history_begins_at_start(start_kernel: Start, sandboxed: Sandboxed) -> None:
     begun = time.time()
     _, kc = start_kernel(sandboxed())
     time.sleep(1.5)
@@ -135,7 +135,7 @@ def test_a_copys_history_begins_when_it_starts(start_kernel: Start, sandboxed: S
 # -- what is preloaded ----------------------------------------------------------------------------------------------
 
 
-def test_a_module_that_cannot_be_frozen_is_reported_and_left_out(
+def test_unfreezable_module_is_reported_and_skipped(
     kernelspecs: KernelSpecManager, sandboxed: Sandboxed, shelf: TemplateShelf, start_kernel: Start, tmp_path: Path
 ) -> None:
     libraries = tmp_path / "libraries"
@@ -164,7 +164,7 @@ def test_a_module_that_cannot_be_frozen_is_reported_and_left_out(
 # -- when there is no copy ------------------------------------------------------------------------------------------
 
 
-def test_a_library_that_was_changed_is_not_stale_in_the_next_kernel(
+def test_changed_library_is_fresh_in_next_kernel(
     kernelspecs: KernelSpecManager, sandboxed: Sandboxed, start_kernel: Start, shelf: TemplateShelf, tmp_path: Path
 ) -> None:
     library = tmp_path / "libraries" / "mine.py"
@@ -180,7 +180,7 @@ def test_a_library_that_was_changed_is_not_stale_in_the_next_kernel(
     assert shelf.get(name) is None
 
 
-def test_a_kernelspec_that_was_changed_has_no_template(
+def test_changed_kernelspec_invalidates_template(
     kernelspecs: KernelSpecManager, sandboxed: Sandboxed, start_kernel: Start
 ) -> None:
     name = sandboxed()
@@ -191,7 +191,7 @@ def test_a_kernelspec_that_was_changed_has_no_template(
         assert not is_copy(start_kernel(name)[0])
 
 
-def test_another_runsc_has_no_template(
+def test_other_runsc_invalidates_template(
     sandboxed: Sandboxed, start_kernel: Start, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "runsc"
@@ -206,7 +206,7 @@ def test_another_runsc_has_no_template(
     assert not is_copy(start_kernel(name)[0])
 
 
-def test_other_guest_code_has_no_template(
+def test_other_guest_code_invalidates_template(
     sandboxed: Sandboxed, start_kernel: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = sandboxed()
@@ -219,7 +219,7 @@ def test_other_guest_code_has_no_template(
 
 
 @pytest.mark.parametrize("variable", ["PYTHONPATH", "LANG", "PYTHONDONTWRITEBYTECODE"])
-def test_a_start_that_differs_in_what_was_frozen_uses_no_template_and_changes_none(
+def test_different_start_uses_no_template(
     sandboxed: Sandboxed, start_kernel: Start, shelf: TemplateShelf, variable: str
 ) -> None:
     name = sandboxed()
@@ -228,7 +228,7 @@ def test_a_start_that_differs_in_what_was_frozen_uses_no_template_and_changes_no
     assert shelf.get(name) == before
 
 
-def test_a_folder_in_which_something_is_kept_from_the_kernel_uses_no_template(
+def test_folder_with_hidden_paths_uses_no_template(
     sandboxed: Sandboxed, start_kernel: Start, notebook_folder: Path
 ) -> None:
     (notebook_folder / "library").mkdir()
@@ -238,7 +238,7 @@ def test_a_folder_in_which_something_is_kept_from_the_kernel_uses_no_template(
     assert ask(kc, "os.access('library', os.W_OK)") is False
 
 
-def test_a_template_that_cannot_be_restored_costs_a_second_and_is_dropped(
+def test_unrestorable_template_is_dropped(
     sandboxed: Sandboxed, start_kernel: Start, shelf: TemplateShelf, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = sandboxed()
@@ -256,7 +256,7 @@ def test_a_template_that_cannot_be_restored_costs_a_second_and_is_dropped(
     assert not image.exists()
 
 
-def test_a_folder_that_is_swapped_for_a_link_during_the_restore_is_not_given(
+def test_folder_swapped_for_link_during_restore_is_not_mounted(
     sandboxed: Sandboxed,
     start_kernel: Start,
     runsc: Runsc,
@@ -278,9 +278,7 @@ def test_a_folder_that_is_swapped_for_a_link_during_the_restore_is_not_given(
     assert os.listdir(secret) == ["key"]
 
 
-def test_bashs_kernel_cannot_be_frozen_and_starts_as_ever(
-    sandboxed: Sandboxed, start_kernel: Start, shelf: TemplateShelf
-) -> None:
+def test_bash_kernel_starts_without_template(sandboxed: Sandboxed, start_kernel: Start, shelf: TemplateShelf) -> None:
     spec = {"argv": [os.sys.executable, "-m", "bash_kernel", "-f", "{connection_file}"], "language": "bash"}  # type: ignore[attr-defined]
     name = sandboxed("bash", spec | {"display_name": "Bash"})
     found = shelf.get(name)
@@ -292,7 +290,7 @@ def test_bashs_kernel_cannot_be_frozen_and_starts_as_ever(
 # -- making them ----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_secret_is_in_a_template(
+def test_template_contains_no_secret(
     kernelspecs: KernelSpecManager,
     sandboxed: Sandboxed,
     shelf: TemplateShelf,
@@ -322,7 +320,7 @@ def test_nothing_secret_is_in_a_template(
     assert shelf.folder.stat().st_mode & 0o077 == 0 or (shelf.folder / name).stat().st_mode & 0o077 == 0
 
 
-def test_a_server_has_a_missing_template_made_behind_its_back(
+def test_server_builds_missing_template_in_background(
     sandboxed: Sandboxed, start_kernel: Start, shelf: TemplateShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = sandboxed()
@@ -340,7 +338,7 @@ def test_a_server_has_a_missing_template_made_behind_its_back(
     assert is_copy(km)
 
 
-def test_many_who_make_the_same_template_at_once_do_no_harm(
+def test_concurrent_builds_of_one_template(
     sandboxed: Sandboxed, kernelspecs: KernelSpecManager, shelf: TemplateShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = sandboxed()
@@ -355,7 +353,7 @@ def test_many_who_make_the_same_template_at_once_do_no_harm(
     assert [path.name for path in (shelf.folder / name).glob("image-*")] == [current.image]
 
 
-async def test_an_image_stays_while_somebody_uses_it(tmp_path: Path) -> None:
+async def test_image_in_use_is_kept(tmp_path: Path) -> None:
     shelf = TemplateShelf(tmp_path)
     async with shelf.building("k", wait=False) as draft:
         assert draft is not None
@@ -378,14 +376,14 @@ async def test_an_image_stays_while_somebody_uses_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"kernel_name": "other", "key": "", "created": ""}'])
-def test_a_document_that_is_not_one_is_no_template(tmp_path: Path, content: str) -> None:
+def test_invalid_document_is_not_a_template(tmp_path: Path, content: str) -> None:
     (tmp_path / "k").mkdir()
     (tmp_path / "k" / "template.json").write_text(content)
     assert TemplateShelf(tmp_path).get("k") is None
     assert TemplateShelf(tmp_path).list() == []
 
 
-def test_the_command_makes_shows_and_removes_templates(
+def test_template_command(
     sandboxed: Sandboxed,
     kernelspecs: KernelSpecManager,
     shelf: TemplateShelf,

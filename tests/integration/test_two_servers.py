@@ -57,7 +57,7 @@ async def begin(manager: SandboxManager, spec: BundleSpec, value: str, features:
     await tell(handle, f"set {value}")
 
 
-async def test_a_sandbox_passes_to_and_fro_with_its_state(
+async def test_sandbox_moves_back_and_forth_with_state(
     pair: tuple[SandboxManager, SandboxManager], spec: BundleSpec
 ) -> None:
     owner, other = pair
@@ -71,7 +71,7 @@ async def test_a_sandbox_passes_to_and_fro_with_its_state(
         owner, other = other, owner
 
 
-async def test_without_hand_off_the_newcomer_is_told_who_has_it(
+async def test_newcomer_without_hand_off_learns_the_owner(
     pair: tuple[SandboxManager, SandboxManager], spec: BundleSpec
 ) -> None:
     first, second = pair
@@ -81,7 +81,7 @@ async def test_without_hand_off_the_newcomer_is_told_who_has_it(
     assert await tell(first.get("box"), "get") == "1"
 
 
-async def test_storage_that_fails_now_and_then_costs_nothing_but_time(
+async def test_transient_storage_failures_are_survived(
     pair: tuple[SandboxManager, SandboxManager], spec: BundleSpec, gcs: GCS
 ) -> None:
     first, second = pair
@@ -136,7 +136,7 @@ def start_frozen(spec: BundleSpec, runsc: Runsc, config: GCSConfig) -> subproces
 
 
 @pytest.mark.slow
-async def test_a_server_that_stood_still_past_its_lease_wakes_up_to_find_that_it_can_change_nothing(
+async def test_server_paused_past_its_lease_cannot_write(
     pair: tuple[SandboxManager, SandboxManager], spec: BundleSpec, runsc: Runsc, config: GCSConfig
 ) -> None:
     frozen = start_frozen(spec, runsc, config)

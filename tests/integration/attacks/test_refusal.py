@@ -146,7 +146,7 @@ def test_kernel_that_refuses_and_cannot_be_saved_is_ended(
     assert "in a state that cannot be saved" in said
 
 
-def test_kernel_that_refuses_outlives_a_full_disk(
+def test_kernel_that_refuses_to_be_saved_survives_full_disk(
     serve: Serve, sandboxed: Sandboxed, runtime: Path, failing_runsc: Path
 ) -> None:
     kernel = sandboxed()

@@ -221,7 +221,7 @@ def ask(process: subprocess.Popen[bytes], what: str) -> dict[str, Any]:
 
 
 @every
-async def test_a_free_lease_is_had_at_once(ground: Ground) -> None:
+async def test_free_lease_is_acquired(ground: Ground) -> None:
     owner = me()
     lease = await ground.leases().acquire(SANDBOX, owner)
     assert (lease.name, lease.owner) == (SANDBOX, owner)
@@ -232,7 +232,7 @@ async def test_a_free_lease_is_had_at_once(ground: Ground) -> None:
 
 
 @every
-async def test_a_lease_that_another_has_is_refused_and_its_owner_named(ground: Ground) -> None:
+async def test_held_lease_is_refused_with_owner(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me("the first server"))
     with pytest.raises(LeaseHeldError, match=rf"in use by the first server \(process {os.getpid()} of") as refusal:
         await ground.leases().acquire(SANDBOX, me("the second server"))
@@ -241,7 +241,7 @@ async def test_a_lease_that_another_has_is_refused_and_its_owner_named(ground: G
 
 
 @every
-async def test_the_same_server_has_a_lease_only_once(ground: Ground) -> None:
+async def test_same_server_cannot_acquire_twice(ground: Ground) -> None:
     leases, owner = ground.leases(), me()
     lease = await leases.acquire(SANDBOX, owner)
     with pytest.raises(LeaseHeldError):
@@ -250,7 +250,7 @@ async def test_the_same_server_has_a_lease_only_once(ground: Ground) -> None:
 
 
 @every
-async def test_leases_of_different_names_have_nothing_to_do_with_each_other(ground: Ground) -> None:
+async def test_names_are_independent(ground: Ground) -> None:
     leases = ground.leases()
     names = ["sandboxes/a/lock", "sandboxes/b/lock", "sandboxes/a/lock.lock", "sandboxes-a-lock", "lock"]
     held = [await leases.acquire(name, me()) for name in names]
@@ -259,7 +259,7 @@ async def test_leases_of_different_names_have_nothing_to_do_with_each_other(grou
 
 
 @every
-async def test_a_released_lease_leaves_nothing_and_the_next_has_a_new_token(ground: Ground) -> None:
+async def test_release_leaves_nothing_and_tokens_increase(ground: Ground) -> None:
     leases, tokens = ground.leases(), []
     for _ in range(5):
         lease = await leases.acquire(SANDBOX, me())
@@ -271,7 +271,7 @@ async def test_a_released_lease_leaves_nothing_and_the_next_has_a_new_token(grou
 
 
 @every
-async def test_a_lease_is_kept_for_longer_than_it_lasts(ground: Ground) -> None:
+async def test_lease_is_renewed_past_its_lease_time(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
     newcomer = ground.leases()
     with pytest.raises(LeaseHeldError):
@@ -281,7 +281,7 @@ async def test_a_lease_is_kept_for_longer_than_it_lasts(ground: Ground) -> None:
 
 
 @every
-async def test_the_holder_is_known_to_all(ground: Ground) -> None:
+async def test_holder_is_visible_to_others(ground: Ground) -> None:
     others = ground.leases()
     assert await others.holder(SANDBOX) is None
     lease = await ground.leases().acquire(SANDBOX, me())
@@ -293,7 +293,7 @@ async def test_the_holder_is_known_to_all(ground: Ground) -> None:
 
 
 @every
-async def test_a_lease_that_is_wanted_is_handed_to_the_one_that_waits(ground: Ground) -> None:
+async def test_released_lease_goes_to_the_waiter(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me())
     waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("server two"), patience=100 * ground.lease))
     await soon(first.wanted.wait())
@@ -308,7 +308,7 @@ async def test_a_lease_that_is_wanted_is_handed_to_the_one_that_waits(ground: Gr
 
 
 @every
-async def test_a_waiter_that_gave_up_is_wanted_no_more_and_does_not_block_the_next(ground: Ground) -> None:
+async def test_waiter_that_gave_up_is_forgotten(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me("the owner"))
     hasty = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the hasty"), patience=6 * ground.renewal))
     await soon(first.wanted.wait())
@@ -323,7 +323,7 @@ async def test_a_waiter_that_gave_up_is_wanted_no_more_and_does_not_block_the_ne
 
 
 @every
-async def test_a_cancelled_attempt_leaves_nothing(ground: Ground) -> None:
+async def test_cancelled_attempt_leaves_nothing(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me())
     before = sorted(ground.objects())
     waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=100 * ground.lease))
@@ -338,7 +338,7 @@ async def test_a_cancelled_attempt_leaves_nothing(ground: Ground) -> None:
 
 
 @every
-async def test_an_attempt_that_is_cancelled_at_any_moment_leaves_nothing(ground: Ground) -> None:
+async def test_attempt_cancelled_at_any_moment_leaves_nothing(ground: Ground) -> None:
     leases = ground.leases()
     for turn in range(20):
         attempt = asyncio.create_task(leases.acquire(SANDBOX, me()))
@@ -352,7 +352,7 @@ async def test_an_attempt_that_is_cancelled_at_any_moment_leaves_nothing(ground:
 
 
 @every
-async def test_a_second_waiter_is_refused_in_the_name_of_the_owner_and_the_first_still_served(ground: Ground) -> None:
+async def test_second_waiter_is_refused_and_first_served(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me("the owner"))
     waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the waiter"), patience=100 * ground.lease))
     await soon(first.wanted.wait())
@@ -366,7 +366,7 @@ async def test_a_second_waiter_is_refused_in_the_name_of_the_owner_and_the_first
 
 
 @every
-async def test_a_loss_is_told_once_with_the_reason_and_leaves_the_next_owner_alone(ground: Ground) -> None:
+async def test_loss_is_reported_and_does_not_affect_next_owner(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me())
     ground.destroy()
     second = await ground.leases().acquire(SANDBOX, me("the thief"))
@@ -382,7 +382,7 @@ async def test_a_loss_is_told_once_with_the_reason_and_leaves_the_next_owner_alo
 
 
 @every
-async def test_a_release_leaves_no_task_behind_however_often_it_is_called(ground: Ground) -> None:
+async def test_repeated_release_leaves_no_task(ground: Ground) -> None:
     before = asyncio.all_tasks()
     lease = await ground.leases().acquire(SANDBOX, me())
     await asyncio.gather(lease.release(), lease.release(), lease.release())
@@ -391,7 +391,7 @@ async def test_a_release_leaves_no_task_behind_however_often_it_is_called(ground
 
 
 @every_in_real_time
-async def test_an_old_renewal_never_disturbs_the_next_lease(ground: Ground) -> None:
+async def test_late_renewal_does_not_affect_next_lease(ground: Ground) -> None:
     leases = ground.leases()
     for turn in range(5):
         lease = await leases.acquire(SANDBOX, me())
@@ -405,7 +405,7 @@ async def test_an_old_renewal_never_disturbs_the_next_lease(ground: Ground) -> N
         assert ground.objects() == []
 
 
-async def test_a_lease_is_renewed_though_all_other_threads_are_busy(clock: JumpingClock) -> None:
+async def test_renewal_with_busy_default_executor(clock: JumpingClock) -> None:
     ground = MemoryGround(clock)
     end = threading.Event()
     busy = ThreadPoolExecutor(2)
@@ -423,7 +423,7 @@ async def test_a_lease_is_renewed_though_all_other_threads_are_busy(clock: Jumpi
 
 @every
 @pytest.mark.parametrize("name", ["", "/", "..", "../a", "a/../b", "a//b", ".clock", "a\0b", "a b", "ü", "x" * 600])
-async def test_a_name_that_is_no_name_is_refused(ground: Ground, name: str) -> None:
+async def test_invalid_name_is_refused(ground: Ground, name: str) -> None:
     leases = ground.leases()
     with pytest.raises(StorageError, match="cannot be the name"):
         await leases.acquire(name, me())
@@ -436,7 +436,7 @@ async def test_a_name_that_is_no_name_is_refused(ground: Ground, name: str) -> N
 @pytest.mark.parametrize(
     "content", [b"[" * 9000, b"null", b'{"owner": 7}', b"\xff\xfe", b'{"seconds": "nan"}', b"1e999"]
 )
-async def test_a_lease_that_cannot_be_read_is_somebodys(ground: Ground, content: bytes) -> None:
+async def test_unreadable_lease_counts_as_held(ground: Ground, content: bytes) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
     ground.spoil(content)
     with pytest.raises(LeaseHeldError, match="in use by an unknown server"):
@@ -445,17 +445,17 @@ async def test_a_lease_that_cannot_be_read_is_somebodys(ground: Ground, content:
 
 
 @given(st.one_of(st.binary(), st.text(), st.dictionaries(st.text(), st.text()).map(json.dumps)))
-def test_whatever_is_stored_is_an_owner_fit_for_a_message(content: str | bytes) -> None:
+def test_any_stored_owner_is_printable(content: str | bytes) -> None:
     assert str(Owner.from_json(content)).isprintable()
 
 
-def test_an_owner_is_the_same_after_it_was_stored() -> None:
+def test_owner_survives_storage() -> None:
     owner = me("a server, and its 'name'")
     assert Owner.from_json(owner.to_json()) == owner
 
 
 @pytest.mark.parametrize("times", [(1.0, 2.0, 0.1), (30.0, 10.0, 10.0), (7200.0, 10.0, 1.0), (0.0, 0.0, 0.0)])
-def test_times_that_do_not_go_together_are_refused(times: tuple[float, float, float]) -> None:
+def test_inconsistent_times_are_refused(times: tuple[float, float, float]) -> None:
     with pytest.raises(ConfigurationError, match="A lease of"):
         ObjectLeases(MemoryStore(), *times)
 
@@ -464,7 +464,7 @@ def test_times_that_do_not_go_together_are_refused(times: tuple[float, float, fl
 
 
 @between_processes
-async def test_a_killed_owners_lease_passes_on(ground: Ground) -> None:
+async def test_lease_of_killed_owner_is_acquired(ground: Ground) -> None:
     with Players(ground, 1) as (player,):
         token = ask(player, "acquire 0")["token"]
         newcomer = ground.leases()
@@ -479,7 +479,7 @@ async def test_a_killed_owners_lease_passes_on(ground: Ground) -> None:
 
 
 @between_processes
-async def test_a_killed_owner_holds_nothing_once_its_time_is_over(ground: Ground) -> None:
+async def test_lease_of_killed_owner_expires(ground: Ground) -> None:
     newcomer = ground.leases()
     with Players(ground, 1) as (player,):
         ask(player, "acquire 0")
@@ -491,7 +491,7 @@ async def test_a_killed_owner_holds_nothing_once_its_time_is_over(ground: Ground
 
 
 @between_processes
-async def test_a_killed_waiter_is_wanted_no_more_and_its_place_is_free(ground: Ground) -> None:
+async def test_killed_waiter_frees_its_place(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
     with Players(ground, 1) as (player,):
         say(player, f"acquire {SOON}")
@@ -505,7 +505,7 @@ async def test_a_killed_waiter_is_wanted_no_more_and_its_place_is_free(ground: G
 
 
 @between_processes
-async def test_a_killed_waiter_does_not_ask_the_next_owner(ground: Ground) -> None:
+async def test_killed_waiter_does_not_request_from_next_owner(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
     with Players(ground, 1) as (player,):
         say(player, f"acquire {SOON}")
@@ -518,7 +518,7 @@ async def test_a_killed_waiter_does_not_ask_the_next_owner(ground: Ground) -> No
 
 
 @pytest.mark.parametrize("ground", ["mounted", "gcs"], indirect=True)
-async def test_an_owner_that_stood_still_for_too_long_is_told_when_it_wakes(ground: Ground) -> None:
+async def test_owner_paused_past_lease_time_learns_of_loss(ground: Ground) -> None:
     with Players(ground, 1) as (player,):
         token = ask(player, "acquire 0")["token"]
         player.send_signal(signal.SIGSTOP)
@@ -534,7 +534,7 @@ async def test_an_owner_that_stood_still_for_too_long_is_told_when_it_wakes(grou
     assert ground.objects() == []
 
 
-async def test_an_owner_on_this_machine_that_stood_still_still_has_its_lease(tmp_path: Path) -> None:
+async def test_paused_local_owner_keeps_lease(tmp_path: Path) -> None:
     ground = Ground("local", str(tmp_path))
     with Players(ground, 1) as (player,):
         ask(player, "acquire 0")
@@ -548,7 +548,7 @@ async def test_an_owner_on_this_machine_that_stood_still_still_has_its_lease(tmp
 # --- Local
 
 
-async def test_local_leases_are_for_this_user_alone(tmp_path: Path) -> None:
+async def test_local_lease_files_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "leases"
     lease = await LocalLeases(folder).acquire(SANDBOX, me())
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -556,7 +556,7 @@ async def test_local_leases_are_for_this_user_alone(tmp_path: Path) -> None:
     await lease.release()
 
 
-async def test_a_forked_child_does_not_keep_its_parents_lease(tmp_path: Path) -> None:
+async def test_forked_child_does_not_keep_lease(tmp_path: Path) -> None:
     lease = await LocalLeases(tmp_path).acquire(SANDBOX, me())
     reading, writing = os.pipe()
     child = os.fork()
@@ -573,7 +573,7 @@ async def test_a_forked_child_does_not_keep_its_parents_lease(tmp_path: Path) ->
     await lease.release()
 
 
-async def test_a_program_that_an_owner_starts_does_not_get_its_lease(tmp_path: Path) -> None:
+async def test_child_program_does_not_inherit_lease(tmp_path: Path) -> None:
     lease = await LocalLeases(tmp_path).acquire(SANDBOX, me())
     child = await asyncio.create_subprocess_exec(
         "ls", "-l", "/proc/self/fd", stdout=asyncio.subprocess.PIPE, close_fds=False
@@ -583,7 +583,7 @@ async def test_a_program_that_an_owner_starts_does_not_get_its_lease(tmp_path: P
     assert str(tmp_path).encode() not in output
 
 
-async def test_a_lost_counter_repeats_no_token(tmp_path: Path) -> None:
+async def test_lost_counter_does_not_repeat_tokens(tmp_path: Path) -> None:
     tokens = []
     for damage in (None, b"", b"nonsense", b"00000000000000000007"):
         counter = tmp_path / "last-token"
@@ -597,7 +597,7 @@ async def test_a_lost_counter_repeats_no_token(tmp_path: Path) -> None:
     assert tokens == sorted(set(tokens))
 
 
-async def test_tokens_rise_though_the_clock_was_set_back(tmp_path: Path) -> None:
+async def test_tokens_increase_after_clock_set_back(tmp_path: Path) -> None:
     ahead = time.time_ns() // 1000 + 10**12
     (tmp_path / "last-token").write_bytes(b"%020d" % ahead)
     lease = await LocalLeases(tmp_path).acquire(SANDBOX, me())
@@ -605,13 +605,13 @@ async def test_tokens_rise_though_the_clock_was_set_back(tmp_path: Path) -> None
     await lease.release()
 
 
-async def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+async def test_unusable_lease_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=f"{tmp_path}/file/leases"):
         await LocalLeases(tmp_path / "file" / "leases").acquire(SANDBOX, me())
 
 
-async def test_a_link_in_the_place_of_a_lease_is_not_followed(tmp_path: Path) -> None:
+async def test_link_in_place_of_lease_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("precious")
     folder = tmp_path / "leases"
@@ -640,7 +640,7 @@ class MoodyStore(MemoryStore):
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_failures_that_pass_are_waited_out(late: bool, clock: JumpingClock) -> None:
+async def test_transient_failures_are_retried(late: bool, clock: JumpingClock) -> None:
     store = MoodyStore()
     ground = MemoryGround(clock, store)
     store.away, store.late = True, late
@@ -659,7 +659,7 @@ async def test_failures_that_pass_are_waited_out(late: bool, clock: JumpingClock
     assert store.list("") == []
 
 
-async def test_an_old_doubt_does_not_shorten_a_lease_that_was_waited_for(clock: JumpingClock) -> None:
+async def test_early_failure_does_not_shorten_later_lease(clock: JumpingClock) -> None:
     store = MoodyStore()
     ground = MemoryGround(clock, store)
     first = await ground.leases().acquire(SANDBOX, me())
@@ -679,7 +679,7 @@ async def test_an_old_doubt_does_not_shorten_a_lease_that_was_waited_for(clock: 
     assert store.list("") == []
 
 
-async def test_a_lease_that_cannot_be_renewed_is_lost_when_it_has_run_out_and_why_is_told(clock: JumpingClock) -> None:
+async def test_unrenewable_lease_is_lost_with_reason(clock: JumpingClock) -> None:
     store = MoodyStore()
     ground = MemoryGround(clock, store)
     lease = await ground.leases().acquire(SANDBOX, me())
@@ -688,7 +688,7 @@ async def test_a_lease_that_cannot_be_renewed_is_lost_when_it_has_run_out_and_wh
     await lease.release()
 
 
-async def test_storage_that_stays_away_is_an_error_of_its_own(clock: JumpingClock) -> None:
+async def test_unavailable_storage_is_reported(clock: JumpingClock) -> None:
     store = MoodyStore()
     ground = MemoryGround(clock, store)
     store.away = True
@@ -708,7 +708,7 @@ FAULTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.get("code", fault["kind"])))
 @pytest.mark.parametrize("operation", ["insert", "get", "patch", "delete"])
-async def test_a_bucket_that_fails_three_times_costs_nobody_a_lease(
+async def test_three_failures_lose_no_lease(
     gcs: GCS, clock: JumpingClock, operation: str, fault: dict[str, Any]
 ) -> None:
     ground = BucketGround(gcs, clock)
@@ -726,7 +726,7 @@ async def test_a_bucket_that_fails_three_times_costs_nobody_a_lease(
     assert ground.objects() == []
 
 
-async def test_a_bucket_that_stays_away_costs_the_lease_when_it_has_run_out(gcs: GCS, clock: JumpingClock) -> None:
+async def test_lease_is_lost_while_bucket_fails(gcs: GCS, clock: JumpingClock) -> None:
     ground = BucketGround(gcs, clock)
     lease = await ground.leases().acquire(SANDBOX, me())
     gcs.fault("status", code=503, operation="patch", times=None)
@@ -735,9 +735,7 @@ async def test_a_bucket_that_stays_away_costs_the_lease_when_it_has_run_out(gcs:
     assert ground.objects() == []
 
 
-async def test_who_lost_a_lease_because_storage_was_away_can_have_it_again_when_it_is_back(
-    gcs: GCS, clock: JumpingClock
-) -> None:
+async def test_lost_lease_can_be_acquired_again(gcs: GCS, clock: JumpingClock) -> None:
     leases = BucketGround(gcs, clock).leases()
     first = await leases.acquire(SANDBOX, me())
     gcs.fault("status", code=503, operation="patch", times=None)
@@ -749,14 +747,14 @@ async def test_who_lost_a_lease_because_storage_was_away_can_have_it_again_when_
     await second.release()
 
 
-async def test_a_bucket_that_does_not_answer_costs_the_lease_when_it_has_run_out(gcs: GCS) -> None:
+async def test_lease_is_lost_while_bucket_hangs(gcs: GCS) -> None:
     lease = await BucketGround(gcs).leases().acquire(SANDBOX, me())
     gcs.fault("delay", seconds=LEASE, operation="patch", times=None)
     assert f"not renewed for {LEASE:g} s" in await soon(lease.lost)
     await lease.release()
 
 
-async def test_a_bucket_that_is_not_there_is_an_error_at_once(gcs: GCS) -> None:
+async def test_missing_bucket_fails_at_once(gcs: GCS) -> None:
     leases = open_leases("gcs", "no-such-bucket", LEASE, RENEWAL, POLL)
     with pytest.raises(StorageError, match="no-such-bucket") as error:
         await leases.acquire(SANDBOX, me())
@@ -766,7 +764,7 @@ async def test_a_bucket_that_is_not_there_is_an_error_at_once(gcs: GCS) -> None:
 # --- GCS
 
 
-async def test_a_renewal_under_way_when_its_lease_is_released_changes_nothing_any_more(gcs: GCS) -> None:
+async def test_renewal_in_flight_at_release_has_no_effect(gcs: GCS) -> None:
     ground = BucketGround(gcs)
     gcs.fault("delay", seconds=0.5, operation="patch", times=None)
     lease = await ground.leases().acquire(SANDBOX, me())
@@ -785,7 +783,7 @@ async def test_a_renewal_under_way_when_its_lease_is_released_changes_nothing_an
 
 
 @pytest.mark.parametrize("operation", ["insert", "patch", "delete"])
-async def test_a_request_that_arrives_after_its_sender_gave_up_on_it_changes_nothing(gcs: GCS, operation: str) -> None:
+async def test_request_arriving_late_has_no_effect(gcs: GCS, operation: str) -> None:
     ground = BucketGround(gcs)
     gcs.fault("delay", seconds=LEASE / 2, operation=operation, times=1)
     first = await ground.leases().acquire(SANDBOX, me())
@@ -800,7 +798,7 @@ async def test_a_request_that_arrives_after_its_sender_gave_up_on_it_changes_not
 
 
 @pytest.mark.parametrize("offset", [-86400.0, 86400.0])
-async def test_only_the_servers_clock_counts(gcs: GCS, offset: float) -> None:
+async def test_only_server_clock_counts(gcs: GCS, offset: float) -> None:
     gcs.set_clock(offset)
     ground = BucketGround(gcs)
     first = await ground.leases().acquire(SANDBOX, me())
@@ -823,7 +821,7 @@ async def outrun(gcs: GCS, ground: Ground, offset: float) -> Lease:
     raise AssertionError("the clock does not count")
 
 
-async def test_a_lease_lasts_as_long_as_its_owner_said(gcs: GCS) -> None:
+async def test_lease_time_is_the_owners(gcs: GCS) -> None:
     long = await open_leases("gcs", gcs.bucket, 60.0, 10.0, 1.0).acquire(SANDBOX, me())
     gcs.set_clock(30.0)
     with pytest.raises(LeaseHeldError):
@@ -833,7 +831,7 @@ async def test_a_lease_lasts_as_long_as_its_owner_said(gcs: GCS) -> None:
     await long.release()
 
 
-async def test_a_free_lease_costs_one_request_to_get_and_one_to_give_back(gcs: GCS) -> None:
+async def test_free_lease_needs_two_requests(gcs: GCS) -> None:
     leases = BucketGround(gcs).leases()
     lease = await leases.acquire(SANDBOX, me())
     await lease.release()
@@ -869,7 +867,7 @@ async def test_one_contender_inherits_under_mutation_limit(gcs: GCS, clock: Jump
     assert BucketGround(gcs).objects() == []
 
 
-async def test_waiting_changes_objects_seldom(gcs: GCS, clock: JumpingClock) -> None:
+async def test_waiting_rarely_changes_objects(gcs: GCS, clock: JumpingClock) -> None:
     """Waiters read the lease. One of them renews its place, less often than Google's limit."""
     first = await clock.watch(GCSLeases(gcs.bucket, clock=clock)).acquire(SANDBOX, me())
     leases = [clock.watch(GCSLeases(gcs.bucket, clock=clock)) for _ in range(3)]
@@ -922,7 +920,7 @@ def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ground", ["local", "gcs"], indirect=True)
-def test_of_sixteen_processes_exactly_one_wins_each_fight(rough: Ground, rounds: int) -> None:
+def test_one_of_sixteen_processes_wins(rough: Ground, rounds: int) -> None:
     tokens = []
     with Players(rough, PLAYERS, (30.0, 1.0, 0.2)) as players:
         for _ in range(rounds):
@@ -935,7 +933,7 @@ def test_of_sixteen_processes_exactly_one_wins_each_fight(rough: Ground, rounds:
 
 
 @between_processes
-def test_of_the_heirs_of_a_killed_owner_exactly_one_wins(rough: Ground) -> None:
+def test_one_process_inherits_from_killed_owner(rough: Ground) -> None:
     tokens = []
     with Players(rough, 6, (2.0, 0.25, 0.1)) as everybody:
         players = list(everybody)
