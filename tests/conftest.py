@@ -1,4 +1,4 @@
-"""What the tests share: a runtime folder of their own, a notebook folder, kernels, and a check that nothing is left."""
+"""Fixtures for all tests: a runtime folder, a notebook folder, kernels, and a check that no sandbox is left."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 os.environ["SANDBOX_SIGNING_KEY"] = "the key of all tests that have no other one"
-"""So that no test makes one in the home of whoever runs it."""
+"""Without it, a test would create a key in the home of the user who runs it."""
 os.environ["SANDBOX_TEMPLATE"] = "none"
-"""Kernels start from nothing, unless a test or --templates says otherwise: a template is made behind one's back."""
+"""Kernels start without templates, unless a test or --templates says otherwise."""
 
 
 def pytest_configure() -> None:
-    """A shell has what it starts in the background ignore these; children of this process must not inherit that."""
+    """Restore the default signal handlers: a shell lets its background processes ignore these signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only root can do, for other users; those tests run as root."""
+    """Deselect the tests that only root can run, for other users."""
     if os.geteuid() != 0:
         left_out = [item for item in items if item.get_closest_marker("root")]
         items[:] = [item for item in items if item not in left_out]
@@ -71,7 +71,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> TemplateShelf:
 def templates(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shelf: TemplateShelf
 ) -> Callable[[str, Path], None]:
-    """Sees to it, with --templates, that a kernelspec has its template, and that tests find it."""
+    """Return a function that, with --templates, provides a kernelspec's template."""
     if not request.config.getoption("--templates") and not request.node.get_closest_marker("templates"):
         return lambda name, folder: None
     monkeypatch.setenv("SANDBOX_TEMPLATE", "use")
@@ -88,7 +88,7 @@ def templates(
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder for this test alone; whatever the test did, nothing may be left in it."""
+    """The runtime folder of this test. Fails if the test leaves anything in it."""
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(folder))
@@ -98,13 +98,13 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage() -> None:
-    """What tests of other modules left to the collector does not count as this one's."""
+    """Collect the garbage of other modules, so that it is not counted as this one's."""
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def gcs_process() -> Iterator[GCS]:
-    """One server that speaks GCS's JSON API, for all tests of this run."""
+    """A server that speaks GCS's JSON API, for all tests of this run."""
     server = GCS()
     yield server
     server.close()
@@ -127,7 +127,7 @@ def runsc() -> Runsc:
 
 @pytest.fixture(scope="session")
 def spec() -> BundleSpec:
-    """A sandbox in which this test run's Python works, and nothing else was asked for."""
+    """A sandbox in which this test run's Python works, without further settings."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/tester"}
     return BundleSpec(
         python=os.path.realpath(sys.executable),
@@ -168,7 +168,7 @@ def kernelspecs(tmp_path: Path) -> KernelSpecManager:
 
 @pytest.fixture
 def sandboxed(kernelspecs: KernelSpecManager, templates: Callable[[str, Path], None]) -> Callable[..., str]:
-    """Makes a sandboxed twin of a kernelspec, with provisioner settings; returns its name."""
+    """Return a function that creates a sandboxed copy of a kernelspec, with settings, and returns its name."""
 
     def make(name: str = "python3", spec: dict[str, Any] | None = None, **config: Any) -> str:
         content = dict(spec) if spec else kernelspecs.get_kernel_spec(name).to_dict()
@@ -187,7 +187,7 @@ def sandboxed(kernelspecs: KernelSpecManager, templates: Callable[[str, Path], N
 def start_kernel(
     kernelspecs: KernelSpecManager, notebook_folder: Path
 ) -> Iterator[Callable[..., tuple[KernelManager, BlockingKernelClient]]]:
-    """Starts kernels by name and waits until they answer; ends them all after the test."""
+    """Return a function that starts a kernel and waits until it answers. All end after the test."""
     started: list[tuple[KernelManager, BlockingKernelClient]] = []
 
     def start(
@@ -223,7 +223,7 @@ def open_notebook(
     notebook_folder: Path,
     data: Path,
 ) -> Open:
-    """Opens a notebook: its kernel starts, or is back."""
+    """Return a function that opens a notebook: its kernel is started or restored."""
 
     def start(name: str = "a.ipynb", **config: Any) -> Notebook:
         env = {**os.environ, **({"JPY_SESSION_NAME": str(notebook_folder / name)} if name else {})}
@@ -234,7 +234,7 @@ def open_notebook(
 
 @pytest.fixture
 def serve(tmp_path: Path, notebook_folder: Path) -> Iterator[Callable[..., Server]]:
-    """Starts Jupyter servers, and stops them as a service manager would."""
+    """Return a function that starts a Jupyter server. All are stopped with SIGTERM after the test."""
     servers: list[Server] = []
 
     def start(*options: str, name: str = "") -> Server:

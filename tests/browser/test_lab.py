@@ -1,4 +1,4 @@
-"""A person picks the sandboxed kernel in JupyterLab: a real server and a real browser. Run by `make test-lab`."""
+"""Use a sandboxed kernel in JupyterLab: a real server and a real browser. Run by `make test-lab`."""
 
 from __future__ import annotations
 

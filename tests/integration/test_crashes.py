@@ -1,4 +1,4 @@
-"""SIGKILL before and after every single thing that a server asks of storage: the sandbox is never lost.
+"""Kill a server with SIGKILL before and after each storage operation: the sandbox is never lost.
 
 Afterwards it can be attached, in its old or its new state, and nothing that belongs to nobody is left.
 """

@@ -1,4 +1,4 @@
-"""Every command in the documentation is run as a reader would run it, and says what the documentation shows."""
+"""Run every command of the documentation and compare its output with the documented one."""
 
 from __future__ import annotations
 

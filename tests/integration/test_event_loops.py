@@ -1,4 +1,4 @@
-"""Nothing on Jupyter's loop or on the I/O loop holds them up in a kernel's life.
+"""No callback blocks Jupyter's loop or the I/O loop during a kernel's life.
 
 No callback takes over 50 ms of processor time: wall time would depend on what else the machine does. And no call that
 may wait for a disk or for another process is made on a loop: Python reports such calls to audit hooks.

@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer runs it: with the installed configuration of Jupyter Server, and no settings."""
+"""`make demo` with the installed configuration of Jupyter Server and no settings."""
 
 from __future__ import annotations
 

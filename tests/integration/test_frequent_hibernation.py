@@ -1,4 +1,4 @@
-"""Kernels that fall asleep all the time, on a machine that is busy, and cells at any moment: each gets its answer."""
+"""Kernels that hibernate again and again on a busy machine answer every cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real Jupyter Servers that share storage, but no registry: a notebook's kernel moves with its state."""
+"""Two Jupyter Servers that share storage but no registry: a notebook's kernel moves with its state."""
 
 from __future__ import annotations
 

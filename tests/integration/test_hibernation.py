@@ -1,4 +1,4 @@
-"""A kernel that is saved in the middle of whatever it does, under a plain KernelManager: its clients notice nothing."""
+"""Hibernate and wake a kernel under a plain KernelManager, at any moment, without an effect on its clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hibernation in a real Jupyter Server: culled kernels wake, and stopped or killed servers lose nothing."""
+"""Hibernation in a real Jupyter Server: culled kernels wake; stopped and killed servers lose no state."""
 
 from __future__ import annotations
 

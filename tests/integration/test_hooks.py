@@ -1,4 +1,4 @@
-"""What a notebook can do before its kernel is checkpointed and after it is restored, and what it cannot."""
+"""Functions that a notebook registers to run before a checkpoint and after a restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example's hub, with a real proxy and the real culler: a user comes back, or goes elsewhere, and has the state."""
+"""The JupyterHub example with a real proxy and culler: a user returns, or moves, and keeps the state."""
 
 from __future__ import annotations
 

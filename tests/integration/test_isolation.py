@@ -1,4 +1,4 @@
-"""The attacker's side: what code in a sandbox tries against the host, the server and other kernels, in vain."""
+"""Code in a sandbox attacks the host, the server and other kernels, and fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of several makes in the sandbox: jupyter_kernel_test's suite for ipykernel, and the life of two others."""
+"""Other kernels in the sandbox: jupyter_kernel_test's suite for ipykernel, and the life of two others."""
 
 from __future__ import annotations
 

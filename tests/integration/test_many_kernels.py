@@ -1,4 +1,4 @@
-"""Many kernels at once, and what is left of them: nothing, whether they were stopped or their owner was killed."""
+"""Many kernels at once leave nothing, whether they were stopped or their owner was killed."""
 
 from __future__ import annotations
 

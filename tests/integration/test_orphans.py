@@ -1,4 +1,4 @@
-"""A sandbox whose server was killed with SIGKILL: another process finds it, saves it, and brings it back as it was."""
+"""A sandbox whose server was killed with SIGKILL: another process finds, saves and restores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that works is not hibernated: real kernels, the idle timer, and the culler of a real Jupyter Server."""
+"""A busy kernel is not hibernated: real kernels, the idle timer, and the culler of a real Jupyter Server."""
 
 from __future__ import annotations
 

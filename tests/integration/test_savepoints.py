@@ -1,4 +1,4 @@
-"""Savepoints: a kernel's memory under a name, to rewind to and to fork from, on real runsc and real ipykernel."""
+"""Savepoints with real runsc and ipykernel: rewind to them and fork from them."""
 
 from __future__ import annotations
 

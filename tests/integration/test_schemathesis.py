@@ -1,4 +1,4 @@
-"""Random and malformed requests by the contract (schemathesis): no 500, nothing but what it says, and nothing left."""
+"""Random and malformed REST requests (schemathesis): no 500, only documented answers, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many notebooks on two real servers that share storage: everything happens to them at once, and nothing is left."""
+"""Random actions at once on many notebooks of two real servers that share storage leave nothing behind."""
 
 from __future__ import annotations
 

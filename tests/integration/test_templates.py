@@ -1,4 +1,4 @@
-"""Kernels that start as copies of a template: what they are, what they share, and when there is no copy."""
+"""Kernels that start as copies of a template: their contents, what they share, and when no template is used."""
 
 from __future__ import annotations
 

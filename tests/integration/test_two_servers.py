@@ -1,4 +1,4 @@
-"""Two servers, one bucket: a sandbox passes from one to the other through Google Cloud Storage, and never to both."""
+"""Two servers and one bucket: a sandbox moves between them and never runs on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The REST API of a real server, for tests: every answer is checked against the contract."""
+"""The REST API of a real server; every answer is checked against the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEEPER = "keeper-sandbox"
 
 @dataclass
 class Answer:
-    """What a server said."""
+    """A server's answer."""
 
     status: int
     body: Any
@@ -45,7 +45,7 @@ class Api:
         self.server = server
 
     def open(self, method: str, path: str, body: Any = None, token: str = "t") -> HTTPResponse:
-        """A request and its answer as they are; HTTPError if that is none."""
+        """Send a request and return the open response. Raises HTTPError."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"token {token}"} if token else {}
         request = Request(f"{self.server.url}api/sandboxes{path}", data, headers, method=method)
@@ -53,7 +53,7 @@ class Api:
         return answer
 
     def ask(self, method: str, path: str, body: Any = None, token: str = "t") -> Answer:
-        """A request, and the JSON of its answer, which is as the contract says."""
+        """Send a request. Return its answer, checked against the OpenAPI document."""
         try:
             with self.open(method, path, body, token) as found:
                 status, headers, raw = found.status, found.headers, found.read()
@@ -64,19 +64,19 @@ class Api:
         return answer
 
     def good(self, method: str, path: str, body: Any = None) -> Any:
-        """The body of an answer that is no problem."""
+        """Return the body of a successful answer."""
         answer = self.ask(method, path, body)
         assert answer.status < 300, answer
         return answer.body
 
     def bad(self, status: int, method: str, path: str, body: Any = None) -> Any:
-        """The body of one that is."""
+        """Return the body of an answer with this error status."""
         answer = self.ask(method, path, body)
         assert answer.status == status, answer
         return answer.body
 
     def run(self, sandbox: dict[str, Any], code: str) -> str:
-        """What a cell of a sandbox's kernel prints."""
+        """Run a cell in a sandbox's kernel. Return its output."""
         kc = self.server.ready_client(sandbox["kernel_id"])
         try:
             return run(kc, code)
@@ -85,7 +85,7 @@ class Api:
 
 
 def conform(method: str, path: str, answer: Answer) -> None:
-    """Fail if an answer is not one that the contract knows."""
+    """Fail if an answer does not match the OpenAPI document."""
     assert answer.headers["Cache-Control"] == "no-store"
     if answer.status >= 400:
         assert answer.headers["Content-Type"] == "application/problem+json"
@@ -132,7 +132,7 @@ def add_kernels(folder: Path) -> None:
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Api]:
-    """A server with these kernels, which leaves nothing behind."""
+    """Run a server with these kernels. Fails if it leaves anything."""
     add_kernels(folder)
     (folder / "notebooks").mkdir()
     runtime = folder / "run"
@@ -149,7 +149,7 @@ def serving(folder: Path, *options: str) -> Iterator[Api]:
 
 
 def become_user(server: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Be the user whose server it is, in the folder of the notebooks; returns that."""
+    """Use the server's Jupyter folders in this process. Return its folder of notebooks."""
     own = server.runtime.parent
     for name in ("runtime", "data", "config"):
         monkeypatch.setenv(f"JUPYTER_{name.upper()}_DIR", str(own / name))

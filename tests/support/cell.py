@@ -1,4 +1,4 @@
-"""Something with a state that runs in a sandbox: it is told a value, and tells it again; and sandboxes to run it in."""
+"""A small program with a state, run in a sandbox: tests set its value and read it again."""
 
 from __future__ import annotations
 

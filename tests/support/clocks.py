@@ -1,4 +1,4 @@
-"""A clock for leases that does not wait: when nothing runs, it jumps to the next moment that somebody sleeps for."""
+"""A clock for leases that jumps to the next wake-up time instead of waiting."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sandbox_provisioner.lock.keepalive import Clock, KeptLeases
 from sandbox_provisioner.workers import Workers
 
 QUIET_TURNS = 20
-"""Turns of the event loop without a running step after which all tasks are taken to sleep or to wait."""
+"""Number of loop iterations without a running step after which all tasks are considered to be waiting."""
 
 
 class JumpingClock(Clock):
-    """Time that stands still while a step of a watched lease runs, and jumps to the next sleeper's moment otherwise.
+    """A clock that stands still while a step of a watched lease runs, and otherwise jumps to the next wake-up time.
 
-    A task that waits for anything else than ``sleep`` and these steps sees time fly.
+    While a test awaits anything but ``sleep`` and these steps, the clock runs on, much faster than real time.
     """
 
     def __init__(self) -> None:
@@ -24,14 +24,14 @@ class JumpingClock(Clock):
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
         self._watched: list[Workers] = []
         self.on_jump: Callable[[float], None] = lambda elapsed: None
-        """Called with the seconds since the start, for another clock that goes with this one."""
+        """Called after each jump with the seconds since the start, to set another clock with this one."""
 
     def now(self) -> float:
         """Return the present time."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until the clock has jumped so far."""
+        """Wait for ``seconds`` of this clock."""
         sleeper = self._now + max(0.0, seconds), asyncio.get_running_loop().create_future()
         self._sleepers.append(sleeper)
         try:

@@ -1,4 +1,4 @@
-"""Documents in storage as a server writes them, for tests that make their own."""
+"""Write a sandbox's document to storage as a server does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that speaks Google Cloud Storage's JSON API, so that its real client can be used in tests, faults included.
+"""A server that speaks Google Cloud Storage's JSON API, so that tests can use its real client, with faults.
 
 As a program it serves until its standard input ends, and says where in its first line of output. Beside Google's own
 paths it has ``/faults`` (POST one, GET, DELETE), ``/requests`` (GET what was asked for, DELETE), ``/clock`` (POST an

@@ -1,4 +1,4 @@
-"""A real JupyterHub with a real proxy, and a browser of a user who is logged in, for tests."""
+"""A real JupyterHub with a real proxy, and the browser of a logged-in user."""
 
 from __future__ import annotations
 

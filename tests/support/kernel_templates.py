@@ -15,17 +15,19 @@ from sandbox_provisioner.templates.store import Template, TemplateShelf
 
 
 def have_template(name: str, shelf: TemplateShelf) -> Template | None:
-    """Make the template of a kernelspec, unless there is a current one."""
+    """Return the template of a kernelspec, built if there is no current one."""
     recipe, found = recipe_for(name, Config()), shelf.get(name)
     if found and found.key == recipe.key and not found.changed:
         return found
     try:
         return asyncio.run(build(recipe, shelf, wait=True))
-    except SandboxError:  # a cache of modules, which the first test of a new environment writes, was changed just now
+    except (
+        SandboxError
+    ):  # The first test in a new environment writes bytecode caches, which changes files during the build.
         time.sleep(2)
         return asyncio.run(build(recipe, shelf, wait=True))
 
 
 def is_copy(km: Any) -> bool:
-    """Whether a kernel came of a template."""
+    """Return True if a kernel is a copy of a template."""
     return km.provisioner.sandbox.spec.carried is not None

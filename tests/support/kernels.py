@@ -13,7 +13,7 @@ LONG = 60
 
 
 def run(kc: BlockingKernelClient, code: str, timeout: float = 60) -> str:
-    """Execute ``code``; returns what it printed and its result as text, and fails on an error."""
+    """Execute ``code``. Return its printed output and result as text. Fails on an error."""
     pieces: list[str] = []
 
     def collect(message: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Notebook:
         assert self.km.is_alive()
 
     def nap(self) -> None:
-        """Fall asleep, though it may be woken at once by what its clients want."""
+        """Hibernate; a client's request may wake it at once."""
         asyncio.run(self.km.provisioner.hibernate())
 
     def wake(self) -> None:
@@ -56,14 +56,14 @@ class Notebook:
         assert not self.asleep
 
     def iopub(self, request: str) -> dict[str, Any]:
-        """The next message which belongs to a request."""
+        """Return the next iopub message of a request."""
         while True:
             message: dict[str, Any] = self.kc.get_iopub_msg(timeout=LONG)
             if message["parent_header"].get("msg_id") == request:
                 return message
 
     def outputs(self, request: str) -> Iterator[str]:
-        """What a request prints, until it is done with."""
+        """Yield a request's output until it is idle."""
         while True:
             message = self.iopub(request)
             if message["msg_type"] == "stream":
@@ -74,21 +74,21 @@ class Notebook:
                 return
 
     def reply(self, request: str) -> dict[str, Any]:
-        """What a request is answered, on the shell channel."""
+        """Return the content of a request's reply on the shell channel."""
         while True:
             message: dict[str, Any] = self.kc.get_shell_msg(timeout=LONG)
             if message["parent_header"].get("msg_id") == request:
                 return message["content"]
 
     def drain(self) -> None:
-        """Have it answer, and forget what it said before."""
+        """Wait for a reply, and discard all earlier messages."""
         self.run("pass")
         for channel in (self.kc.shell_channel, self.kc.iopub_channel, self.kc.control_channel):
             while channel.msg_ready():
                 channel.get_msg(timeout=0)
 
     def end(self, keep: bool = False) -> None:
-        """Shut it down; ``keep`` is what a server says that stops."""
+        """Shut it down; with ``keep``, save it as a stopping server does."""
         if keep:
             self.km.provisioner.keep_state()
         self.kc.stop_channels()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def leftovers(runtime: Path) -> list[str]:
-    """Processes, mounts and folders that belong to sandboxes of this runtime folder."""
+    """Return descriptions of the processes, mounts and folders of sandboxes in this runtime folder."""
     found = [f"folder {path.name}" for path in runtime.iterdir()]
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

@@ -1,4 +1,4 @@
-"""A process that takes part in tests of leases: it does what its standard input says, and tells what became of it."""
+"""A process that acquires and releases a lease as its standard input says, and prints the results as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A notebook that is open in a real Jupyter Server, for tests."""
+"""A notebook that is open in a real Jupyter Server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stranger who does what a page of the documentation says: in a shell, and in a browser, with a home of their own."""
+"""Run the commands of a documentation page in a shell, as a new user with an empty home."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Jupyter Server in a process of its own, for tests."""
+"""A real Jupyter Server in its own process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Server:
             return False
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """The status and the JSON of an HTTP request."""
+        """Send an HTTP request. Return the status and the decoded JSON."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}api/{path}", data, {"Authorization": "token t"}, method=method)
         try:
@@ -58,18 +58,18 @@ class Server:
             return error.code, json.loads(error.read())
 
     def open_notebook(self, kernel: str, name: str = "a.ipynb") -> tuple[int, Any]:
-        """What opening a notebook does: start a session, and a kernel for it."""
+        """Start a session with a kernel, as JupyterLab does for a notebook."""
         session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": kernel}}
         return self.ask("POST", "sessions", session)
 
     def stop(self) -> None:
-        """Stop it as a service manager would."""
+        """Stop it with SIGTERM."""
         if self.process.poll() is None:
             self.process.terminate()
             assert self.process.wait(READY) == 0, self.log.read_text()
 
     def kill(self) -> None:
-        """Give it no time for anything."""
+        """Kill it with SIGKILL."""
         self.process.kill()
         self.process.wait()
 
@@ -78,14 +78,14 @@ class Server:
         return connect(self.runtime, kernel_id)
 
     def ready_client(self, kernel_id: str) -> BlockingKernelClient:
-        """One that has heard from it."""
+        """Return a client that has received a reply."""
         kc = self.client(kernel_id)
         assert hears(kc), self.log.read_text()
         return kc
 
 
 def lend_templates(data: Path) -> None:
-    """Let those with this data folder have the templates of the whole run, with --templates."""
+    """With --templates, link the templates of this run into a data folder."""
     place = data / "sandbox" / "templates"
     if "TEST_TEMPLATES" in os.environ and not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def connect(runtime: Path, kernel_id: str) -> BlockingKernelClient:
 
 
 def hears(kc: BlockingKernelClient) -> bool:
-    """Whether a kernel answers in time; unlike wait_for_ready, whatever its heartbeat does while it starts or wakes."""
+    """Return True if a kernel answers in time. Unlike wait_for_ready, it ignores the heartbeat."""
     deadline = time.monotonic() + READY
     while time.monotonic() < deadline:
         kc.kernel_info()

@@ -1,4 +1,4 @@
-"""A sandbox is not restored from what anybody but its user wrote to storage: documents, manifests and images."""
+"""A sandbox is restored only from documents, manifests and images that its user wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Withstood: a link that a guest made becomes the next kernel's folder, or the source of a configured mount."""
+"""A link that a guest made becomes neither the next kernel's folder nor the source of a configured mount."""
 
 from __future__ import annotations
 

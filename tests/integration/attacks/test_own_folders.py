@@ -1,4 +1,4 @@
-"""Withstood: a guest reads or changes the storage, or the folders in which Jupyter and its sandboxes keep files."""
+"""A guest cannot read or change the storage, or the folders in which Jupyter and its sandboxes keep files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Withstand local processes without a kernel's key, and a kernel that sends endless messages: no wake, no growth."""
+"""Local processes without a kernel's key cannot wake it, and endless messages do not grow the server's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that refuses to be saved is saved without its help when the server stops, or ended; it does not go on."""
+"""A kernel that refuses to be saved is saved without its help, or ended, when the server stops."""
 
 from __future__ import annotations
 

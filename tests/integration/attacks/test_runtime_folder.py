@@ -1,4 +1,4 @@
-"""Withstood: another user makes the folder of this user's running sandboxes first, so that no kernel can start."""
+"""A runtime folder that another user created first does not keep kernels from starting."""
 
 from __future__ import annotations
 

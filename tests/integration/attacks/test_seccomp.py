@@ -1,4 +1,4 @@
-"""Withstood: a kernel gets around its seccomp filter, or makes a file that gives its owner's rights to other users."""
+"""A kernel cannot get around its seccomp filter, or make a file that gives its owner's rights to other users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Withstand code that a kernel leaves in the folder that the server was started in: the server does not run it."""
+"""The server does not run code that a kernel leaves in the folder that the server was started in."""
 
 from __future__ import annotations
 

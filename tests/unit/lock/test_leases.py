@@ -1,4 +1,4 @@
-"""Leases: one contract for every kind, then what is particular to each, then the fights."""
+"""Leases: the contract of every kind, then each kind's own behaviour, then competing processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from sandbox_provisioner.storage.tree import TEMPORARY
 
 PACE = LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
 JUMPS = 10
-"""Factor on these times with a clock that jumps, so that no real delay comes near them."""
+"""Factor on these times with a JumpingClock, so that no real delay comes near them."""
 SOON = 30.0
 SCALED_LIMIT = 8.0
 """Changes of an object per second: with leases renewed 20 times as often as by default, Google's limit would be 20."""
