@@ -52,7 +52,7 @@ class Killing:
         return ended.stdout.splitlines()
 
     async def heir(self, said: list[str]) -> str | None:
-        """What another server finds: the sandbox's value, or None if there is no sandbox."""
+        """Return the sandbox's value as another server finds it, or None without a sandbox."""
         manager = SandboxManager(self.config, self.runsc, "heir")
         try:
             await manager.recover()

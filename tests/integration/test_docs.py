@@ -18,7 +18,7 @@ MOST_EXCUSES = 6
 
 
 def told(found: list[Block], mark: str) -> bool:
-    """Whether a comment of that text stands alone in a page."""
+    """Return True if a page has this comment on a line of its own."""
     return any(block.language == "" and block.text == mark for block in found)
 
 

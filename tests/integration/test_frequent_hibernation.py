@@ -19,7 +19,7 @@ KERNELS, SECONDS, IDLE, SPINNERS = 4, 90, 1.0, 6
 
 @pytest.fixture
 def busy_machine() -> Iterator[None]:
-    """One with more to do than processors."""
+    """Keep the machine busy with more processes than processors."""
     spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(SPINNERS)]
     yield
     for spinner in spinners:

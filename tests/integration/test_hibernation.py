@@ -57,7 +57,7 @@ HANDSHAKE = 20
 
 @pytest.fixture(scope="module", autouse=True)
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One runtime folder for all of these tests, because one kernel is theirs together."""
+    """A runtime folder for all of these tests, which share one kernel."""
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +98,7 @@ def common(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def notebook(common: Notebook) -> Iterator[Notebook]:
-    """That kernel, which this test finds as others left it: asleep."""
+    """The shared kernel, hibernated by the previous test."""
     yield common
     common.drain()
     common.hibernate()
@@ -808,7 +808,7 @@ def test_kernel_taken_by_another_server_does_not_wake_here(bucket: GCS, open_not
 
 
 def summary() -> Summary:
-    """What storage has of the only sandbox."""
+    """Return the summary of the only sandbox in storage."""
     kept = user_sandboxes.Persistence.open()
     (record,) = kept.registry.list().records
     return kept.summarise(record)
@@ -843,7 +843,7 @@ km.shutdown_kernel(now=True)
 
 
 class Elsewhere:
-    """Another process with the notebook open."""
+    """A second process that has the notebook open."""
 
     def __init__(self, specs: str, kernel: str, notebook: Path) -> None:
         command = [sys.executable, "-c", ELSEWHERE, specs, kernel, str(notebook)]

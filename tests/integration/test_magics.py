@@ -105,7 +105,7 @@ def notebook(open_notebook: Open, clerk: Clerk) -> Notebook:
 
 
 def usage_error(notebook: Notebook, line: str) -> str:
-    """What stands in red below a cell, which has to be one line without a traceback."""
+    """Return the error below a cell. Fails unless it is one line without a traceback."""
     request = notebook.kc.execute(line)
     said = "".join(notebook.outputs(request))
     assert notebook.reply(request)["status"] == "error"

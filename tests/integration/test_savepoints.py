@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 @pytest.fixture
 def entries() -> Any:
-    """What the journal tells meanwhile."""
+    """The events that are published during the test."""
     told: list[Entry] = []
     end = JOURNAL.subscribe(told.append)
     yield told

@@ -27,13 +27,13 @@ def local_stores(folder: Path) -> Stores:
 
 
 async def start_cell(handle: SandboxHandle) -> None:
-    """Start it in a sandbox that runs."""
+    """Start the program in a running sandbox."""
     process = await handle.instance.execute([handle.instance.spec.python, "-u", "-c", CODE])
     handle.describe({"cell": process.number})
 
 
 async def tell(handle: SandboxHandle, line: str) -> str:
-    """Say ``line`` to it; returns its value then."""
+    """Send ``line`` to the program. Return its value afterwards."""
     process = handle.instance.link.process(handle.contents["cell"])
     assert process is not None, "the cell has ended"
     await process.write(f"{line}\n".encode())

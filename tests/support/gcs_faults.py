@@ -47,7 +47,7 @@ class Fault:
 
 @dataclass
 class Faults:
-    """Those that are set. The dice are the same ones in each run."""
+    """The faults that are set. Random ones are the same in each run."""
 
     faults: list[Fault] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(4))
@@ -62,7 +62,7 @@ class Faults:
             self.faults.clear()
 
     def strike(self, operation: str, name: str) -> list[Fault]:
-        """What goes wrong with this request: each delay that applies, and at most one other fault."""
+        """Return the faults of this request: each delay that applies, and at most one other."""
         struck: list[Fault] = []
         with self.lock:
             for fault in self.faults:

@@ -41,7 +41,7 @@ ROUTES = [
 
 
 class Service:
-    """What the requests to one server share."""
+    """The state that the requests to one server share."""
 
     def __init__(self) -> None:
         self.cloud = Cloud()

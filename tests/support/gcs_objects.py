@@ -82,7 +82,7 @@ class StoredObject:
         return base64.b64encode(f"{self.generation}/{self.metageneration}".encode()).decode()
 
     def resource(self, host: str) -> dict[str, Any]:
-        """What the JSON API tells of it."""
+        """Return its JSON resource."""
         quoted = re.sub(r"[^A-Za-z0-9_.~-]", lambda char: "".join(f"%{b:02X}" for b in char[0].encode()), self.name)
         link = f"{host}/storage/v1/b/{self.bucket}/o/{quoted}"
         media = f"{host}/download/storage/v1/b/{self.bucket}/o/{quoted}?generation={self.generation}&alt=media"

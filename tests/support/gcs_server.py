@@ -71,12 +71,12 @@ class GCS:
         self._call("POST", "/faults", {"kind": kind, **details})
 
     def faults(self) -> list[dict[str, Any]]:
-        """Those that are set, with how often each ``struck``."""
+        """Return the faults that are set, with the number of times that each ``struck``."""
         found: list[dict[str, Any]] = self._call("GET", "/faults")
         return found
 
     def requests(self) -> list[tuple[str, str]]:
-        """What was asked for since ``reset``: operations and names of objects."""
+        """Return the requests since ``reset``: operations and names of objects."""
         return [(operation, name) for operation, name in self._call("GET", "/requests")]
 
     def set_clock(self, offset: float) -> None:

@@ -23,7 +23,7 @@ from sandbox_provisioner.mux.stream import Stream
 from sandbox_provisioner.process import LocalProcess
 
 LIMIT = 20
-"""Seconds after which what should have happened is taken never to happen."""
+"""Seconds after which an expected event counts as missing."""
 
 
 Frame = tuple[int, int, bytes]
@@ -55,7 +55,7 @@ async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestLink,
 
 
 class ScriptedGuest:
-    """The other end of a link, of which a test writes every byte."""
+    """The guest's end of the byte stream, of which a test writes every byte."""
 
     def __init__(self, link: GuestLink) -> None:
         self.link = link
@@ -80,7 +80,7 @@ class ScriptedGuest:
         os.close(self._writer)
 
     async def send(self, *frames: bytes) -> None:
-        """Write all of this, for as long as somebody is there to read it."""
+        """Write all frames, unless the connection has failed."""
         view = memoryview(b"".join(frames))
         while view and not self.link.error:
             try:
@@ -99,7 +99,7 @@ class ScriptedGuest:
         await asyncio.wait_for(self.link.greeted(), LIMIT)
 
     def arrived(self) -> list[Frame]:
-        """The frames that lie in the pipe now; ends at once."""
+        """Return the frames that are in the pipe, without waiting."""
         while True:
             try:
                 data = os.read(self._reader, 1 << 16)
@@ -130,7 +130,7 @@ class ScriptedGuest:
 
 @asynccontextmanager
 async def scripted_guest() -> AsyncIterator[ScriptedGuest]:
-    """A guest that says what the test says, and a check that nothing escaped into the loop."""
+    """Yield a scripted guest. Fails if an exception reaches the loop's handler."""
     escaped: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
     guest = ScriptedGuest(GuestLink())
@@ -146,7 +146,7 @@ async def scripted_guest() -> AsyncIterator[ScriptedGuest]:
 
 
 class Tap:
-    """What comes out of a stream; consumed, or left lying."""
+    """Collect the bytes of a stream; acknowledge them, or not."""
 
     def __init__(self, stream: Stream, consume: bool = True) -> None:
         self.stream = stream
@@ -182,7 +182,7 @@ class Tap:
 
 
 async def pour(stream: Stream, data: bytes, piece: int = 50_000) -> None:
-    """Write like a good producer: only while the stream is ready."""
+    """Write only while the stream is ready."""
     room = asyncio.Event()
     stream.on_ready = room.set
     for position in range(0, len(data), piece):
@@ -197,7 +197,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def server(address: Path | int, serve: Serve) -> AsyncIterator[str]:
-    """Something in the sandbox that listens, as a kernel does; yields its target. Its connections end before it."""
+    """Listen on an address, as a kernel in the sandbox does, and yield its target. Waits for its connections."""
     handling: set[asyncio.Task[None]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

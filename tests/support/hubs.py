@@ -139,7 +139,7 @@ class Browser:
         return [name for name, server in json.loads(answer)["servers"].items() if not server["stopped"]]
 
     def open_notebook(self, kernel: str, name: str, server: str = "") -> Notebook:
-        """What a person does who follows a link to a notebook."""
+        """Follow a link to a notebook, as a browser does."""
         self.visit(server, f"lab/tree/{name}")
         session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": kernel}}
         return Notebook(self, server, self.api(server, "POST", "sessions", session)["kernel"]["id"])

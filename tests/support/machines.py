@@ -22,7 +22,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def stand_in(path: Path, version: str = NEW) -> Path:
-    """Something that answers ``--version`` as runsc does."""
+    """Create a program that answers ``--version`` as runsc does."""
     return script(path, f'echo "runsc version {version}"; echo "spec: 1.2.1"')
 
 

@@ -90,7 +90,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def steps(found: list[Block]) -> Iterator[Step]:
-    """What is to be done for a page, one after the other."""
+    """Return the steps of a page, in order."""
     for number, block in enumerate(found):
         instead = block.excuse.partition("; instead: ")[2]
         if instead:
@@ -126,7 +126,7 @@ def _console(block: Block) -> Iterator[Step]:
 
 
 def fits(shown: str, seen: str) -> bool:
-    """Whether a page shows what was seen, but for what differs from one machine or moment to another."""
+    """Return True if an output matches the page, apart from values that depend on the machine or the time."""
     shown, pattern, at = shown.strip(), "", 0
     for match in LOOSE.finditer(shown):
         assert match.lastgroup

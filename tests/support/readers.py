@@ -40,7 +40,7 @@ kernelspecs.install_twin(kernelspecs.origins(["python3"])[0], kernelspecs.kernel
 
 
 class Reader:
-    """One with an empty home."""
+    """A new user with an empty home."""
 
     def __init__(self, folder: Path, runsc: Runsc) -> None:
         self.home = folder / "home"
@@ -150,7 +150,7 @@ class Reader:
             return error.code, error.read().decode()
 
     def logs(self) -> str:
-        """What their servers said."""
+        """Return the end of the servers' logs."""
         return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.home.rglob("*.log"))
 
     def leave(self) -> None:
