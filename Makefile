@@ -2,19 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEBIAN := .venv/debian
-# The driver, and of what builds on it, what an older runsc could get wrong.
-DEBIAN_TESTS := -k "test_gvisor or test_kernel.py or test_guesttool or test_orphans or test_runtime or every_transport or interrupt \
-	or in_the_main_thread or two_copies or runs_on_after_a_savepoint or capability or read_only or reached or outside or stopped_server"
-
-# What a kernel that came of a template could get wrong.
-TEMPLATE_TESTS := tests/test_kernels.py tests/test_sleep.py tests/test_isolation.py tests/test_hibernation.py \
-	tests/test_handoff.py tests/test_savepoints.py tests/test_magics.py tests/test_hooks.py tests/test_notebooks.py \
-	-k "not (swapped_for_a_link_during_the_start or unconfined)"  # test_templates.py has its own; a template is confined
+# Not in the usual run: `make test-slow`, `make test-lab`, `make test-hub` run them.
+APART := not slow and not browser and not hub
 
 # Most of a test is waiting for a sandbox, a lease or a server, so they run beside each other.
 PYTEST_ALL := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help setup demo lab test test-slow test-fuzz test-lab test-hub test-debian test-templates check docs bench clean
+.PHONY: help setup demo lab test test-slow test-fuzz test-lab test-hub test-debian test-templates test-user check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +23,7 @@ help:
 	@echo "make test-hub        JupyterHub with its proxy and culler (needs npm)"
 	@echo "make test-templates  the kernel tests, with all kernels started from templates"
 	@echo "make test-debian     the sandbox tests, with Debian's runsc"
+	@echo "make test-user       the tests that depend on who runs them; run it as an ordinary user"
 	@echo "make bench           benchmarks; with BENCH=--quick, only check that they work"
 	@echo "make docs            build docs/_build/html/index.html; warnings are errors"
 	@echo "make clean           remove .venv and all generated files"
@@ -58,13 +53,13 @@ lab: .venv/.lab .venv/.ready
 	@$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
 
 test: .venv/.test .venv/.ready
-	@$(PYTEST_ALL) -m "not slow and not browser and not hub" $(PYTEST)
+	@$(PYTEST_ALL) -m "$(APART)" $(PYTEST)
 
 test-slow: .venv/.test .venv/.ready
-	@$(BIN)/python -m pytest -m slow --timeout=900 --ignore=tests/test_schemathesis.py $(PYTEST)
+	@$(BIN)/python -m pytest -m slow --timeout=900 --ignore=tests/integration/test_schemathesis.py $(PYTEST)
 
 test-fuzz: .venv/.test .venv/.ready
-	@$(BIN)/python -m pytest -n 2 -m slow tests/test_schemathesis.py $(PYTEST)
+	@$(BIN)/python -m pytest -n 2 -m slow tests/integration/test_schemathesis.py $(PYTEST)
 
 test-lab: .venv/.test .venv/.browser .venv/.ready
 	@$(BIN)/python -m pytest -m browser $(PYTEST)
@@ -77,11 +72,14 @@ test-hub: .venv/.test .venv/.hub $(BIN)/configurable-http-proxy .venv/.ready
 	@$(BIN)/python -m pytest -m hub $(PYTEST)
 
 test-templates: .venv/.test .venv/.ready
-	@$(PYTEST_ALL) -m "runsc and not slow and not browser and not hub" --templates $(TEMPLATE_TESTS) $(PYTEST)
+	@$(PYTEST_ALL) -m "template_copies and runsc and not cold_start and $(APART)" --templates $(PYTEST)
+
+test-user: .venv/.test .venv/.ready
+	@$(PYTEST_ALL) -m "user and not resource_use and $(APART)" $(PYTEST)
 
 test-debian: .venv/.test
 	@JUPYTER_DATA_DIR=$(DEBIAN) $(BIN)/jupyter-sandbox setup --source debian --kernel python3
-	@SANDBOX_RUNSC=$(CURDIR)/$(DEBIAN)/sandbox/bin/runsc $(PYTEST_ALL) -m "runsc and not slow" $(DEBIAN_TESTS) $(PYTEST)
+	@SANDBOX_RUNSC=$(CURDIR)/$(DEBIAN)/sandbox/bin/runsc $(PYTEST_ALL) -m "debian and $(APART)" $(PYTEST)
 
 check: .venv/.test
 	@$(BIN)/ruff check .

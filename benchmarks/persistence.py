@@ -26,7 +26,7 @@ from sandbox_provisioner.gvisor.runtime_dir import left_behind
 MB = 10**6
 MEMORY_GOAL = 100 * MB
 HOARDER = Path(__file__).with_name("hoarder.py")
-EMULATOR = Path(__file__).parents[1] / "tests" / "gcs_server.py"
+EMULATOR = Path(__file__).parents[1] / "tests" / "support" / "gcs_server.py"
 BUCKET = "bench-bucket"
 CAT, LOCAL, GCS = "cat", "local storage", "emulated GCS"
 

@@ -1,15 +1,13 @@
-"""What the tests share: a runtime folder of their own, a notebook folder, kernels, and a check that nothing is left."""
+"""Fixtures for all tests: a runtime folder, a notebook folder, kernels, and a check that no sandbox is left."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,9 +20,11 @@ from hypothesis import settings
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from kernel_templates import have_template
+from kernels import Notebook, Open
+from leftovers import leftovers
 from servers import READY, Server, lend_templates
 from traitlets import TraitError
-from traitlets.config import Config
 
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.gvisor import bundle
@@ -32,22 +32,19 @@ from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.interpreter import visible
 from sandbox_provisioner.gvisor.runsc import Runsc, find
 from sandbox_provisioner.gvisor.runtime_dir import runtime_root
-from sandbox_provisioner.templates.build import build
-from sandbox_provisioner.templates.match import recipe_for
-from sandbox_provisioner.templates.store import Template, TemplateShelf
+from sandbox_provisioner.templates.store import TemplateShelf
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-LONG = 60
 os.environ["SANDBOX_SIGNING_KEY"] = "the key of all tests that have no other one"
-"""So that no test makes one in the home of whoever runs it."""
+"""Without it, a test would create a key in the home of the user who runs it."""
 os.environ["SANDBOX_TEMPLATE"] = "none"
-"""Kernels start from nothing, unless a test or --templates says otherwise: a template is made behind one's back."""
+"""Kernels start without templates, unless a test or --templates says otherwise."""
 
 
 def pytest_configure() -> None:
-    """A shell has what it starts in the background ignore these; children of this process must not inherit that."""
+    """Restore the default signal handlers: a shell lets its background processes ignore these signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
@@ -57,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only root can do, for other users; those tests run as root."""
+    """Deselect the tests that only root can run, for other users."""
     if os.geteuid() != 0:
         left_out = [item for item in items if item.get_closest_marker("root")]
         items[:] = [item for item in items if item not in left_out]
@@ -74,7 +71,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> TemplateShelf:
 def templates(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shelf: TemplateShelf
 ) -> Callable[[str, Path], None]:
-    """Sees to it, with --templates, that a kernelspec has its template, and that tests find it."""
+    """Return a function that, with --templates, provides a kernelspec's template."""
     if not request.config.getoption("--templates") and not request.node.get_closest_marker("templates"):
         return lambda name, folder: None
     monkeypatch.setenv("SANDBOX_TEMPLATE", "use")
@@ -89,36 +86,9 @@ def templates(
     return provide
 
 
-def have_template(name: str, shelf: TemplateShelf) -> Template | None:
-    """Make the template of a kernelspec, unless there is a current one."""
-    recipe, found = recipe_for(name, Config()), shelf.get(name)
-    if found and found.key == recipe.key and not found.changed:
-        return found
-    try:
-        return asyncio.run(build(recipe, shelf, wait=True))
-    except SandboxError:  # a cache of modules, which the first test of a new environment writes, was changed just now
-        time.sleep(2)
-        return asyncio.run(build(recipe, shelf, wait=True))
-
-
-def leftovers(runtime: Path) -> list[str]:
-    """Processes, mounts and folders that belong to sandboxes of this runtime folder."""
-    found = [f"folder {path.name}" for path in runtime.iterdir()]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if f"--root={runtime}/" in command:
-                found.append(f"process {entry.name}: {command[:120]}")
-    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    return found + [f"mount {line.split()[4]}" for line in mounts if str(runtime) in line]
-
-
 @pytest.fixture(autouse=True)
 def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder for this test alone; whatever the test did, nothing may be left in it."""
+    """The runtime folder of this test. Fails if the test leaves anything in it."""
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(folder))
@@ -128,13 +98,13 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage() -> None:
-    """What tests of other modules left to the collector does not count as this one's."""
+    """Collect the garbage of other modules, so that it is not counted as this one's."""
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def gcs_process() -> Iterator[GCS]:
-    """One server that speaks GCS's JSON API, for all tests of this run."""
+    """A server that speaks GCS's JSON API, for all tests of this run."""
     server = GCS()
     yield server
     server.close()
@@ -157,7 +127,7 @@ def runsc() -> Runsc:
 
 @pytest.fixture(scope="session")
 def spec() -> BundleSpec:
-    """A sandbox in which this test run's Python works, and nothing else was asked for."""
+    """A sandbox in which this test run's Python works, without further settings."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/tester"}
     return BundleSpec(
         python=os.path.realpath(sys.executable),
@@ -198,7 +168,7 @@ def kernelspecs(tmp_path: Path) -> KernelSpecManager:
 
 @pytest.fixture
 def sandboxed(kernelspecs: KernelSpecManager, templates: Callable[[str, Path], None]) -> Callable[..., str]:
-    """Makes a sandboxed twin of a kernelspec, with provisioner settings; returns its name."""
+    """Return a function that creates a sandboxed copy of a kernelspec, with settings, and returns its name."""
 
     def make(name: str = "python3", spec: dict[str, Any] | None = None, **config: Any) -> str:
         content = dict(spec) if spec else kernelspecs.get_kernel_spec(name).to_dict()
@@ -217,7 +187,7 @@ def sandboxed(kernelspecs: KernelSpecManager, templates: Callable[[str, Path], N
 def start_kernel(
     kernelspecs: KernelSpecManager, notebook_folder: Path
 ) -> Iterator[Callable[..., tuple[KernelManager, BlockingKernelClient]]]:
-    """Starts kernels by name and waits until they answer; ends them all after the test."""
+    """Return a function that starts a kernel and waits until it answers. All end after the test."""
     started: list[tuple[KernelManager, BlockingKernelClient]] = []
 
     def start(
@@ -238,92 +208,6 @@ def start_kernel(
             km.shutdown_kernel(now=True)
 
 
-def run(kc: BlockingKernelClient, code: str, timeout: float = 60) -> str:
-    """Execute ``code``; returns what it printed and its result as text, and fails on an error."""
-    pieces: list[str] = []
-
-    def collect(message: dict[str, Any]) -> None:
-        content = message["content"]
-        if message["msg_type"] == "stream":
-            pieces.append(content["text"])
-        elif message["msg_type"] == "execute_result":
-            pieces.append(content["data"]["text/plain"])
-
-    reply = kc.execute_interactive(code, timeout=timeout, output_hook=collect)
-    if reply["content"]["status"] != "ok":
-        raise AssertionError("\n".join(reply["content"]["traceback"]))
-    return "".join(pieces)
-
-
-class Notebook:
-    """A notebook's kernel under a plain KernelManager, and a client of it."""
-
-    def __init__(self, km: KernelManager, kc: BlockingKernelClient) -> None:
-        self.km, self.kc = km, kc
-
-    def run(self, code: str) -> str:
-        return run(self.kc, code)
-
-    @property
-    def asleep(self) -> bool:
-        return bool(self.km.provisioner.asleep)
-
-    def hibernate(self) -> None:
-        asyncio.run(self.km.provisioner.hibernate())
-        assert self.asleep
-        assert self.km.is_alive()
-
-    def nap(self) -> None:
-        """Fall asleep, though it may be woken at once by what its clients want."""
-        asyncio.run(self.km.provisioner.hibernate())
-
-    def wake(self) -> None:
-        asyncio.run(self.km.provisioner.wake())
-        assert not self.asleep
-
-    def iopub(self, request: str) -> dict[str, Any]:
-        """The next message which belongs to a request."""
-        while True:
-            message: dict[str, Any] = self.kc.get_iopub_msg(timeout=LONG)
-            if message["parent_header"].get("msg_id") == request:
-                return message
-
-    def outputs(self, request: str) -> Iterator[str]:
-        """What a request prints, until it is done with."""
-        while True:
-            message = self.iopub(request)
-            if message["msg_type"] == "stream":
-                yield message["content"]["text"]
-            elif message["msg_type"] == "error":
-                yield message["content"]["ename"]
-            elif message["content"].get("execution_state") == "idle":
-                return
-
-    def reply(self, request: str) -> dict[str, Any]:
-        """What a request is answered, on the shell channel."""
-        while True:
-            message: dict[str, Any] = self.kc.get_shell_msg(timeout=LONG)
-            if message["parent_header"].get("msg_id") == request:
-                return message["content"]
-
-    def drain(self) -> None:
-        """Have it answer, and forget what it said before."""
-        self.run("pass")
-        for channel in (self.kc.shell_channel, self.kc.iopub_channel, self.kc.control_channel):
-            while channel.msg_ready():
-                channel.get_msg(timeout=0)
-
-    def end(self, keep: bool = False) -> None:
-        """Shut it down; ``keep`` is what a server says that stops."""
-        if keep:
-            self.km.provisioner.keep_state()
-        self.kc.stop_channels()
-        self.km.shutdown_kernel()
-
-
-Open = Callable[..., Notebook]
-
-
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Jupyter's data folder of this test alone."""
@@ -339,7 +223,7 @@ def open_notebook(
     notebook_folder: Path,
     data: Path,
 ) -> Open:
-    """Opens a notebook: its kernel starts, or is back."""
+    """Return a function that opens a notebook: its kernel is started or restored."""
 
     def start(name: str = "a.ipynb", **config: Any) -> Notebook:
         env = {**os.environ, **({"JPY_SESSION_NAME": str(notebook_folder / name)} if name else {})}
@@ -350,7 +234,7 @@ def open_notebook(
 
 @pytest.fixture
 def serve(tmp_path: Path, notebook_folder: Path) -> Iterator[Callable[..., Server]]:
-    """Starts Jupyter servers, and stops them as a service manager would."""
+    """Return a function that starts a Jupyter server. All are stopped with SIGTERM after the test."""
     servers: list[Server] = []
 
     def start(*options: str, name: str = "") -> Server:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import LeaseLostError, StorageUnavailableError
 from .base import Owner
-from .keepalive import LONGEST_LEASE, KeptLeases, Pace, now
+from .keepalive import LONGEST_LEASE, Clock, KeptLeases, Pace
 
 TRIES = 5
 """Number of tries in a row while other servers change the same entry."""
@@ -40,6 +40,8 @@ class Entry:
 
 class Board(ABC):
     """Storage for entries. All methods block. After StorageUnavailableError a change may or may not have happened."""
+
+    clock: Clock
 
     @abstractmethod
     def create(self, name: str, owner: Owner) -> Entry | None:
@@ -88,7 +90,7 @@ class BoardLeases(KeptLeases):
     """The leases on a board."""
 
     def __init__(self, board: Board, pace: Pace) -> None:
-        super().__init__(pace)
+        super().__init__(pace, board.clock)
         self._board = board
 
     def _attempt(self, name: str, owner: Owner) -> BoardAttempt:
@@ -112,12 +114,12 @@ class BoardAttempt:
         self._owner = owner
         self._pause = pause
         self._asked = -math.inf
-        """``now()`` when the waiter's entry was last renewed."""
+        """The clock's time when the waiter's entry was last renewed."""
         self._taken: set[str] = set()
         """Entries that existed when last checked: read first, because storage limits the rate of changes."""
         self._entered: dict[str, Entry] = {}
         self._unsure: dict[str, float] = {}
-        """Entries that we may have created without a response, with ``now()`` before the earliest possible creation."""
+        """Entries that we may have created without a response, with the time before the earliest possible creation."""
 
     def take(self) -> BoardClaim | None:
         """Create the lease's entry and return the claim; None if another server holds the lease."""
@@ -129,15 +131,15 @@ class BoardAttempt:
         name = waiter_of(self._name)
         entry = self._entered.get(name)
         if entry is not None:
-            if now() - self._asked < self._pause:
+            if self._board.clock.now() - self._asked < self._pause:
                 return
             entry = self._board.renew(entry) or self._board.read(name)
             if entry is not None and entry.owner.nonce == self._owner.nonce:
-                self._entered[name], self._asked = entry, now()
+                self._entered[name], self._asked = entry, self._board.clock.now()
                 return
             del self._entered[name]
         if self._enter(name) is not None:
-            self._asked = now()
+            self._asked = self._board.clock.now()
 
     def withdraw(self) -> None:
         """Remove the waiter's entry if it is ours."""
@@ -151,10 +153,10 @@ class BoardAttempt:
     def _enter(self, name: str) -> float | None:
         """Create our entry, in place of an expired one if needed. Return None if another server's entry is there.
 
-        Otherwise return ``now()`` just before the request that created it was sent.
+        Otherwise return the clock's time just before the request that created it was sent.
         """
         for _ in range(TRIES):
-            sent = now()
+            sent = self._board.clock.now()
             found = self._board.read(name) if name in self._taken else None
             if found is None:
                 self._taken.discard(name)
@@ -210,7 +212,7 @@ class BoardClaim:
         If the response to a renewal was lost, the entry is ours but in another version: it is renewed from there.
         """
         for _ in range(TRIES):
-            sent = now()
+            sent = self._board.clock.now()
             renewed = self._board.renew(self._entry)
             if renewed is not None:
                 self._entry = renewed

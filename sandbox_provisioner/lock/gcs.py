@@ -19,7 +19,7 @@ from ..storage.gcs_requests import NotMet, NotThere, Requests
 from ..storage.names import valid_name
 from .base import Owner
 from .expiring import Board, BoardLeases, Entry, duration
-from .keepalive import Pace, now
+from .keepalive import CLOCK, Clock, Pace
 
 LONGEST_REQUEST = 10.0
 CLOCK_TRUSTED = 60.0
@@ -30,21 +30,28 @@ class GCSLeases(BoardLeases):
     """Leases in a bucket, in objects whose names begin with ``prefix``."""
 
     def __init__(
-        self, bucket: str, prefix: str = "", lease_time: float = 30.0, renewal: float = 5.0, poll: float = 1.0
+        self,
+        bucket: str,
+        prefix: str = "",
+        lease_time: float = 30.0,
+        renewal: float = 5.0,
+        poll: float = 1.0,
+        clock: Clock = CLOCK,
     ) -> None:
-        super().__init__(GCSBoard(bucket, prefix, lease_time), Pace(lease_time, renewal, poll))
+        super().__init__(GCSBoard(bucket, prefix, lease_time, clock), Pace(lease_time, renewal, poll))
 
 
 class GCSBoard(Board):
     """Board in a bucket. An entry's version is its metageneration. Each request is sent once; the caller retries."""
 
-    def __init__(self, bucket: str, prefix: str, seconds: float) -> None:
+    def __init__(self, bucket: str, prefix: str, seconds: float, clock: Clock) -> None:
+        self.clock = clock
         self._requests = Requests(bucket, patience=0.0, on_time=self._hear)
         self._prefix = f"{valid_name(bucket, prefix)}/" if prefix else ""
         self._seconds = seconds
         self._timeout = min(LONGEST_REQUEST, seconds / 3)
-        self._clock: tuple[float, float] | None = None
-        """Seconds by which the server's clock is at least ahead of ``now()``, and ``now()`` when that was recorded."""
+        self._ahead: tuple[float, float] | None = None
+        """Seconds by which the server's clock is at least ahead of ours, and our time when that was recorded."""
 
     def create(self, name: str, owner: Owner) -> Entry | None:
         """Create an entry. Return None if one exists."""
@@ -89,16 +96,17 @@ class GCSBoard(Board):
 
     def silence(self, entry: Entry) -> float:
         """Return the seconds since the last renewal by the server's clock, or zero while that is unknown."""
-        return 0.0 if self._clock is None else self._clock[0] + now() - entry.updated
+        return 0.0 if self._ahead is None else self._ahead[0] + self.clock.now() - entry.updated
 
     def _hear(self, time: float) -> None:
         """Record the server's time. Called for every response.
 
         A time is slightly old when it arrives, so the one furthest ahead of our clock is the most accurate.
         """
-        ahead, here, known = time - now(), now(), self._clock
+        here, known = self.clock.now(), self._ahead
+        ahead = time - here
         if known is None or ahead >= known[0] or here - known[1] > CLOCK_TRUSTED:
-            self._clock = (ahead, here)
+            self._ahead = (ahead, here)
 
     def _written(self, name: str, blob: Any) -> Entry:
         """Return the entry that our request has just created or changed, and record its time."""

@@ -28,9 +28,19 @@ OVERTIME = 1.2
 THREADS = 32
 
 
-def now() -> float:
-    """Return seconds by a clock that is never set and that continues while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+class Clock:
+    """The time that leases are measured by. Tests replace it."""
+
+    def now(self) -> float:
+        """Return seconds by a clock that is never set and that continues while the machine is suspended."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds`` of this clock."""
+        await asyncio.sleep(seconds)
+
+
+CLOCK = Clock()
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class Claim(Protocol):
 
     token: int
     renewed: float
-    """``now()`` just before the last request that proved the lease ours."""
+    """The clock's time just before the last request that proved the lease ours."""
 
     def renew(self) -> bool:
         """Prove again that the owner is alive. Return True if another server waits.
@@ -103,8 +113,9 @@ class KeptLeases(Leases):
     asyncio's default threads are not used, because a renewal must not queue behind the upload of a gigabyte.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, clock: Clock = CLOCK) -> None:
         self.pace = pace
+        self.clock = clock
         self._threads = Workers("sandbox-lease", THREADS)
 
     @abstractmethod
@@ -127,7 +138,7 @@ class KeptLeases(Leases):
         except BaseException:
             await self._finish(attempt.abandon)
             raise
-        return KeptLease(name, owner, claim, self.pace, self._threads)
+        return KeptLease(name, owner, claim, self.pace, self.clock, self._threads)
 
     async def holder(self, name: str) -> Owner | None:
         """Return the current owner, or None. Raises StorageUnavailableError."""
@@ -135,28 +146,28 @@ class KeptLeases(Leases):
         return await self._insist(lambda: self._holder(name), self.pace.lease_time)
 
     async def _win(self, attempt: Attempt, name: str, patience: float) -> Claim:
-        give_up = now() + patience
+        give_up = self.clock.now() + patience
         while True:
             claim = await self._insist(attempt.take, self.pace.lease_time)
             if claim is not None:
                 return claim
-            left = give_up - now()
+            left = give_up - self.clock.now()
             if left <= 0:
                 raise LeaseHeldError(name, attempt.holder)
             await self._insist(attempt.ask, self.pace.lease_time)
-            await asyncio.sleep(min(self.pace.poll, left))
+            await self.clock.sleep(min(self.pace.poll, left))
 
     async def _insist(self, step: Callable[[], T], within: float) -> T:
         """Run one step, and retry it for ``within`` seconds while storage is unavailable."""
-        give_up, retries = now() + within, self.pace.retries()
+        give_up, retries = self.clock.now() + within, self.pace.retries()
         while True:
             try:
                 return await self._do(step)
             except StorageUnavailableError:
                 pause = next(retries)
-                if now() + pause > give_up:
+                if self.clock.now() + pause > give_up:
                     raise
-            await asyncio.sleep(pause)
+            await self.clock.sleep(pause)
 
     async def _finish(self, step: Callable[[], None]) -> None:
         """Run the last step of an attempt and ignore its failure: the remains will expire."""
@@ -178,7 +189,7 @@ class KeptLeases(Leases):
 class KeptLease(Lease):
     """A lease and the task that renews it."""
 
-    def __init__(self, name: str, owner: Owner, claim: Claim, pace: Pace, threads: Workers) -> None:
+    def __init__(self, name: str, owner: Owner, claim: Claim, pace: Pace, clock: Clock, threads: Workers) -> None:
         self.name = name
         self.owner = owner
         self.token = claim.token
@@ -186,6 +197,7 @@ class KeptLease(Lease):
         self.lost = asyncio.get_running_loop().create_future()
         self._claim = claim
         self._pace = pace
+        self._clock = clock
         self._threads = threads
         self._ended = False
         self._releasing = asyncio.Lock()
@@ -215,19 +227,19 @@ class KeptLease(Lease):
         """
         pause, retries, trouble = self._pace.renewal, self._pace.retries(), ""
         while True:
-            await asyncio.sleep(max(0.0, min(pause, self._expiry() - now())))
+            await self._clock.sleep(max(0.0, min(pause, self._expiry() - self._clock.now())))
             expiry = self._expiry()
-            if now() >= expiry:
+            if self._clock.now() >= expiry:
                 return self._ran_out(trouble or "this process was suspended")
             try:
-                async with asyncio.timeout(expiry - now()):
+                async with asyncio.timeout(expiry - self._clock.now()):
                     wanted = await self._do(self._claim.renew)
             except LeaseLostError as error:
                 return error.reason
             except Exception as error:  # Any error: unless a later try succeeds, the lease expires.
                 trouble, pause = str(error) or trouble or "storage did not answer", next(retries)
                 continue
-            if now() >= expiry:
+            if self._clock.now() >= expiry:
                 return self._ran_out("this process was suspended")
             (self.wanted.set if wanted else self.wanted.clear)()
             pause, retries, trouble = self._pace.renewal, self._pace.retries(), ""
@@ -242,9 +254,9 @@ class KeptLease(Lease):
                 return await self._do(self._claim.end)
             except SandboxError:
                 pause = next(retries)
-                if now() + pause >= give_up:
+                if self._clock.now() + pause >= give_up:
                     return None
-            await asyncio.sleep(pause)
+            await self._clock.sleep(pause)
 
     def _expiry(self) -> float:
         return self._claim.renewed + self._pace.lease_time

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from ..errors import LeaseLostError, StorageError
 from .base import Owner
-from .keepalive import KeptLeases, Pace, now
+from .keepalive import CLOCK, Clock, KeptLeases, Pace
 
 LONGEST_RECORD = 4096
 
@@ -28,12 +28,12 @@ class LocalLeases(KeptLeases):
     A process that is stopped (SIGSTOP) keeps its leases.
     """
 
-    def __init__(self, folder: Path, renewal: float = 0.5, poll: float = 0.1) -> None:
-        super().__init__(Pace(math.inf, renewal, poll))
+    def __init__(self, folder: Path, renewal: float = 0.5, poll: float = 0.1, clock: Clock = CLOCK) -> None:
+        super().__init__(Pace(math.inf, renewal, poll), clock)
         self._folder = folder
 
     def _attempt(self, name: str, owner: Owner) -> LocalAttempt:
-        return LocalAttempt(self._folder, name, owner)
+        return LocalAttempt(self._folder, name, owner, self.clock)
 
     def _holder(self, name: str) -> Owner | None:
         return _who_locks(_path(self._folder, name, "lock"))
@@ -42,7 +42,8 @@ class LocalLeases(KeptLeases):
 class LocalAttempt:
     """Attempt to acquire a lease by locking its file."""
 
-    def __init__(self, folder: Path, name: str, owner: Owner) -> None:
+    def __init__(self, folder: Path, name: str, owner: Owner, clock: Clock) -> None:
+        self._clock = clock
         self.holder = Owner.from_json("")
         self._name = name
         self._owner = owner
@@ -59,7 +60,7 @@ class LocalAttempt:
                 self._file = LockedFile.lock(self._path, self._owner)
                 if self._file is not None:
                     token = _next_token(self._path.with_name("last-token"))
-                    return LocalClaim(self._name, token, self._file, self._waiter)
+                    return LocalClaim(self._name, token, self._file, self._waiter, self._clock)
                 holder = _who_locks(self._path)
                 if holder is not None:
                     self.holder = holder
@@ -91,9 +92,10 @@ class LocalAttempt:
 class LocalClaim:
     """A lease whose file this process has locked."""
 
-    def __init__(self, name: str, token: int, file: LockedFile, waiter: Path) -> None:
+    def __init__(self, name: str, token: int, file: LockedFile, waiter: Path, clock: Clock) -> None:
         self.token = token
-        self.renewed = now()
+        self.renewed = clock.now()
+        self._clock = clock
         self._name = name
         self._file = file
         self._waiter = waiter
@@ -102,7 +104,7 @@ class LocalClaim:
         """Check the file. Return True if another process waits. Raises LeaseLostError if the file is not ours."""
         if not self._file.in_place():
             raise LeaseLostError(self._name, f"its file {self._file.path} was removed or replaced")
-        self.renewed = now()
+        self.renewed = self._clock.now()
         return _who_locks(self._waiter) is not None
 
     def end(self) -> None:

@@ -17,7 +17,7 @@ from ..errors import ConflictError, ObjectNotFoundError
 from ..storage.base import NEW, ObjectStore
 from .base import Owner
 from .expiring import Board, BoardLeases, Entry, duration
-from .keepalive import Pace, now
+from .keepalive import CLOCK, Clock, Pace
 
 
 class ObjectLeases(BoardLeases):
@@ -27,14 +27,22 @@ class ObjectLeases(BoardLeases):
     longer than a MountedStore waits before it breaks the lock of a crashed writer.
     """
 
-    def __init__(self, store: ObjectStore, lease_time: float = 90.0, renewal: float = 10.0, poll: float = 1.0) -> None:
-        super().__init__(ObjectBoard(store, lease_time), Pace(lease_time, renewal, poll))
+    def __init__(
+        self,
+        store: ObjectStore,
+        lease_time: float = 90.0,
+        renewal: float = 10.0,
+        poll: float = 1.0,
+        clock: Clock = CLOCK,
+    ) -> None:
+        super().__init__(ObjectBoard(store, lease_time, clock), Pace(lease_time, renewal, poll))
 
 
 class ObjectBoard(Board):
     """Board in an ObjectStore. An entry's version is the generation of its beat, or NEW if it has no beat yet."""
 
-    def __init__(self, store: ObjectStore, seconds: float) -> None:
+    def __init__(self, store: ObjectStore, seconds: float, clock: Clock) -> None:
+        self.clock = clock
         self._store = store
         self._seconds = seconds
         self._watched: dict[str, tuple[int, int, float]] = {}
@@ -96,9 +104,9 @@ class ObjectBoard(Board):
         """Return the seconds since this process first saw the entry in this version."""
         generation, version, since = self._watched.get(entry.name, (0, 0, 0.0))
         if (generation, version) != (entry.generation, entry.version):
-            since = now()
+            since = self.clock.now()
             self._watched[entry.name] = (entry.generation, entry.version, since)
-        return now() - since
+        return self.clock.now() - since
 
     def _delete(self, name: str, generation: int) -> bool:
         """Delete one object. Return False if another is in its place."""

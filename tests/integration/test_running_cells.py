@@ -1,4 +1,4 @@
-"""A kernel that works is not hibernated: real kernels, the idle timer, and the culler of a real Jupyter Server."""
+"""A busy kernel is not hibernated: real kernels, the idle timer, and the culler of a real Jupyter Server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Notebook, Open, leftovers
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
+from kernels import Notebook, Open
+from leftovers import leftovers
 from notebooks import Notebook as ServerNotebook
 from notebooks import until
 from servers import Server
@@ -113,6 +114,7 @@ def test_client_that_disconnects_in_mid_cell(open_notebook: Open) -> None:
     notebook.kc.stop_channels()
 
 
+@pytest.mark.debian
 def test_interrupt_ends_a_cell(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     notebook.kc.execute("import time; time.sleep(1000)")

@@ -1,4 +1,4 @@
-"""Many notebooks on two real servers that share storage: everything happens to them at once, and nothing is left."""
+"""Random actions at once on many notebooks of two real servers that share storage leave nothing behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import leftovers
+from leftovers import leftovers
 from servers import Server
 from stress import Limits, Notebook, ask, stress
 
@@ -30,7 +30,7 @@ SETTLED = 20.0
 def servers(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Server]:
     """Two servers that share their storage."""
     monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "shared"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
     return [serve(EXTENSIONS, name="first"), serve(EXTENSIONS, name="second")]
 
 
@@ -73,7 +73,7 @@ async def wait_for_census(server: Server, wanted: dict[str, Any]) -> None:
         pytest.param(30, 600, 10.0, id="ten minutes", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
-async def test_random_things_happen_to_many_notebooks(
+async def test_random_actions_on_many_notebooks(
     servers: list[Server],
     serve: Serve,
     sandboxed: Sandboxed,

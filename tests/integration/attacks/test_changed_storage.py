@@ -1,4 +1,4 @@
-"""A sandbox is not restored from what anybody but its user wrote to storage: documents, manifests and images."""
+"""A sandbox is restored only from documents, manifests and images that its user wrote."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ async def test_changed_document_does_not_cost_a_running_sandbox_its_state(
         await handle.release()
 
 
-def test_key_is_made_once_and_belongs_to_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_is_created_once_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SANDBOX_SIGNING_KEY")
     config = GCSConfig(tmp_path / "storage", own=tmp_path / "own")
     signed = open_stores(config).signer.sign("a", b"{}")
@@ -315,7 +315,7 @@ def test_key_is_not_passed_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("key", ["short", "k" * 31])
-def test_short_key_is_refused_and_not_told(key: str, tmp_path: Path) -> None:
+def test_short_key_is_refused_without_being_shown(key: str, tmp_path: Path) -> None:
     with pytest.raises(SandboxError) as refusal:
         GCSConfig.from_environment(tmp_path, {"SANDBOX_SIGNING_KEY": key})
     assert f"SANDBOX_SIGNING_KEY has {len(key)} characters" in str(refusal.value)

@@ -1,4 +1,4 @@
-"""Withstood: a program that a guest wrote into a folder on the server's PATH runs on the host."""
+"""A program that a guest wrote into a folder on the server's PATH does not run on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from notebooks import Notebook
 from servers import Server
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]

@@ -16,6 +16,8 @@ from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 from sandbox_provisioner.persistence.compatibility import inventory
 from sandbox_provisioner.persistence.digest_cache import DigestCache
 
+pytestmark = pytest.mark.user
+
 LONG = 60
 
 ATTACKS = """

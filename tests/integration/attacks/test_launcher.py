@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Notebook, run
+from kernels import Notebook, run
+
+pytestmark = pytest.mark.user
 
 TRAP = "open('trapped', 'w').close(); raise SystemExit('a file of the folder ran')"
 MODULES = ("ipykernel_launcher", "ipykernel", "zmq", "tornado", "pathlib", "json", "runpy", "hooks", "magics", "frozen")

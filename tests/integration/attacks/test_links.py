@@ -1,4 +1,4 @@
-"""Withstood: a link that a guest made becomes the next kernel's folder, or the source of a configured mount."""
+"""A link that a guest made becomes neither the next kernel's folder nor the source of a configured mount."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from servers import Server
 from sandbox_provisioner.errors import ConfigurationError, SandboxError
 from sandbox_provisioner.gvisor.runsc import Runsc
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
@@ -57,6 +57,7 @@ def test_link_within_the_root_is_followed(serve: Serve, sandboxed: Sandboxed, no
     notebook.close()
 
 
+@pytest.mark.debian
 def test_writable_mount_allows_a_folder_outside_the_root(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, elsewhere: Path
 ) -> None:

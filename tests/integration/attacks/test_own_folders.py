@@ -1,4 +1,4 @@
-"""Withstood: a guest reads or changes the storage, or the folders in which Jupyter and its sandboxes keep files."""
+"""A guest cannot read or change the storage, or the folders in which Jupyter and its sandboxes keep files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from kernels import run
 
 from sandbox_provisioner.errors import ConfigurationError
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Sandboxed = Callable[..., str]
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]

@@ -1,4 +1,4 @@
-"""Withstand local processes without a kernel's key, and a kernel that sends endless messages: no wake, no growth."""
+"""Local processes without a kernel's key cannot wake it, and endless messages do not grow the server's memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from conftest import Notebook, Open
 from jupyter_client.session import Session
+from kernels import Notebook, Open
 from notebooks import until
 
 from sandbox_provisioner.kernel.zmtp import GREETING, command, encode, ready
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 IDLE = {"enable_checkpoint_at_idle": True, "idle_timeout": 1.0}
 HEARTBEATS = 300

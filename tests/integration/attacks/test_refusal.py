@@ -1,4 +1,4 @@
-"""A kernel that refuses to be saved is saved without its help when the server stops, or ended; it does not go on."""
+"""A kernel that refuses to be saved is saved without its help, or ended, when the server stops."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
+from kernels import run
 from servers import Server, hears
 
 from sandbox_provisioner.errors import UnresponsiveError
@@ -146,7 +146,7 @@ def test_kernel_that_refuses_and_cannot_be_saved_is_ended(
     assert "in a state that cannot be saved" in said
 
 
-def test_kernel_that_refuses_outlives_a_full_disk(
+def test_kernel_that_refuses_to_be_saved_survives_full_disk(
     serve: Serve, sandboxed: Sandboxed, runtime: Path, failing_runsc: Path
 ) -> None:
     kernel = sandboxed()

@@ -1,4 +1,4 @@
-"""Withstood: whoever can write to the storage chooses the folders that a woken kernel gets."""
+"""Documents in storage cannot choose the folders that a woken kernel gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Withstood: another user makes the folder of this user's running sandboxes first, so that no kernel can start."""
+"""A runtime folder that another user created first does not keep kernels from starting."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from kernels import run
 
 from sandbox_provisioner.gvisor import runtime_dir
+
+pytestmark = pytest.mark.debian
 
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 

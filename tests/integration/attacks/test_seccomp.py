@@ -1,4 +1,4 @@
-"""Withstood: a kernel gets around its seccomp filter, or makes a file that gives its owner's rights to other users."""
+"""A kernel cannot get around its seccomp filter, or make a file that gives its owner's rights to other users."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from kernels import run
 
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 LONG = 60
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]

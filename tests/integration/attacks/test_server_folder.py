@@ -1,4 +1,4 @@
-"""Withstand code that a kernel leaves in the folder that the server was started in: the server does not run it."""
+"""The server does not run code that a kernel leaves in the folder that the server was started in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from notebooks import Notebook
 from servers import Server
 
-pytestmark = pytest.mark.runsc
+pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]

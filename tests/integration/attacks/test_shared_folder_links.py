@@ -1,4 +1,4 @@
-"""Withstand a notebook's code that replaces files of the folder which it shares with the server by links."""
+"""A kernel that replaces files of the shared folder by links cannot lead the server out of that folder."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from sandbox_provisioner.contents.managers import (
     GuardedLargeFileManager,
 )
 from sandbox_provisioner.kernel.shared_folders import list_file, remember
+
+pytestmark = pytest.mark.user
 
 SECRET = "the-user's-secret"
 FORGED = "written-by-the-guest"

@@ -1,0 +1,48 @@
+"""The host's end of a notebook's requests, with the answers that a test gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.kernel.synthetic_replies import Cell
+from sandbox_provisioner.persistence.metadata import Checkpoint, GCSArtifact
+from sandbox_provisioner.storage.base import FileRecord
+
+
+def checkpoint(size: int = 123_000_000, created: str = "2026-11-16T15:50:00.000+00:00") -> Checkpoint:
+    artifact = GCSArtifact("checkpoints/1/", created, {"image": FileRecord(size, size, ())})
+    spec = BundleSpec("/usr/bin/python3", "/home/me", "me")
+    return Checkpoint(artifact, "1", "2", "systrap", "x86_64", (), spec, {}, {}, 0.4)
+
+
+class Clerk:
+    """A kernel that says what it was told to say."""
+
+    def __init__(self, ephemeral: str = "") -> None:
+        self.ephemeral = ephemeral
+        self.made: dict[str, Checkpoint] = {}
+        self.rewound: list[tuple[str, Cell | None]] = []
+        self.error: Exception | None = None
+
+    async def status(self) -> Mapping[str, Any]:
+        return {
+            "sandbox_id": "nb-1",
+            "state": "running",
+            "notebook": "" if self.ephemeral else "/n/a.ipynb",
+            "idle_timeout": 1800.0,
+            "ephemeral": self.ephemeral,
+        }
+
+    async def savepoints(self) -> Mapping[str, Checkpoint]:
+        return self.made
+
+    async def savepoint(self, name: str) -> Checkpoint:
+        if self.error:
+            raise self.error
+        return self.made.setdefault(name, checkpoint())
+
+    async def rewind(self, name: str, cell: Cell | None) -> str:
+        self.rewound.append((name, cell))
+        return "before-rewind-1"

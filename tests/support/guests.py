@@ -1,0 +1,239 @@
+"""Two guests for tests of the host's end of the byte stream: PID 1 as a child on the host, and one that a test writes.
+
+The real guest is the sandbox's PID 1, run as a plain child on the host. The scripted one is a pipe into which a test
+writes every byte itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sandbox_provisioner.errors import LinkClosedError
+from sandbox_provisioner.guest.frames import CONTROL, VERSION, Decoder, encode
+from sandbox_provisioner.gvisor.bundle import GUEST
+from sandbox_provisioner.mux.connection import GuestConnection
+from sandbox_provisioner.mux.stream import GuestStream
+from sandbox_provisioner.process import LocalProcess
+
+LIMIT = 20
+"""Seconds after which an expected event counts as missing."""
+
+
+Frame = tuple[int, int, bytes]
+
+
+INIT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='init')['Init'](False, sys.argv[2]).run()"
+
+
+@asynccontextmanager
+async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestConnection, LocalProcess]]:
+    """The sandbox's init as a child on the host, and the link to it; its socket for asks, if it is to have one."""
+    guest_in, to_guest = os.pipe()
+    from_guest, guest_out = os.pipe()
+    link = GuestConnection()
+    await link.attach(to_guest, from_guest)
+    argv = [sys.executable, "-I", "-S", "-B", *(["-c", INIT, str(GUEST), str(asks)] if asks else [str(GUEST)])]
+    init = LocalProcess.start(argv, stdin=guest_in, stdout=guest_out)
+    os.close(guest_in)
+    os.close(guest_out)
+    try:
+        await asyncio.wait_for(link.greeted(), LIMIT)
+        yield link, init
+    finally:
+        link.close(LinkClosedError("the test is over."))
+        words = await asyncio.wait_for(init.read(), LIMIT)
+        await init.stop()
+        init.close()
+        assert words == (b"", b"")
+
+
+class ScriptedGuest:
+    """The guest's end of the byte stream, of which a test writes every byte."""
+
+    def __init__(self, link: GuestConnection) -> None:
+        self.link = link
+        self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.link.on_closed = self._on_lost
+        self._decoder = Decoder()
+        self._frames: list[Frame] = []
+
+    def _on_lost(self, error: Exception) -> None:
+        if not self.lost.done():
+            self.lost.set_result(error)
+
+    async def attach(self) -> None:
+        self._reader, to_guest = os.pipe()
+        from_guest, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        await self.link.attach(to_guest, from_guest)
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+    async def send(self, *frames: bytes) -> None:
+        """Write all frames, unless the connection has failed."""
+        view = memoryview(b"".join(frames))
+        while view and not self.link.error:
+            try:
+                view = view[os.write(self._writer, view) :]
+            except BlockingIOError:
+                pass
+            except BrokenPipeError:
+                return
+            await asyncio.sleep(0)
+
+    async def say(self, **message: Any) -> None:
+        await self.send(control(message))
+
+    async def hello(self, *processes: int) -> None:
+        await self.say(op="hello", version=VERSION, processes=list(processes))
+        await asyncio.wait_for(self.link.greeted(), LIMIT)
+
+    def arrived(self) -> list[Frame]:
+        """Return the frames that are in the pipe, without waiting."""
+        while True:
+            try:
+                data = os.read(self._reader, 1 << 16)
+            except BlockingIOError:
+                data = b""
+            self._frames += self._decoder.feed(data)
+            if not data:
+                frames, self._frames = self._frames, []
+                return frames
+
+    async def frame(self) -> Frame:
+        """The next frame from the host."""
+        while not self._frames:
+            self._frames = self.arrived()
+            await asyncio.sleep(0)
+        return self._frames.pop(0)
+
+    async def expect(self, kind: int, stream: int | None = None) -> bytes:
+        found, number, payload = await asyncio.wait_for(self.frame(), LIMIT)
+        assert (found, number) == (kind, number if stream is None else stream)
+        return payload
+
+    async def told(self, op: str) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(await self.expect(CONTROL, 0))
+        assert message["op"] == op
+        return message
+
+
+@asynccontextmanager
+async def scripted_guest() -> AsyncIterator[ScriptedGuest]:
+    """Yield a scripted guest. Fails if an exception reaches the loop's handler."""
+    escaped: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
+    guest = ScriptedGuest(GuestConnection())
+    await guest.attach()
+    try:
+        yield guest
+        guest.link.close(LinkClosedError("the test is over."))
+        await asyncio.sleep(0)
+        assert escaped == []
+    finally:
+        guest.link.close(LinkClosedError("the test is over."))
+        guest.close()
+
+
+class Tap:
+    """Collect the bytes of a stream; acknowledge them, or not."""
+
+    def __init__(self, stream: GuestStream, consume: bool = True) -> None:
+        self.stream = stream
+        self.data = bytearray()
+        self.ended = 0
+        self._consume = consume
+        self._news = asyncio.Event()
+        stream.on_data, stream.on_end = self._on_data, self._on_end
+
+    def _on_data(self, data: bytes) -> None:
+        self.data += data
+        if self._consume:
+            self.stream.consumed(len(data))
+        self._news.set()
+
+    def _on_end(self) -> None:
+        self.ended += 1
+        self._news.set()
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not happened():
+                self._news.clear()
+                await self._news.wait()
+
+    async def size(self, amount: int) -> bytes:
+        await self.until(lambda: len(self.data) >= amount)
+        return bytes(self.data)
+
+    async def end(self) -> bytes:
+        await self.until(lambda: self.ended > 0)
+        return bytes(self.data)
+
+
+async def pour(stream: GuestStream, data: bytes, piece: int = 50_000) -> None:
+    """Write only while the stream is ready."""
+    room = asyncio.Event()
+    stream.on_ready = room.set
+    for position in range(0, len(data), piece):
+        while not stream.ready:
+            room.clear()
+            await asyncio.wait_for(room.wait(), LIMIT)
+        stream.write(data[position : position + piece])
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def server(address: Path | int, serve: Serve) -> AsyncIterator[str]:
+    """Listen on an address, as a kernel in the sandbox does, and yield its target. Waits for its connections."""
+    handling: set[asyncio.Task[None]] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await serve(reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handling.add(asyncio.create_task(handle(reader, writer)))
+
+    if isinstance(address, Path):
+        listener, target = await asyncio.start_unix_server(accept, str(address)), f"unix:{address}"
+    else:
+        listener = await asyncio.start_server(accept, "127.0.0.1", address)
+        target = f"tcp:127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    try:
+        yield target
+    finally:
+        listener.close()
+        await asyncio.wait_for(asyncio.gather(*handling), LIMIT)
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+
+
+def control(message: object) -> bytes:
+    return encode(CONTROL, 0, json.dumps(message).encode())
+
+
+ENV = {"PATH": os.environ["PATH"]}
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))

@@ -1,0 +1,20 @@
+"""Check that a sandbox left nothing on the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def leftovers(runtime: Path) -> list[str]:
+    """Return descriptions of the processes, mounts and folders of sandboxes in this runtime folder."""
+    found = [f"folder {path.name}" for path in runtime.iterdir()]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if f"--root={runtime}/" in command:
+                found.append(f"process {entry.name}: {command[:120]}")
+    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    return found + [f"mount {line.split()[4]}" for line in mounts if str(runtime) in line]

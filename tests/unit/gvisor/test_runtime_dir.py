@@ -1,0 +1,412 @@
+"""The folders of live sandboxes: locked while their owner lives, swept when it died, and never somebody else's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from leftovers import leftovers
+
+from sandbox_provisioner.errors import ConfigurationError
+from sandbox_provisioner.gvisor import runtime_dir as runtime_module
+from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder, kill_processes, mounts_below, runtime_root, sweep
+
+pytestmark = pytest.mark.user
+
+
+@pytest.fixture
+def idler() -> Iterator[type[Idler]]:
+    """Makes processes that do nothing; whoever is left after the test is ended."""
+    Idler.started = []
+    yield Idler
+    for child in Idler.started:
+        child.kill()
+        child.wait()
+
+
+class Idler:
+    """A process that only waits, with these arguments on its command line, as runsc's have them."""
+
+    started: list[subprocess.Popen[bytes]]
+
+    def __init__(self, *arguments: str) -> None:
+        self._child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *arguments])
+        self.started.append(self._child)
+        command = Path("/proc", str(self._child.pid), "cmdline")
+        while b"signal.pause" not in command.read_bytes():  # which Linux shows some moments after the start
+            time.sleep(0.001)
+
+    @property
+    def alive(self) -> bool:
+        return self._child.poll() is None
+
+    def ended(self) -> int:
+        return self._child.wait(timeout=20)
+
+
+class Owner:
+    """Another process of this user that owns what ``code`` makes; it prints one line when it is ready."""
+
+    def __init__(self, code: str) -> None:
+        begin = "import os, sys, time\nfrom sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder\n"
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", begin + textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+        )
+        assert self._child.stdout
+        self.line = self._child.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        assert self._child.stdout
+        self._child.stdout.close()
+
+
+# -- the root --------------------------------------------------------------------------------------------------
+
+
+def test_the_root_is_made_on_demand_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path / "new" / "root"))
+    root = runtime_root()
+    assert root == tmp_path / "new" / "root" / "jupyter-sandbox"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert runtime_root() == root
+
+
+def test_the_root_is_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SANDBOX_RUNTIME_DIR", "here")
+    assert runtime_root() == tmp_path / "here" / "jupyter-sandbox"
+
+
+def foreign(root: Path) -> None:
+    root.mkdir(mode=0o700)
+    os.chown(root, 65534, 65534)
+
+
+def open_to(mode: int, root: Path) -> None:
+    root.mkdir()
+    root.chmod(mode)
+
+
+def linked(root: Path) -> None:
+    target = root.with_name("target")
+    target.mkdir(mode=0o700)
+    root.symlink_to(target)
+
+
+def dangling(root: Path) -> None:
+    root.symlink_to("nowhere")
+
+
+UNFIT: dict[str, Callable[[Path], None]] = {
+    "writable for the group": partial(open_to, 0o770),
+    "writable for everybody": partial(open_to, 0o777),
+    "a link": linked,
+    "a link to nothing": dangling,
+    "a file": Path.touch,
+}
+if os.geteuid() == 0:
+    UNFIT["another user's"] = foreign
+
+
+@pytest.mark.parametrize("make", UNFIT.values(), ids=UNFIT.keys())
+def test_a_root_that_is_not_ours_alone_is_refused(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "jupyter-sandbox"
+    make(root)
+    monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path))
+    actions: list[Callable[[], object]] = [runtime_root, sweep, RuntimeFolder.create]
+    for action in actions:
+        with pytest.raises(ConfigurationError, match=str(root)) as refusal:
+            action()
+        assert refusal.value.setting == "SANDBOX_RUNTIME_DIR"
+        assert refusal.value.remedy
+
+
+def test_a_root_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_RUNTIME_DIR", "/proc/nowhere")
+    with pytest.raises(ConfigurationError, match="/proc/nowhere") as refusal:
+        runtime_root()
+    assert refusal.value.setting == "SANDBOX_RUNTIME_DIR"
+
+
+@pytest.fixture
+def unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Unset SANDBOX_RUNTIME_DIR and use a data folder of this test's own; remove the folder in /tmp afterwards."""
+    monkeypatch.delenv("SANDBOX_RUNTIME_DIR")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr(runtime_module, "_fixed_root", lambda: tmp_path / "fixed")
+    records = tmp_path / "data" / "sandbox" / "runtime"
+    yield records
+    for record in records.glob("*"):
+        shutil.rmtree(record.read_text(), ignore_errors=True)
+
+
+def test_default_root_is_recorded_in_the_data_folder(unset: Path) -> None:
+    root = runtime_root()
+    assert root.parent == Path("/tmp") and stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert runtime_root() == root
+    assert [record.read_text() for record in unset.iterdir()] == [str(root)]
+
+
+def test_processes_that_come_first_together_make_one_root(unset: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: runtime_root(), range(16)))) == 1
+
+
+def test_recorded_root_that_is_gone_or_not_ours_is_replaced(unset: Path, tmp_path: Path) -> None:
+    first = runtime_root()
+    first.rmdir()
+    second = runtime_root()
+    assert second != first and second.is_dir()
+    (record,) = unset.iterdir()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    record.write_text(str(tmp_path / "open"))
+    second.rmdir()
+    assert runtime_root() not in (second, tmp_path / "open")
+
+
+def test_fixed_root_is_used_without_a_data_folder(unset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_DATA_DIR", "/proc/nowhere")
+    assert runtime_root() == tmp_path / "fixed"
+
+
+def test_sandboxes_of_earlier_versions_are_swept_too(unset: Path, tmp_path: Path, idler: type[Idler]) -> None:
+    old = tmp_path / "fixed" / "0123456789ab"
+    (old / "runsc").mkdir(parents=True)
+    (tmp_path / "fixed").chmod(0o700)
+    left = idler(f"--root={old / 'runsc'}")
+    assert sweep() == [old.name]
+    assert left.ended() == -signal.SIGKILL
+    assert not old.exists()
+
+
+# -- a folder and its lock -------------------------------------------------------------------------------------
+
+
+def is_locked(path: Path) -> bool:
+    with_lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(with_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(with_lock)
+    return False
+
+
+def test_a_folder_is_private_and_locked_until_it_is_removed(runtime: Path) -> None:
+    folder = RuntimeFolder.create()
+    assert [folder.path] == list(runtime.iterdir())
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert folder.bundle.is_dir()
+    assert folder.state.is_dir()
+    assert is_locked(folder.path)
+    folder.remove()
+    assert list(runtime.iterdir()) == []
+    folder.remove()
+
+
+def test_removing_leaves_no_descriptor(runtime: Path) -> None:
+    before = psutil.Process().num_fds()
+    for _ in range(10):
+        RuntimeFolder.create().remove()
+    assert psutil.Process().num_fds() <= before
+
+
+def test_removing_ends_what_still_runs_for_the_folder_and_nothing_else(runtime: Path, idler: type[Idler]) -> None:
+    one, other = RuntimeFolder.create(), RuntimeFolder.create()
+    mine = [idler(f"--root={one.state}", "run"), idler("x", f"--root={one.state}")]
+    strangers = [idler(f"--root={other.state}"), idler(f"--root={one.state}-2"), idler(str(one.state)), idler()]
+    one.remove()
+    assert [process.ended() for process in mine] == [-signal.SIGKILL] * 2
+    assert all(process.alive for process in strangers)
+    assert kill_processes(other.state) == 1
+    other.remove()
+
+
+def test_processes_that_end_while_they_are_killed_do_no_harm(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def come_and_go() -> None:
+        while not stop.is_set():
+            subprocess.run(["/bin/sh", "-c", "exit", f"--root={tmp_path}"], check=False)
+
+    crowd = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in crowd:
+        thread.start()
+    try:
+        assert sum(kill_processes(tmp_path) for _ in range(150)) > 0
+    finally:
+        stop.set()
+        for thread in crowd:
+            thread.join()
+
+
+def test_mount_points_are_listed_innermost_first() -> None:
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    below = mounts_below(Path("/dev"))
+    assert set(below) == {point for point in points if point.startswith("/dev/")}
+    assert not any(inner.startswith(f"{outer}/") for i, outer in enumerate(below) for inner in below[i + 1 :])
+
+
+# -- the sweep -------------------------------------------------------------------------------------------------
+
+
+def test_the_sweep_removes_what_a_dead_owner_left(runtime: Path, idler: type[Idler]) -> None:
+    owner = Owner("folder = RuntimeFolder.create()\nprint(folder.path.name, flush=True)\ntime.sleep(1000)")
+    survivor = idler(f"--root={runtime / owner.line / 'runsc'}")
+    assert sweep() == []
+    assert survivor.alive
+    owner.kill()
+    assert sweep() == [owner.line]
+    assert survivor.ended() == -signal.SIGKILL
+    assert list(runtime.iterdir()) == []
+    assert sweep() == []
+
+
+def test_the_sweep_leaves_live_sandboxes_alone_ours_and_others(runtime: Path, idler: type[Idler]) -> None:
+    ours = RuntimeFolder.create()
+    other = Owner("folder = RuntimeFolder.create()\nprint(folder.path.name, flush=True)\ntime.sleep(1000)")
+    running = idler(f"--root={ours.state}")
+    assert sweep() == []
+    assert running.alive
+    assert {path.name for path in runtime.iterdir()} == {ours.path.name, other.line}
+    other.kill()
+    assert sweep() == [other.line]
+    ours.remove()
+
+
+def test_a_forked_child_does_not_keep_a_dead_owners_lock(runtime: Path) -> None:
+    owner = Owner(
+        """
+        folder = RuntimeFolder.create()
+        if not os.fork():
+            print(folder.path.name, os.getpid(), flush=True)
+        time.sleep(1000)
+        """
+    )
+    name, child = owner.line.split()
+    owner.kill()
+    try:
+        assert sweep() == [name]
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_command_that_an_owner_started_does_not_keep_its_lock(runtime: Path) -> None:
+    owner = Owner(
+        """
+        import subprocess
+        folder = RuntimeFolder.create()
+        child = subprocess.Popen(["sleep", "1000"], close_fds=False, stdout=subprocess.DEVNULL)
+        print(folder.path.name, child.pid, flush=True)
+        time.sleep(1000)
+        """
+    )
+    name, child = owner.line.split()
+    owner.kill()
+    try:
+        assert sweep() == [name]
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_folder_that_is_just_being_born_is_left_alone_until_it_is_old(runtime: Path) -> None:
+    newborn = runtime / ".0123456789ab"
+    newborn.mkdir()
+    assert sweep() == []
+    assert newborn.exists()
+    past = time.time() - 2 * runtime_module.UNNAMED_TIMEOUT
+    os.utime(newborn, (past, past))
+    assert sweep() == [newborn.name]
+
+
+def test_the_sweep_follows_no_link_and_minds_no_file(runtime: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "data").touch()
+    (runtime / "0123456789ab").symlink_to(precious)
+    (runtime / "ba9876543210").touch()
+    assert sweep() == []
+    assert (precious / "data").exists()
+    (runtime / "0123456789ab").unlink()
+    (runtime / "ba9876543210").unlink()
+
+
+def test_a_folder_that_has_not_the_name_of_one_of_ours_is_left_alone(runtime: Path) -> None:
+    for name in ("notes", "0123456789AB", "0123456789abc", "..0123456789ab"):
+        (runtime / name).mkdir()
+        assert sweep() == []
+        (runtime / name).rmdir()
+
+
+def test_links_inside_a_swept_folder_are_not_followed(runtime: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "data").touch()
+    dead = runtime / "00000000dead"
+    dead.mkdir()
+    (dead / "bundle").symlink_to(precious)
+    assert sweep() == ["00000000dead"]
+    assert (precious / "data").exists()
+
+
+def test_two_sweeps_at_once_do_not_disturb_each_other(runtime: Path) -> None:
+    dead = {f"{number:012x}" for number in range(20)}
+    for name in dead:
+        (runtime / name / "bundle" / "deep").mkdir(parents=True)
+    command = [sys.executable, "-c", "from sandbox_provisioner.gvisor.runtime_dir import sweep; print(*sweep())"]
+    sweepers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    answers = [sweeper.communicate(timeout=60)[0].split() for sweeper in sweepers]
+    assert [sweeper.returncode for sweeper in sweepers] == [0, 0, 0]
+    assert {name for answer in answers for name in answer} == dead
+    assert list(runtime.iterdir()) == []
+
+
+@pytest.mark.debian
+@pytest.mark.runsc
+def test_the_sandbox_of_a_killed_server_is_swept_with_everything_that_runs_in_it(runtime: Path) -> None:
+    owner = Owner(
+        """
+        import asyncio
+        from sandbox_provisioner.gvisor.bundle import BundleSpec
+        from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
+        from sandbox_provisioner.gvisor.interpreter import visible
+        from sandbox_provisioner.gvisor.runsc import find
+
+        async def main():
+            python = os.path.realpath(sys.executable)
+            mounts = tuple(visible([sys.executable], {}))
+            spec = BundleSpec(python, "/home/x", "x", mounts, environment={"PATH": "/bin"})
+            sandbox = GVisorSandbox("box", spec, find())
+            await sandbox.start()
+            await sandbox.execute([python, "-c", "import signal; signal.pause()"])
+            print(sandbox._container.folder.path.name, flush=True)
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+        """
+    )
+    assert sweep() == []
+    assert any(word.startswith("process") for word in leftovers(runtime))
+    owner.kill()
+    assert sweep() == [owner.line]
+    assert leftovers(runtime) == []

@@ -1,0 +1,215 @@
+"""What a notebook may ask of its sandbox: what is understood, how it is answered, and that nothing asked harms us."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from clerk import Clerk, checkpoint
+from guests import LIMIT, scripted_guest
+from hypothesis import given
+from hypothesis import strategies as st
+from jupyter_client.session import Session
+
+from sandbox_provisioner.errors import ConfigurationError, SandboxError
+from sandbox_provisioner.guest.magics import answer_text
+from sandbox_provisioner.kernel.host_api import (
+    INTERNAL,
+    MAX_ANSWER,
+    MAX_PROBLEM,
+    Rewind,
+    Savepoint,
+    Savepoints,
+    Status,
+    attend,
+    parse,
+    serve,
+)
+from sandbox_provisioner.kernel.synthetic_replies import Cell, end_cell
+from sandbox_provisioner.persistence.metadata import Checkpoint
+
+HEADER = {"msg_id": "a1", "msg_type": "execute_request", "session": "s", "username": "me", "version": "5.4"}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
+    max_leaves=8,
+)
+REQUESTS = st.fixed_dictionaries(
+    {"op": st.sampled_from(["status", "savepoint", "savepoints", "rewind"]) | JSON},
+    optional={"name": JSON, "parent": st.dictionaries(st.sampled_from(list(HEADER)), JSON) | JSON, "count": JSON},
+)
+
+
+@pytest.fixture
+def clerk() -> Clerk:
+    return Clerk()
+
+
+# -- what is understood ----------------------------------------------------------------------------------------
+
+
+def test_what_the_magic_asks_is_understood() -> None:
+    assert parse({"op": "status"}) == Status()
+    assert parse({"op": "savepoints"}) == Savepoints()
+    assert parse({"op": "savepoint", "name": "before-training"}) == Savepoint("before-training")
+    request = {"op": "rewind", "name": "before", "parent": HEADER, "count": 3}
+    assert parse(request) == Rewind("before", Cell(HEADER, 3))
+
+
+@pytest.mark.parametrize("request_", [{}, {"op": "delete"}, {"op": ["status"]}, {"op": "savepoint"}, {"op": "rewind"}])
+def test_what_there_is_not_is_refused_with_a_hint(request_: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="`%sandbox` says what it can be asked for"):
+        parse(request_)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "a" * 129, "a\n", "\ud800", 1, None, ["a"]])
+def test_a_name_that_cannot_be_one_is_refused(name: Any) -> None:
+    for op in ("savepoint", "rewind"):
+        with pytest.raises(ConfigurationError, match="cannot be a savepoint's name") as refused:
+            parse({"op": op, "name": name})
+        assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [None, "a1", [], {}, {"msg_id": 1}, {**HEADER, "session": "s" * 10_000}, {**HEADER, "msg_id": "\ud800"}],
+    ids=str,
+)
+def test_a_cell_that_does_not_say_which_it_is_can_rewind_all_the_same(parent: Any) -> None:
+    assert parse({"op": "rewind", "name": "before", "parent": parent, "count": 3}) == Rewind("before", None)
+
+
+def test_of_a_cells_header_only_what_a_header_has_is_kept() -> None:
+    parent = {**HEADER, "date": 5, "subshell_id": None, "extra": "x", "msg_type": "shutdown_request"}
+    parsed = parse({"op": "rewind", "name": "before", "parent": parent, "count": "many"})
+    assert parsed == Rewind("before", Cell(HEADER, 0))
+
+
+@given(REQUESTS)
+def test_whatever_a_guest_asks_is_refused_in_words_or_can_be_answered(request_: dict[str, Any]) -> None:
+    try:
+        parsed = parse(request_)
+    except ConfigurationError as error:
+        assert len(str(error)) < 1000
+        return
+    if isinstance(parsed, Rewind) and parsed.cell:
+        assert end_cell(parsed.cell, Session(key=b"secret"), "Rewound.").private
+
+
+# -- how it is answered ----------------------------------------------------------------------------------------
+
+
+async def test_a_savepoint_is_made_and_its_size_and_time_told(clerk: Clerk) -> None:
+    answer = await serve({"op": "savepoint", "name": "before"}, clerk)
+    assert list(clerk.made) == ["before"]
+    assert answer_text("savepoint", "before", answer) == "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
+
+
+async def test_a_status_has_the_savepoints_oldest_first(clerk: Clerk) -> None:
+    clerk.made = {"late": checkpoint(), "early": checkpoint(created="2026-11-15T08:00:00.000+00:00")}
+    assert answer_text("status", "", await serve({"op": "status"}, clerk)) == (
+        "Sandbox:    nb-1\n"
+        "State:      running\n"
+        "Notebook:   /n/a.ipynb\n"
+        "When idle:  hibernates after 30 minutes\n"
+        "Savepoints:\n"
+        "  early  2026-11-15 08:00 UTC  123 MB\n"
+        "  late   2026-11-16 15:50 UTC  123 MB\n"
+    )
+
+
+async def test_an_ephemeral_sandbox_says_that_nothing_is_kept_and_why() -> None:
+    words = answer_text(
+        "status", "", await serve({"op": "status"}, Clerk(ephemeral="Nothing is kept: it has no notebook."))
+    )
+    assert words.endswith("Nothing is kept: it has no notebook.\n")
+    assert "avepoint" not in words
+
+
+async def test_without_a_savepoint_the_notebook_learns_how_to_make_one(clerk: Clerk) -> None:
+    words = answer_text("savepoints", "", await serve({"op": "savepoints"}, clerk))
+    assert words == "No savepoints. `%sandbox savepoint NAME` makes one.\n"
+
+
+async def test_a_rewind_is_told_which_cell_asks(clerk: Clerk) -> None:
+    answer = await serve({"op": "rewind", "name": "before", "parent": HEADER, "count": 3}, clerk)
+    assert clerk.rewound == [("before", Cell(HEADER, 3))]
+    assert answer == {"kept": "before-rewind-1"}
+
+
+async def test_many_savepoints_are_cut_to_the_latest(clerk: Clerk) -> None:
+    clerk.made = {f"{number:04}-{'x' * 100}": checkpoint(created=f"2026-{number:04}") for number in range(1000)}
+    answer = await serve({"op": "savepoints"}, clerk)
+    assert MAX_ANSWER // 2 < len(json.dumps(answer)) <= MAX_ANSWER
+    names = [one["name"] for one in answer["savepoints"]]
+    assert names == list(clerk.made)[-len(names) :]
+    assert f"and {1000 - len(names)} older ones" in answer_text("savepoints", "", answer)
+
+
+async def test_an_error_of_ours_is_told_and_another_only_logged(clerk: Clerk, caplog: pytest.LogCaptureFixture) -> None:
+    request = {"op": "savepoint", "name": "before"}
+    clerk.error = SandboxError("There is one already.", "Choose another name.")
+    assert await serve(request, clerk) == {"problem": "There is one already. Choose another name."}
+    clerk.error = SandboxError("x" * 100_000)
+    assert len((await serve(request, clerk))["problem"]) == MAX_PROBLEM
+    assert caplog.text == ""
+    clerk.error = ValueError("a secret")
+    with caplog.at_level(logging.ERROR):
+        assert await serve(request, clerk) == {"problem": INTERNAL}
+    assert "a secret" in caplog.text
+
+
+# -- over a link -----------------------------------------------------------------------------------------------
+
+
+class Slow(Clerk):
+    """One that is not done before it is told to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[str] = []
+        self.go = asyncio.Event()
+
+    async def savepoint(self, name: str) -> Checkpoint:
+        self.begun.append(name)
+        await self.go.wait()
+        return await super().savepoint(name)
+
+
+async def test_a_kernels_asks_are_answered_one_after_another_in_their_order() -> None:
+    async with scripted_guest() as guest:
+        await guest.hello()
+        slow = Slow()
+        attend(guest.link, slow)
+        for number, name in enumerate(("first", "second"), 1):
+            await guest.say(op="ask", number=number, request={"op": "savepoint", "name": name})
+        async with asyncio.timeout(LIMIT):
+            while not slow.begun:
+                await asyncio.sleep(0)
+        await guest.say(op="ask", number=3, request={"op": "nonsense"})
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert slow.begun == ["first"]
+        slow.go.set()
+        assert [(await guest.told("answer"))["number"] for _ in range(3)] == [1, 2, 3]
+        assert slow.begun == ["first", "second"]
+
+
+async def test_a_guest_that_goes_away_while_it_is_served_harms_nobody() -> None:
+    async with scripted_guest() as guest:
+        await guest.hello()
+        slow = Slow()
+        attend(guest.link, slow)
+        await guest.say(op="ask", number=1, request={"op": "savepoint", "name": "before"})
+        async with asyncio.timeout(LIMIT):
+            while not slow.begun:
+                await asyncio.sleep(0)
+        guest.link.close(SandboxError("it ended."))
+        slow.go.set()
+        async with asyncio.timeout(LIMIT):
+            while not slow.made:
+                await asyncio.sleep(0)
+        assert guest.arrived() == []

@@ -1,0 +1,526 @@
+"""ChannelRelay with real sockets on both sides: clients held, joined, dropped and limited, and every byte delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from guests import LIMIT, descriptors, echo, real_guest
+from relays import ANY, IP, Dial, kernel, until
+
+from sandbox_provisioner.errors import LinkClosedError, SandboxError
+from sandbox_provisioner.guest.frames import WINDOW
+from sandbox_provisioner.kernel import relay as relay_module
+from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.kernel.relay_client import MAX_EARLY
+from sandbox_provisioner.mux.connection import ConnectionState
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+# -- listening -------------------------------------------------------------------------------------------------
+
+
+async def test_reserved_ports_are_five_on_loopback_and_nobody_gets_through_yet(relay: ChannelRelay) -> None:
+    ports = await relay.reserve_tcp(IP, ANY)
+    assert set(ports) == set(CHANNELS)
+    assert len(set(ports.values())) == 5
+    for port in ports.values():
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(IP, port)
+
+
+async def test_it_listens_on_loopback_only(ports: dict[str, int], relay: ChannelRelay) -> None:
+    addresses = {server.sockets[0].getsockname() for server in relay._servers.values()}
+    assert addresses == {(IP, port) for port in ports.values()}
+
+
+async def test_it_listens_on_the_other_loopback_too(relay: ChannelRelay, dial: Dial) -> None:
+    ports = await relay.reserve_tcp("::1", ANY)
+    await relay.listen()
+    _, writer = await asyncio.open_connection("::1", ports["shell"])
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.user
+async def test_ports_that_are_held_are_kept(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
+    await dial(ports["hb"])
+    await until(lambda: len(relay._clients) == 1)
+    assert await relay.reserve_tcp(IP, ports) == ports
+    await relay.listen()
+    assert len(relay._clients) == 1
+
+
+async def test_other_ports_replace_the_old_ones(ports: dict[str, int], relay: ChannelRelay) -> None:
+    new = await relay.reserve_tcp(IP, ANY)
+    assert not set(new.values()) & set(ports.values())
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(IP, ports["shell"])
+
+
+async def test_a_port_in_use_is_named_and_nothing_stays_bound(relay: ChannelRelay) -> None:
+    before = descriptors(os.getpid())
+    with socket.create_server((IP, 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(SandboxError, match=rf"stdin channel .*{IP}:{taken}: Address already in use"):
+            await relay.reserve_tcp(IP, ANY | {"stdin": taken})
+    assert descriptors(os.getpid()) <= before
+    assert await relay.reserve_tcp(IP, ANY)
+
+
+async def test_a_port_can_be_bound_again_at_once(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
+    await dial(ports["shell"])
+    await until(lambda: len(relay._clients) == 1)
+    await relay.close()
+    assert await relay.reserve_tcp(IP, ports) == ports
+    await relay.listen()
+    await dial(ports["shell"])
+
+
+def paths_in(folder: Path) -> dict[str, str]:
+    return {channel: str(folder / f"ipc-{number}") for number, channel in enumerate(CHANNELS, 1)}
+
+
+async def test_ipc_sockets_are_for_this_user_only_and_go_with_the_relay(
+    relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    paths = paths_in(tmp_path)
+    await relay.reserve_ipc(paths)
+    await relay.listen()
+    for path in paths.values():
+        found = Path(path).stat()
+        assert stat.S_ISSOCK(found.st_mode)
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        await dial(path)
+    await relay.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_ipc_socket_that_a_dead_server_left_is_replaced(
+    relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    paths = paths_in(tmp_path)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(paths["iopub"])
+    await relay.reserve_ipc(paths)
+    await relay.listen()
+    await dial(paths["iopub"])
+
+
+async def test_ipc_sockets_are_kept_while_they_are_there_and_made_again_if_not(
+    relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    paths = paths_in(tmp_path)
+    await relay.reserve_ipc(paths)
+    await relay.listen()
+    held = relay._servers["hb"]
+    await relay.reserve_ipc(paths)
+    await relay.listen()
+    assert relay._servers["hb"] is held
+    Path(paths["shell"]).unlink()
+    await relay.reserve_ipc(paths)
+    await relay.listen()
+    await dial(paths["shell"])
+    await dial(paths["hb"])
+
+
+async def test_a_path_that_cannot_be_bound_is_named_and_nothing_stays(relay: ChannelRelay, tmp_path: Path) -> None:
+    paths = paths_in(tmp_path) | {"control": str(tmp_path / "missing" / "ipc-4")}
+    with pytest.raises(SandboxError, match=r"control channel .*missing/ipc-4: No such file or directory"):
+        await relay.reserve_ipc(paths)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- joining ---------------------------------------------------------------------------------------------------
+
+
+async def test_every_channel_leads_to_its_own_target(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    async def name_yourself(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(Path(writer.get_extra_info("sockname")).name.encode())
+
+    async with kernel(tmp_path, name_yourself) as (link, targets):
+        relay.connect(link, targets)
+        for channel, port in ports.items():
+            assert await (await dial(port)).rest() == channel.encode()
+
+
+async def test_clients_that_come_early_are_held_and_then_served(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    clients = [await dial(port) for port in ports.values() for _ in range(5)]
+    for client in clients:
+        await client.send(b"early")
+    await until(lambda: len(relay._clients) == len(clients))
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        for client in clients:
+            assert await client.receive(5) == b"early"
+            await client.send(b"late")
+            assert await client.receive(4) == b"late"
+
+
+async def test_much_that_comes_early_is_held_back_and_not_lost(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    data = os.urandom(1 << 20) * 16
+    client = await dial(ports["shell"])
+    sending = asyncio.create_task(client.send(data))
+    await until(lambda: any(len(early._early) >= MAX_EARLY for early in relay._clients))
+    assert not sending.done()
+    assert sum(len(early._early) for early in relay._clients) < WINDOW
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        assert await client.receive(len(data)) == data
+        await sending
+
+
+async def test_large_transfers_both_ways_are_exact(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    data = os.urandom(1 << 20) * 12
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        clients = [await dial(ports["shell"]), await dial(ports["iopub"])]
+        sending = [asyncio.create_task(client.send(data)) for client in clients]
+        for client in clients:
+            assert await client.receive(len(data)) == data
+        await asyncio.gather(*sending)
+
+
+async def test_many_clients_at_once_are_kept_apart(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        clients = {os.urandom(4) * 2500: await dial(port) for port in ports.values() for _ in range(40)}
+        await asyncio.gather(*(client.send(data) for data, client in clients.items()))
+        for data, client in clients.items():
+            assert await client.receive(len(data)) == data
+
+
+async def test_a_client_that_does_not_read_delays_nobody_and_costs_about_the_window(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    block = os.urandom(1 << 20)
+
+    async def flood_or_echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.readexactly(5) == b"flood":
+            for _ in range(24):
+                writer.write(block)
+                await writer.drain()
+        await echo(reader, writer)
+
+    async with kernel(tmp_path, flood_or_echo) as (link, targets):
+        relay.connect(link, targets)
+        brisk = await dial(ports["shell"])
+        await brisk.send(b"hello")
+        tracemalloc.start()
+        sullen = socket.create_connection((IP, ports["iopub"]))
+        sullen.send(b"flood")
+        await until(lambda: any(client._unsent > WINDOW // 2 for client in relay._clients))
+        for number in range(200):
+            message = b"message %d " % number * 100
+            await brisk.send(message)
+            assert await brisk.receive(len(message)) == message
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert sum(client._unsent for client in relay._clients) <= WINDOW
+        assert peak < 4 * WINDOW + 2 * len(block)  # what the window holds, and what the server here has under way
+        received = await asyncio.to_thread(read_exactly, sullen, 24 * len(block))
+        sullen.close()
+        assert received == block * 24
+
+
+def read_exactly(sock: socket.socket, amount: int) -> bytes:
+    data = bytearray()
+    while len(data) < amount:
+        data += sock.recv(1 << 20)
+    return bytes(data)
+
+
+# -- ending ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_hangs_up_before_there_is_a_kernel_frees_its_socket(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial
+) -> None:
+    held = descriptors(os.getpid())
+    for _ in range(3):
+        clients = [await dial(port) for port in ports.values()]
+        for client in clients:
+            await client.send(b"greeting")
+        await until(lambda: len(relay._clients) == 5)
+        for client in clients:
+            await client.close()
+        await until(lambda: not relay._clients)
+    assert descriptors(os.getpid()) <= held
+
+
+async def test_a_client_that_hangs_up_before_its_target_listens_frees_its_stream(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    async with real_guest() as (link, init):
+        held = descriptors(init.pid)
+        relay.connect(link, {channel: f"unix:{tmp_path}/{channel}" for channel in CHANNELS})
+        for _ in range(20):
+            client = await dial(ports["shell"])
+            await client.send(b"greeting")
+            await client.close()
+        await until(lambda: not relay._clients and not link._streams)
+        assert descriptors(init.pid) == held
+
+
+async def test_when_a_client_hangs_up_its_kernel_side_does_too(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    noticed = asyncio.Event()
+
+    async def notice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b"bye"
+        noticed.set()
+
+    async with kernel(tmp_path, notice) as (link, targets):
+        relay.connect(link, targets)
+        client = await dial(ports["control"])
+        await client.send(b"bye")
+        await client.close()
+        await asyncio.wait_for(noticed.wait(), LIMIT)
+        await until(lambda: not relay._clients and not link._streams)
+
+
+async def test_what_a_client_sent_before_it_hung_up_still_arrives(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    """As with a kernel's own socket: closing it does not take back what was sent, however slowly it is read."""
+    data = os.urandom(WINDOW - 1)
+    arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    reading = asyncio.Event()
+
+    async def read_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reading.wait()
+        arrived.set_result(await reader.read())
+
+    async with kernel(tmp_path, read_slowly) as (link, targets):
+        relay.connect(link, targets)
+        client = await dial(ports["shell"])
+        client._writer.write(data)
+        client._writer.close()
+        await until(lambda: bool(link._streams))
+        await until(lambda: not relay._clients)
+        await link.quiesce()  # so that the guest has all of it, and knows that the client is gone
+        await link.resume()
+        reading.set()
+        assert await asyncio.wait_for(arrived, LIMIT) == data
+
+
+async def test_when_the_kernel_closes_its_client_gets_everything_first(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    data = os.urandom(1 << 20) * 4
+
+    async def last_words(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(2)
+        writer.write(data)
+        await writer.drain()
+
+    async with kernel(tmp_path, last_words) as (link, targets):
+        relay.connect(link, targets)
+        client = await dial(ports["iopub"])
+        await client.send(b"go")
+        assert await client.rest() == data
+        await asyncio.wait_for(relay.drained(), LIMIT)
+
+
+async def test_another_kernel_takes_over_behind_the_same_ports(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    for generation in ("one", "two", "three"):
+        folder = tmp_path / generation
+        folder.mkdir()
+        early = await dial(ports["shell"])
+        await until(lambda: len(relay._clients) == 1)
+        async with kernel(folder) as (link, targets):
+            relay.connect(link, targets)
+            late = await dial(ports["shell"])
+            for client in (early, late):
+                await client.send(generation.encode())
+                assert await client.receive(len(generation)) == generation.encode()
+            relay.disconnect()
+            for client in (early, late):
+                assert await client.rest() == b""
+            await until(lambda: not relay._clients)
+
+
+async def test_a_kernel_that_is_lost_takes_its_clients_and_leaves_the_listeners(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        client = await dial(ports["shell"])
+        await client.send(b"x")
+        await client.receive(1)
+        link.close(LinkClosedError("it crashed."))
+        assert await client.rest() == b""
+        held = await dial(ports["shell"])
+        await held.send(b"patience")
+        await until(lambda: len(relay._clients) == 1)
+    folder = tmp_path / "next"
+    folder.mkdir()
+    async with kernel(folder) as (link, targets):
+        relay.connect(link, targets)
+        assert await held.receive(8) == b"patience"
+
+
+async def test_close_does_not_wait_for_a_client_that_does_not_read(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(24 << 20))
+        await reader.read()
+
+    async with kernel(tmp_path, flood) as (link, targets):
+        relay.connect(link, targets)
+        with socket.create_connection((IP, ports["iopub"])):
+            await until(lambda: any(client._unsent > WINDOW // 2 for client in relay._clients))
+            await asyncio.wait_for(relay.close(), LIMIT)
+            await until(lambda: not relay._clients)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(IP, ports["iopub"])
+
+
+async def test_closing_twice_is_closing(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
+    client = await dial(ports["shell"])
+    await until(lambda: len(relay._clients) == 1)
+    await relay.close()
+    await relay.close()
+    assert await client.rest() == b""
+
+
+# -- limits ----------------------------------------------------------------------------------------------------
+
+
+async def test_beyond_the_limit_clients_are_turned_away_until_others_leave(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "MAX_CLIENTS", 10)
+    admitted = [await dial(ports["shell"]) for _ in range(10)]
+    await until(lambda: len(relay._clients) == 10)
+    try:
+        assert await (await dial(ports["shell"])).rest() == b""
+    except ConnectionResetError:
+        pass
+    await admitted[0].close()
+    await until(lambda: len(relay._clients) == 9)
+    await dial(ports["shell"])
+    await until(lambda: len(relay._clients) == 10)
+
+
+async def test_where_no_stream_is_left_a_client_is_turned_away(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sandbox_provisioner.mux.stream.MAX_STREAMS", 2)
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        clients = [await dial(ports["shell"]) for _ in range(2)]
+        for client in clients:
+            await client.send(b"x")
+            await client.receive(1)
+        try:
+            assert await (await dial(ports["shell"])).rest() == b""
+        except ConnectionResetError:
+            pass
+
+
+# -- a checkpoint's quiet time ---------------------------------------------------------------------------------
+
+
+async def test_clients_notice_nothing_of_a_quiet_time(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    data = os.urandom(1 << 20) * 6
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        client = await dial(ports["iopub"])
+        sending = asyncio.create_task(client.send(data))
+        receiving = asyncio.create_task(client.receive(len(data)))
+        for _ in range(10):
+            await asyncio.wait_for(link.quiesce(), LIMIT)
+            await asyncio.wait_for(link.resume(), LIMIT)
+        assert await receiving == data
+        await sending
+
+
+async def test_clients_that_come_and_go_in_a_quiet_time_are_served_and_forgotten(
+    ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
+) -> None:
+    async with kernel(tmp_path) as (link, targets):
+        relay.connect(link, targets)
+        staying = await dial(ports["shell"])
+        await staying.send(b"x")
+        await staying.receive(1)
+        await asyncio.wait_for(link.quiesce(), LIMIT)
+        newcomer, passing = await dial(ports["shell"]), await dial(ports["hb"])
+        for client in (newcomer, passing, staying):
+            await client.send(b"patience")
+        await passing.close()
+        await asyncio.wait_for(link.resume(), LIMIT)
+        for client in (newcomer, staying):
+            assert await client.receive(8) == b"patience"
+        await until(lambda: len(link._streams) == len(relay._clients) == 2)
+
+
+GREETING, READY = bytes(64), b"\x04\x06\x05READY"
+QUESTION = b"\x01\x01a\x00\x01b"
+
+
+@pytest.mark.parametrize("channel", ["shell", "control", "stdin"])
+async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
+    channel: str, ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with kernel(tmp_path) as (link, targets):
+        client, listener = await dial(ports[channel]), await dial(ports["iopub"])
+        relay.connect(link, targets)
+        await client.send(GREETING)
+        await client.receive(len(GREETING))
+        await client.send(READY)
+        await client.receive(len(READY))
+        assert not relay.waited_for
+        link.state = ConnectionState.QUIESCED
+        await client.send(QUESTION * 3)
+        await until(lambda: relay.sent == 3)
+        assert relay.waited_for
+        link._flow()
+        await client.receive(3 * len(QUESTION))
+        assert not relay.waited_for
+        link.state = ConnectionState.QUIESCED
+        await client.send(QUESTION)
+        await until(lambda: relay.sent == 4)
+        link.state = ConnectionState.OPEN
+        await listener.send(GREETING + READY)
+        await listener.receive(len(GREETING + READY))
+        assert relay.waited_for  # a handshake is no word of the kernel's
+        await listener.send(QUESTION)  # which comes back as what the kernel publishes
+        await listener.receive(len(QUESTION))
+        assert (relay.sent, relay.answered) == (4, 4)
+
+
+async def test_what_a_client_said_before_there_was_a_kernel_counts_once(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with kernel(tmp_path) as (link, targets):
+        client = await dial(ports["shell"])
+        await client.send(GREETING + READY + QUESTION)
+        await until(lambda: any(early._early for early in relay._clients))
+        relay.connect(link, targets)
+        assert relay.sent == 1
+        await client.send(QUESTION)
+        await client.receive(len(GREETING + READY + QUESTION + QUESTION))
+        assert (relay.sent, relay.answered) == (2, 2)

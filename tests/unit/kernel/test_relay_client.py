@@ -1,0 +1,336 @@
+"""ClientConnection: which messages count, what wakes a kernel, and what a connection can make the server keep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from guests import LIMIT, real_guest
+from jupyter_client.session import Session
+from relays import ANY, IP, Dial, kernel, until
+
+from sandbox_provisioner.kernel import relay as relay_module
+from sandbox_provisioner.kernel import relay_client
+from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.kernel.zmtp import FRAME_COST, GREETING, command, encode, ready
+from sandbox_provisioner.mux.connection import ConnectionState
+
+KEY = b"the kernel's key"
+SIGNING = (KEY, "hmac-sha256")
+CLIENT = GREETING + command(ready("shell").replace(b"ROUTER", b"DEALER"))
+KERNEL = GREETING + command(ready("shell"))
+
+
+class Kernel:
+    """A kernel's end of its channels: says what a test has it say, and keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, bytearray] = {channel: bytearray() for channel in CHANNELS}
+        self.writers: list[asyncio.StreamWriter] = []
+        self.closed = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        channel = Path(str(writer.get_extra_info("sockname"))).name
+        while data := await reader.read(1 << 16):
+            self.heard[channel] += data
+        self.closed += 1
+        writer.close()
+
+
+@asynccontextmanager
+async def joined(relay: ChannelRelay, folder: Path) -> AsyncIterator[tuple[Kernel, Any]]:
+    """A relay that is joined to such a kernel, with its key."""
+    end = Kernel()
+    async with kernel(folder, end.serve) as (link, targets):
+        relay.connect(link, targets, SIGNING)
+        yield end, link
+
+
+def message(kind: str = "execute_request", key: bytes = KEY, **content: Any) -> tuple[str, bytes]:
+    session = Session(key=key)
+    made = session.msg(kind, content)
+    return made["msg_id"], encode(session.serialize(made))
+
+
+def reply(msg_id: str, key: bytes = KEY) -> bytes:
+    session = Session(key=key)
+    parent = {"msg_id": msg_id, "msg_type": "execute_request"}
+    return encode(session.serialize(session.msg("execute_reply", {"status": "ok"}, parent=parent)))
+
+
+async def test_busy_from_a_signed_request_to_its_reply(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["shell"])
+        msg_id, request = message(code="pass")
+        await client.send(CLIENT + request)
+        await until(lambda: relay.activity.busy)
+        await until(lambda: end.heard["shell"] == CLIENT + request)
+        end.writers[0].write(KERNEL + reply(msg_id))
+        assert await client.receive(len(KERNEL + reply(msg_id)))
+        assert not relay.activity.busy
+
+
+async def test_replies_with_another_key_end_nothing(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["shell"])
+        msg_id, request = message()
+        await client.send(CLIENT + request)
+        await until(lambda: len(end.heard["shell"]) == len(CLIENT + request))
+        forged = KERNEL + reply(msg_id, b"another key")
+        end.writers[0].write(forged)
+        await client.receive(len(forged))
+        assert relay.activity.busy
+
+
+@pytest.mark.parametrize("bad", ["another key", "not a message", "one byte"])
+@pytest.mark.parametrize("channel", ["shell", "control", "stdin"])
+async def test_unsigned_messages_neither_count_nor_wake(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, channel: str, bad: str
+) -> None:
+    calls: list[None] = []
+    relay.on_call = lambda: calls.append(None)
+    data = {"another key": message(key=b"another key")[1], "not a message": encode([b"x" * 100]), "one byte": b"\x00"}
+    async with joined(relay, tmp_path) as (end, link):
+        client = await dial(ports[channel])
+        await client.send(CLIENT)
+        await until(lambda: end.heard[channel] == CLIENT)
+        end.writers[0].write(KERNEL)
+        await client.receive(len(KERNEL))
+        link.state = ConnectionState.QUIESCED
+        await client.send(data[bad])
+        await until(lambda: any(one.held() for one in relay._clients))
+        assert not relay.waited_for and not relay.activity.busy
+        link._flow()
+        await until(lambda: end.heard[channel] == CLIENT + data[bad])  # it still passes
+        assert relay.sent == 0 and calls == []
+
+
+async def test_usage_requests_do_not_wake(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, link):
+        client = await dial(ports["control"])
+        await client.send(CLIENT)
+        await until(lambda: end.heard["control"] == CLIENT)
+        end.writers[0].write(KERNEL)
+        await client.receive(len(KERNEL))
+        link.state = ConnectionState.QUIESCED
+        await client.send(message("usage_request")[1])
+        await until(lambda: any(one.held() for one in relay._clients))
+        assert not relay.called
+        await client.send(message("debug_request")[1])
+        await until(lambda: relay.called)
+        link._flow()
+
+
+async def test_a_client_that_connects_while_the_kernel_rests_gets_its_handshake(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, link):
+        link.state = ConnectionState.QUIESCED
+        client = await dial(ports["shell"])
+        await client.send(CLIENT)
+        assert await client.receive(len(KERNEL)) == KERNEL
+        assert not relay.called
+        msg_id, request = message()
+        await client.send(request)
+        await until(lambda: relay.called)
+        link._flow()
+        await until(lambda: end.heard["shell"] == GREETING)
+        end.writers[0].write(KERNEL)  # the kernel greets, too; the client has heard that
+        await until(lambda: end.heard["shell"] == CLIENT + request)
+        end.writers[0].write(reply(msg_id))
+        assert await client.receive(len(reply(msg_id)))
+        assert not relay.activity.busy
+
+
+async def test_held_requests_are_answered_without_the_handshake(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, link):
+        link.state = ConnectionState.QUIESCED
+        client = await dial(ports["shell"])
+        msg_id, request = message()
+        await client.send(CLIENT + request)
+        await client.receive(len(KERNEL))
+        await until(lambda: relay.called)
+        held: list[bytes] = []
+
+        def answer(data: bytes) -> tuple[bytes, bytes]:
+            held.append(data)
+            return reply(msg_id), b""
+
+        relay.answer(answer)
+        assert held == [request]
+        await client.receive(len(reply(msg_id)))
+        assert not relay.called and not relay.activity.busy
+        link._flow()
+        await until(lambda: end.heard["shell"] == GREETING)
+        end.writers[0].write(KERNEL)
+        await until(lambda: end.heard["shell"] == CLIENT)
+
+
+async def test_a_cell_goes_on_when_its_client_leaves(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, link):
+        client = await dial(ports["shell"])
+        msg_id, request = message()
+        await client.send(CLIENT + request)
+        await until(lambda: len(end.heard["shell"]) == len(CLIENT + request))
+        end.writers[0].write(KERNEL)
+        await client.receive(len(KERNEL))
+        await client.close()
+        await until(lambda: not relay._clients)
+        assert relay.activity.busy and relay.waited_for and end.closed == 0
+        end.writers[0].write(reply(msg_id))
+        await until(lambda: not relay.activity.busy and not relay.waited_for)
+        await until(lambda: end.closed == 1 and not link._streams and not relay.lingering)
+
+
+async def test_a_client_that_leaves_without_a_request_leaves_the_kernel(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["shell"])
+        await client.send(CLIENT + message("comm_msg")[1])
+        await client.close()
+        await until(lambda: end.closed == 1)
+        assert not relay.lingering
+
+
+async def test_a_client_that_comes_back_replaces_its_old_connection(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    named = GREETING + command(ready("shell").replace(b"ROUTER", b"DEALER") + b"\x08Identity\x00\x00\x00\x02me")
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["shell"])
+        await client.send(named + message()[1])
+        await until(lambda: relay.activity.busy)
+        await client.close()
+        await until(lambda: len(relay.lingering) == 1)
+        again = await dial(ports["shell"])
+        await again.send(named)
+        await until(lambda: end.closed == 1 and not relay.lingering)
+        assert relay.activity.busy
+
+
+async def test_lingering_connections_are_bounded(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "MAX_LINGERING", 2)
+    async with joined(relay, tmp_path) as (end, _):
+        for _ in range(4):
+            client = await dial(ports["shell"])
+            await client.send(CLIENT + message()[1])
+            await client.close()
+        await until(lambda: end.closed == 2)
+        assert len(relay.lingering) == 2 and relay.activity.busy
+
+
+async def test_a_message_over_the_limit_is_not_passed_on(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    refused: list[str] = []
+    relay.max_message_size, relay.on_oversized = 1 << 20, refused.append
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["iopub"])
+        await until(lambda: len(end.writers) == 1)
+        end.writers[0].write(KERNEL)
+        await client.receive(len(KERNEL))
+        end.writers[0].write(b"\x02" + (1 << 21).to_bytes(8, "big"))
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await client.receive(9)
+        assert refused == ["iopub"]
+        await until(lambda: not relay._clients)
+
+
+async def test_an_endless_multipart_message_is_cut_off(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    refused: list[str] = []
+    relay.max_message_size, relay.on_oversized = 100 * FRAME_COST, refused.append
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["iopub"])
+        await until(lambda: len(end.writers) == 1)
+        end.writers[0].write(KERNEL + b"\x01\x00" * 99)
+        await client.receive(len(KERNEL) + 99 * 2)
+        end.writers[0].write(b"\x01\x00" * 100)
+        await until(lambda: refused == ["iopub"])
+
+
+async def test_heartbeats_that_are_not_read_are_not_kept(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (_, link):
+        link.state = ConnectionState.QUIESCED
+        client = await dial(ports["hb"])
+        client._writer.transport.set_write_buffer_limits(1 << 16)
+        beat = encode([b"", b"x" * 60_000])
+        await client.send(GREETING + command(ready("hb")))
+        sent = 0
+        with pytest.raises(TimeoutError):
+            while sent < 1000:
+                await asyncio.wait_for(client.send(beat), 3)
+                sent += 1
+        (connection,) = relay._clients
+        assert connection._transport.get_write_buffer_size() < 1 << 20
+        client._writer.transport.abort()
+
+
+async def test_other_users_cannot_wake_or_crowd_out(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    relay.on_call = lambda: calls.append(None)
+    monkeypatch.setattr(relay_module, "MAX_FOREIGN", 3)
+    monkeypatch.setattr(relay_client, "trusted_peer", lambda connection: False)
+    async with joined(relay, tmp_path) as (_, link):
+        link.state = ConnectionState.QUIESCED
+        foreign = [await dial(ports["shell"]) for _ in range(4)]
+        await until(lambda: len(relay._clients) == 3)
+        await foreign[0].send(GREETING)
+        await foreign[0].send(b"x" * 200_000)
+        await until(lambda: any(one._held and len(one._held.waiting) > 1 << 16 for one in relay._clients))
+        assert not relay.called and calls == []
+        monkeypatch.setattr(relay_client, "trusted_peer", lambda connection: True)
+        own = await dial(ports["shell"])
+        await own.send(CLIENT + message()[1])
+        await until(lambda: relay.called)
+
+
+async def test_a_real_client_talks_to_a_kernel_that_it_met_asleep(relay: ChannelRelay, tmp_path: Path) -> None:
+    """ZeroMQ on both sides, and the handshake in between answered by the relay."""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(f"ipc://{tmp_path}/shell")
+    ports = await relay.reserve_tcp(IP, ANY)
+    await relay.listen()
+    async with real_guest() as (link, _):
+        relay.connect(link, dict.fromkeys(CHANNELS, f"unix:{tmp_path}/shell"), SIGNING)
+        link.state = ConnectionState.QUIESCED
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://{IP}:{ports['shell']}")
+        session = Session(key=KEY)
+        request = session.msg("execute_request", {"code": "x" * 300_000})
+        await dealer.send_multipart(session.serialize(request))
+        await until(lambda: relay.called)
+        link._flow()
+        identity, *_ = await asyncio.wait_for(router.recv_multipart(), LIMIT)
+        answer = Session(key=KEY).msg("execute_reply", {}, parent=request["header"])
+        await router.send_multipart([identity, *Session(key=KEY).serialize(answer)])
+        received = await asyncio.wait_for(dealer.recv_multipart(), LIMIT)
+        assert session.deserialize(session.feed_identities(received)[1])["parent_header"]["msg_id"] == request["msg_id"]
+        await until(lambda: not relay.activity.busy)
+    context.destroy(linger=0)
