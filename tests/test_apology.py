@@ -15,8 +15,8 @@ from sandbox_provisioner.kernel.synthetic_replies import (
     Cell,
     _encode,
     _messages,
-    apologise,
     conclude,
+    refuse_all,
 )
 
 
@@ -37,7 +37,7 @@ def heard(session: Session, data: bytes) -> list[dict[str, Any]]:
 
 def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: Session) -> None:
     header, held = request(session, "execute_request", code="x" * 1000)
-    private, public = apologise(held, session, "It is damaged.")
+    private, public = refuse_all(held, session, "It is damaged.")
     (reply,) = heard(session, private)
     assert (reply["msg_type"], reply["parent_header"]["msg_id"]) == ("execute_reply", header["msg_id"])
     assert (reply["content"]["status"], reply["content"]["ename"]) == ("error", ENAME)
@@ -51,7 +51,7 @@ def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: 
 def test_every_request_is_answered_in_its_own_kind_and_order(session: Session) -> None:
     _, first = request(session, "kernel_info_request")
     _, second = request(session, "complete_request", code="zi")
-    private, public = apologise(first + second, session, "No.")
+    private, public = refuse_all(first + second, session, "No.")
     assert [message["msg_type"] for message in heard(session, private)] == ["kernel_info_reply", "complete_reply"]
     assert [message["msg_type"] for message in heard(session, public)] == ["status"] * 4
 
@@ -60,7 +60,7 @@ def test_part_of_a_request_or_one_with_another_signature_is_not_answered(session
     _, held = request(session, "execute_request", code="1")
     for strange in (held[:-1], held[1:], held + b"\x01", request(Session(key=b"other"), "execute_request")[1]):
         with pytest.raises(ValueError):
-            apologise(strange, session, "No.")
+            refuse_all(strange, session, "No.")
 
 
 CELL = Cell({"msg_id": "a1", "msg_type": "execute_request", "session": "s"}, 7)
@@ -89,7 +89,7 @@ def test_a_cell_that_could_not_rewind_its_kernel_ends_with_the_reason(session: S
 @given(st.binary(max_size=300))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     try:
-        apologise(data, Session(key=b"secret"), "No.")
+        refuse_all(data, Session(key=b"secret"), "No.")
     except ValueError:
         pass
 

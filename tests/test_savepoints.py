@@ -22,7 +22,7 @@ from sandbox_provisioner.errors import (
 from sandbox_provisioner.events import JOURNAL, Entry, What
 from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
-from sandbox_provisioner.sandbox import handle
+from sandbox_provisioner.sandbox import stored_state
 
 pytestmark = pytest.mark.runsc
 
@@ -37,7 +37,7 @@ def entries() -> Any:
 
 
 def document(notebook: Notebook) -> GCSSandboxMetadata:
-    metadata: GCSSandboxMetadata = notebook.km.provisioner.claim.handle.metadata
+    metadata: GCSSandboxMetadata = notebook.km.provisioner.handle.metadata
     return metadata
 
 
@@ -201,7 +201,7 @@ def test_a_notebook_saves_and_rewinds_itself_and_both_cells_end(open_notebook: O
         said = notebook.run("%sandbox rewind before")
         assert said.startswith("Rewound to before; what was is kept as savepoint before-rewind-")
         assert notebook.run("print(x); x = 3") == "1\n"
-    assert notebook.km.provisioner.claim.handle.metadata.sandbox_id in notebook.run("%sandbox status")
+    assert notebook.km.provisioner.handle.metadata.sandbox_id in notebook.run("%sandbox status")
     assert len(document(notebook).savepoints) == 4
 
 
@@ -258,7 +258,7 @@ def test_what_ran_beside_a_kernel_ends_when_that_is_rewound(open_notebook: Open)
 def test_with_as_many_savepoints_as_may_be_nothing_changes(
     open_notebook: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "MAX_SAVEPOINTS", 1)
+    monkeypatch.setattr(stored_state, "MAX_SAVEPOINTS", 1)
     notebook = open_notebook()
     notebook.run("x = 1")
     savepoint(notebook, "one")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
 from .. import config
 from ..gvisor.runsc import PLATFORMS
-from ..sandbox.manager import Features
 from .relay import MAX_MESSAGE
 
 
@@ -258,9 +255,3 @@ class SandboxSettings(LocalProvisioner):
     @default("storage_dir")
     def _default_storage_dir(self) -> str:
         return config.text("SANDBOX_STORAGE_DIR")
-
-    @property
-    def features(self) -> Features:
-        """The settings that control the automatic actions of a persistent sandbox."""
-        names = (field.name for field in fields(Features))
-        return Features(**{name: getattr(self, name) for name in names})

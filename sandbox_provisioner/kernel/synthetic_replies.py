@@ -24,7 +24,7 @@ class Answers(NamedTuple):
     public: bytes
 
 
-def apologise(held: bytes, session: Session, reason: str) -> Answers:
+def refuse_all(held: bytes, session: Session, reason: str) -> Answers:
     """Return error replies to all requests in ``held``. Raises ValueError unless they are whole, signed messages."""
     private, public = b"", b""
     for message in _messages(held):

@@ -33,12 +33,14 @@ from .. import config
 from ..errors import SandboxError, UnresponsiveError
 from ..gvisor.programs import note_writable
 from ..gvisor.runsc import find
+from ..kernel.start_request import KEYWORD
 from ..provisioner import SandboxProvisioner
 from ..sandbox import user_sandboxes
 from ..sandbox.manager import SandboxManager
 from ..sandbox.recovery import Recovered
+from ..sandbox.start_request import StartRequest
 from ..setup.kernelspecs import PROVISIONER
-from ..templates.warm_pool import STANDBY
+from ..templates.warm_pool import WARM_POOL
 from ..workers import bulk
 
 LOOK_EVERY = 5.0
@@ -50,8 +52,8 @@ SOCKETS = 16_384
 JUST_NOW = 1.0
 """Seconds after a start in which a request for the same notebook may have been sent before the start had ended."""
 
-StartKey = tuple[str, str, frozenset[tuple[str, str]]]
-"""A kernel's name, its notebook, and the environment variables that choose its sandbox."""
+StartKey = tuple[str, str, StartRequest | None, frozenset[tuple[str, str]]]
+"""A kernel's name, its notebook, and the request or the environment variables that choose its sandbox."""
 
 _culling: ContextVar[str] = ContextVar("culling", default="")
 """Id of the persistent kernel that the culler is checking; its shutdown becomes a hibernation."""
@@ -110,7 +112,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         A start waits only for the recovery of its own sandbox, in ``SandboxManager.attach``.
         """
         if self._recovery is None and self._sandboxed(kwargs.get("kernel_name")):
-            _heed_interrupts(self.parent)
+            _stop_on_interrupt(self.parent)
             self._recovery = asyncio.create_task(self._recover())
             self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
             self._looking.start()
@@ -140,7 +142,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         if kwargs.get("kernel_id") or not notebook.endswith(".ipynb") or not self._sandboxed(name):
             return None
         asked = {(variable, env[variable]) for variable in env if "SANDBOX_" in variable}
-        return str(name), notebook, frozenset(asked)
+        return str(name), notebook, kwargs.get(KEYWORD), frozenset(asked)
 
     async def _just_started(self, key: StartKey, waited: bool) -> str | None:
         """Return the persistent kernel that a concurrent request started for ``key``; None if there is no such kernel.
@@ -211,7 +213,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             elif not provisioner.asleep and await provisioner.poll() is None:
                 self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
-        await STANDBY.end()
+        await WARM_POOL.end()
 
     shutdown_all = _async_shutdown_all  # type: ignore[assignment]
 
@@ -254,7 +256,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Return the provisioner of a persistent kernel; None for other kernels."""
         kernel = self._kernels.get(kernel_id)
         provisioner = getattr(kernel, "provisioner", None)
-        return provisioner if isinstance(provisioner, SandboxProvisioner) and provisioner.claim else None
+        return provisioner if isinstance(provisioner, SandboxProvisioner) and provisioner.handle else None
 
     def _sandboxed(self, kernel_name: str | None) -> bool:
         assert self.kernel_spec_manager is not None
@@ -396,7 +398,7 @@ def _is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
     return bool(metadata.get("kernel_provisioner", {}).get("provisioner_name", usual) == PROVISIONER)
 
 
-def _heed_interrupts(server: Any) -> None:
+def _stop_on_interrupt(server: Any) -> None:
     """Let SIGINT, which a hub sends, stop the server like SIGTERM; without a terminal it raises KeyboardInterrupt."""
     alone = threading.current_thread() is threading.main_thread()
     if alone and hasattr(server, "stop") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -27,8 +27,8 @@ from ..gvisor.bundle import BundleSpec, Mount, windows
 from ..gvisor.interpreter import frozen
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
-from ..kernel.kernel import FIRST_PROCESS
 from ..kernel.launch_plan import targets
+from ..kernel.starting import FIRST_PROCESS
 from ..mux.activation import tell
 from ..persistence.checkpoints import now
 from .spec import CONNECTION_FILE, Recipe

@@ -23,8 +23,8 @@ from ..gvisor.bundle import GUEST, BundleSpec, Mount, all_mounts
 from ..gvisor.interpreter import frozen
 from ..gvisor.mounts import within
 from ..gvisor.runsc import Runsc
-from ..kernel.kernel import Start
 from ..kernel.relay import CHANNELS
+from ..kernel.starting import Start
 from ..persistence.compatibility import cpu_features
 from ..persistence.metadata import spec_from_json
 from .store import mark
