@@ -17,25 +17,21 @@ from typing import Any
 from jupyter_client.connect import KernelConnectionInfo
 
 from ._text import printable
-from .config import user_name
-from .errors import ConfigurationError, SandboxError, StateError, UnresponsiveError
+from .errors import SandboxError, StateError, UnresponsiveError
 from .gvisor.runsc import Runsc, find
 from .gvisor.sandbox import GVisorSandbox
 from .io_thread import EXIT_DEADLINE, IO
 from .kernel import folders, output, start_request
-from .kernel.activity import PLAIN, KernelActivity
 from .kernel.client_side import ClientSide
 from .kernel.endpoints import Endpoints
 from .kernel.env_filter import filtered
 from .kernel.host_api import attend
-from .kernel.kernel import SandboxedKernel
+from .kernel.kernel import AWAKE
 from .kernel.launch_plan import Launch, plan
 from .kernel.notebook_actions import NotebookActions
-from .kernel.settings import SandboxSettings
+from .kernel.operations import KernelOperations
 from .mux.connection import GuestLink
-from .persistence.metadata import Checkpoint, GCSArtifact
 from .sandbox import user_sandboxes
-from .sandbox.handle import Identity, SandboxHandle
 from .sandbox.manager import SandboxManager
 from .sandbox.start_request import StartRequest
 from .templates import match
@@ -48,26 +44,15 @@ HELP = 20.0
 """Seconds that the guest has to help with the save when its kernel is shut down."""
 
 
-class SandboxProvisioner(SandboxSettings):
+class SandboxProvisioner(KernelOperations):
     """The provisioner of one kernel in a gVisor sandbox; saves its state if it is persistent. Owned by KernelManager.
 
-    Runs on the caller's loop and delegates to the I/O thread, where the callbacks of the kernel run.
+    Implements what jupyter_client calls; KernelOperations has what the server calls. Runs on the caller's loop and
+    delegates to the I/O thread, where the callbacks of the kernel run.
     """
 
-    parent: Any
-
     def __init__(self, **kwargs: Any) -> None:
-        known = set(self.trait_names())
-        for name in kwargs:
-            if name not in known:
-                settings = ", ".join(sorted(self.trait_names(config=True)))
-                raise ConfigurationError(
-                    name,
-                    f"The kernelspec gives the sandbox a setting {name!r}, which there is not.",
-                    f"There are: {settings}.",
-                )
         super().__init__(**kwargs)
-        self._kernel = SandboxedKernel()
         self._client_side = ClientSide(self.parent, self._kernel, self.max_message_size)
         self._endpoints = Endpoints(self.parent, self._kernel.relay, self.log)
         self._kernel.may_wake = lambda: not (self.parent.shutting_down or self._keeps_state)
@@ -76,13 +61,8 @@ class SandboxProvisioner(SandboxSettings):
         self._kernel.on_gone = self._leave
         self._kernel.relay.max_message_size = self.max_message_size
         self._kernel.relay.on_oversized = self._report_oversized
-        self._manager: SandboxManager | None = None
-        self._handle: SandboxHandle | None = None
-        self._keeps_state = False
-        self._moved = ""
         self._left: Future[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._launched = False
         self._launched_before = False
         self._releasing = False
 
@@ -231,7 +211,7 @@ class SandboxProvisioner(SandboxSettings):
         If the save fails, the kernel keeps running, and the next server saves it. After UnresponsiveError it is ended:
         no server could save it.
         """
-        if self.can_save and self._kernel.status is None and not self._kernel.asleep:
+        if self.can_save and self.state in AWAKE:
             with suppress(UnresponsiveError):
                 await self._kernel.hibernate(insist=EXIT_DEADLINE / 3)
         await self._close(forget=False)
@@ -245,126 +225,6 @@ class SandboxProvisioner(SandboxSettings):
         self._handle = None
         self._launched = False
         self._endpoints.restore_address()
-
-    # -- saving a kernel's state -------------------------------------------------------------------------------------
-
-    @property
-    def handle(self) -> SandboxHandle | None:
-        """The persistent sandbox that the kernel runs in; None if it is ephemeral."""
-        return self._handle
-
-    @property
-    def can_save(self) -> bool:
-        """True if the kernel is persistent and this server has a place for checkpoints."""
-        return self._handle is not None and self._handle.can_save
-
-    @property
-    def asleep(self) -> bool:
-        """True while the kernel is hibernated."""
-        return self._kernel.asleep
-
-    @property
-    def activity(self) -> KernelActivity:
-        """The kernel's unfinished requests and its reasons to be kept awake."""
-        return self._kernel.activity
-
-    @property
-    def executions(self) -> set[object]:
-        """Commands that currently run beside the kernel."""
-        return self._kernel.executions
-
-    @property
-    def busy(self) -> bool:
-        """True while the kernel is not idle."""
-        return self._kernel.busy()
-
-    @property
-    def waited_for(self) -> bool:
-        """True while the kernel has sent nothing since a client's last request, or a command runs beside it."""
-        return self._kernel.waited_for
-
-    def busy_reasons(self) -> list[str]:
-        """Return the reasons why the kernel is busy, as sentences without a full stop; empty if it is idle."""
-        return self._kernel.busy_reasons()
-
-    async def hibernate(self, insist: float | None = None) -> None:
-        """Save the kernel and free its memory. A client's next request wakes it. Does nothing if it is not persistent.
-
-        Give ``insist`` when the server or the kernel ends: after that many seconds the kernel is saved without the help
-        of the guest. Raises UnresponsiveError if that fails too.
-        """
-        if self._handle and self._launched and self._kernel.status is None:
-            await IO.run(self._kernel.hibernate(insist))
-
-    async def wake(self) -> None:
-        """Restore a hibernated kernel now."""
-        await IO.run(self._kernel.wake())
-
-    async def keep_awake(self, seconds: float | None) -> None:
-        """Prevent hibernation and culling for idleness for ``seconds``: None for no limit, 0 to stop."""
-        await IO.run(self._keep_awake(seconds))
-
-    async def _keep_awake(self, seconds: float | None) -> None:
-        self._kernel.keep_awake(PLAIN, seconds)
-
-    async def follow(self, notebook_path: str) -> None:
-        """Record the notebook's new path, unless the sandbox was opened by its own id."""
-        record = self._handle.record if self._handle else None
-        named = self.sandbox_id or self.gcs_sandbox_id
-        if self._handle and record and not named and notebook_path != record.notebook_path:
-            await IO.run(self._handle.follow(notebook_path))
-
-    async def savepoint(self, name: str) -> Checkpoint:
-        """Save the kernel's memory as a savepoint and return it. The kernel continues to run."""
-        self._require_kept()
-        return await IO.run(self._kernel.savepoint(name))
-
-    async def drop_savepoint(self, name: str) -> None:
-        """Delete a savepoint."""
-        await IO.run(self._require_kept().drop_savepoint(name))
-
-    async def rewind(self, name: str) -> str:
-        """Restore the kernel to a savepoint. Return the name of the savepoint that has the state from before.
-
-        Clients see a restart: their unanswered requests are lost.
-        """
-        self._require_kept()
-        return await IO.run(self._kernel.rewind(name))
-
-    async def fork(self, new_id: str, savepoint: str = "", notebook_path: str = "") -> None:
-        """Store a new sandbox ``new_id`` with this kernel's memory, current or at a savepoint; do not start it."""
-        handle = self._require_kept()
-        assert self._manager is not None and handle.record is not None
-        about = Identity(handle.record.kernel_name, notebook_path, user_name())
-        await IO.run(self._manager.fork(handle, new_id, about, savepoint))
-
-    async def save_snapshot(self, name: str) -> GCSArtifact:
-        """Save the files that were written in the sandbox as a file snapshot. The kernel continues to run."""
-        return await IO.run(self._require_kept().save_snapshot(name))
-
-    async def load_snapshot(self, name: str, source_id: str) -> None:
-        """Write the files of a snapshot of the sandbox ``source_id`` to their places in this one."""
-        await IO.run(self._require_kept().load_snapshot(source_id, name))
-
-    def _require_kept(self) -> SandboxHandle:
-        if self._handle is None:
-            raise SandboxError(
-                f"Sandbox {self.kernel_id} is ephemeral: nothing of it is kept.",
-                "A kernel is kept if it is started for a notebook or with a sandbox_id, and persistent is set.",
-            )
-        return self._handle
-
-    @property
-    def moved(self) -> str:
-        """The reason why another server has the kernel; empty while this one has it."""
-        return self._moved
-
-    def keep_state(self) -> None:
-        """Keep the saved state, however the kernel ends now, and do not wake it for clients.
-
-        Called by the server before it stops, culls the kernel, or ends it with its state kept.
-        """
-        self._keeps_state = True
 
     async def _open(self, request: StartRequest, runsc: Runsc) -> None:
         """Open the persistent sandbox. I/O thread only; a caller that is cancelled meanwhile can release it."""

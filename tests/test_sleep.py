@@ -44,7 +44,7 @@ from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.kernel.relay import CHANNELS
 from sandbox_provisioner.persistence.metadata import Summary
 from sandbox_provisioner.persistence.names import metadata_name
-from sandbox_provisioner.sandbox import detached, handle, stored_state, user_sandboxes
+from sandbox_provisioner.sandbox import detached, memory, stored_state, user_sandboxes
 from sandbox_provisioner.sandbox.manager import SandboxManager
 
 pytestmark = pytest.mark.runsc
@@ -353,7 +353,7 @@ def test_request_sent_during_cancelled_hibernate_is_answered(notebook: Notebook)
 
 
 @pytest.mark.parametrize(
-    ("kind", "moment"), [(stored_state.StoredState, "record_restored"), (handle.SandboxHandle, "_restore_image")]
+    ("kind", "moment"), [(stored_state.StoredState, "record_restored"), (memory.SandboxMemory, "_restore_image")]
 )
 def test_wake_cancelled_during_or_after_the_restore_loses_no_state(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, kind: type, moment: str

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -30,25 +31,36 @@ log = logging.getLogger(__name__)
 
 LAST_OUTPUT = 1.0
 """Seconds to wait for the last messages and output of a kernel that has ended."""
-LAST_WORDS = 2000
 INTERNAL = "An internal error; the server's log has more."
 LOST = 1
 """Exit status of a kernel that could not be restored."""
-
-COMMAND = "A command runs beside it"
 
 LastMessages = Callable[[str, SandboxError | None], tuple[bytes, bytes]]
 """Called after a rewind with the name of the savepoint that has the state from before, and the problem if it failed.
 Returns the last messages of the replaced kernel, for clients on shell and on iopub."""
 
 
+class KernelState(StrEnum):
+    """The state of a kernel and its sandbox."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SAVING = "saving"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    GONE = "gone"
+
+
+AWAKE = frozenset({KernelState.RUNNING, KernelState.SAVING})
+"""States in which the kernel's memory is not saved yet."""
+
+
 class SandboxedKernel(HandleObserver):
     """A sequence of kernels behind the same listeners: ``launch`` ends the one that still runs.
 
-    Owned by the provisioner; observes the handle of its sandbox. A persistent kernel can be hibernated. The first
-    request of a client wakes it while ``may_wake`` returns True; if that fails, ``on_wake_failed`` is called with the
-    error. ``on_connected`` is called with the link of each new sandbox, ``on_gone`` with the reason why this server no
-    longer has the sandbox. All callbacks run in the I/O thread.
+    Owned by the provisioner; observes the handle of its sandbox. The first request of a client wakes a hibernated
+    kernel while ``may_wake`` returns True; if that fails, ``on_wake_failed`` gets the error. ``on_connected`` gets the
+    link of each new sandbox, ``on_gone`` the reason why this server no longer has it. All run in the I/O thread.
     """
 
     def __init__(self) -> None:
@@ -57,18 +69,16 @@ class SandboxedKernel(HandleObserver):
         """True if the kernel came from a checkpoint, and may be working on requests that this server did not see."""
         self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._wake_for_client
-        self.executions: set[object] = set()
-        """Commands that currently run beside the kernel."""
         self.on_wake_failed: Callable[[SandboxError], None] = lambda error: None
         self.on_connected: Callable[[GuestLink], None] = lambda link: None
         self.on_gone: Callable[[str], None] = lambda reason: None
         self.may_wake: Callable[[], bool] = lambda: True
         self.handle: SandboxHandle | None = None
         self._waking: asyncio.Task[None] | None = None
+        self._starting = self._restoring = False
         self._answered = 0
         """Requests that the kernel had reacted to when the current save began."""
         self.status: int | None = 0
-        self.last_words = b""
         self._process: GuestProcess | None = None
         self._life: asyncio.Task[None] | None = None
         self._ending = Ending()
@@ -103,12 +113,7 @@ class SandboxedKernel(HandleObserver):
         """
         async with self._replacing(handle, ending):
             await handle.restore()
-            self._process = handle.instance.link.process(handle.contents["process"])
-            if self._process is None:
-                raise SandboxError(
-                    f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
-                    f"`jupyter sandbox delete {handle.sandbox_id}` forgets it; the notebook then starts afresh.",
-                )
+            self._process = _restored_process(handle)
         self._connect(handle, handle.contents["targets"], ending, restored=True)
 
     async def hibernate(self, insist: float | None = None) -> None:
@@ -129,12 +134,14 @@ class SandboxedKernel(HandleObserver):
         """Restore a hibernated kernel. Does nothing if it is awake."""
         if self.asleep:
             assert self.handle is not None
+            self._restoring = True
             try:
                 await self.handle.restore()
             except StateError:  # another task already restored it
                 if self.handle.instance.state != State.RUNNING:
                     raise
             finally:
+                self._restoring = False
                 if self.handle.instance.state == State.RUNNING:  # also if the caller was cancelled during the restore
                     self.relay.awake()
 
@@ -143,10 +150,7 @@ class SandboxedKernel(HandleObserver):
 
         Return a sentence that states how long the kernel is now kept awake. Raises SandboxError for too many names.
         """
-        try:
-            self.activity.keep_awake(name, seconds)
-        except ValueError as error:
-            raise SandboxError(str(error)) from error
+        self.activity.keep_awake(name, seconds)
         if self.handle and self.handle.persistent:
             self._note_activity()
         return self.activity.awake_for() or "The kernel is not kept awake"
@@ -165,7 +169,11 @@ class SandboxedKernel(HandleObserver):
         restored either, it has ended.
         """
         async with self._rewinding:
-            handle = self._require_rewindable(name)
+            assert self.handle is not None
+            handle = self.handle
+            if self.status is not None:
+                raise StateError(handle.sandbox_id, "rewind", "without a kernel")
+            _require_same_keys(handle, name)
             present, asleep, kept, problem = handle.instance, self.asleep, "", None
             self._note_activity()
             try:
@@ -180,17 +188,6 @@ class SandboxedKernel(HandleObserver):
                 elif self.asleep and not asleep:
                     await self.wake()
             return kept
-
-    def _require_rewindable(self, name: str) -> SandboxHandle:
-        assert self.handle is not None
-        if self.status is not None:
-            raise StateError(self.handle.sandbox_id, "rewind", "without a kernel")
-        if self.handle.metadata.savepoint(name).contents.get("connection") != self.handle.contents.get("connection"):
-            raise SandboxError(
-                f"Savepoint {name} is of a kernel with other keys than this one: its clients could not talk to it.",
-                "Fork from it instead.",
-            )
-        return self.handle
 
     async def _reconnect(self, handle: SandboxHandle, before: GVisorSandbox, messages: tuple[bytes, bytes]) -> None:
         """Connect the clients, which were connected to the instance ``before``, to the handle's new one."""
@@ -219,9 +216,25 @@ class SandboxedKernel(HandleObserver):
             self.handle.describe({**self.handle.contents, **self.activity.record()})
 
     @property
+    def last_words(self) -> bytes:
+        """The last output of the kernel."""
+        return self._ending.last_words
+
+    @property
+    def state(self) -> KernelState:
+        """The kernel's state, from its process, its sandbox and the operation in progress."""
+        if self._starting:
+            return KernelState.STARTING
+        if self.handle is None or self.status is not None:
+            return KernelState.GONE
+        if self.handle.instance.state == State.CHECKPOINTED:
+            return KernelState.WAKING if self._restoring else KernelState.ASLEEP
+        return KernelState.SAVING if self.handle.saving else KernelState.RUNNING
+
+    @property
     def asleep(self) -> bool:
         """True while the kernel is hibernated."""
-        return self.handle is not None and self.handle.instance.state == State.CHECKPOINTED
+        return self.state in (KernelState.ASLEEP, KernelState.WAKING)
 
     @asynccontextmanager
     async def _replacing(self, handle: SandboxHandle, ending: Ending) -> AsyncIterator[None]:
@@ -230,7 +243,7 @@ class SandboxedKernel(HandleObserver):
         if self.handle is not handle:
             await self.kill()
         await self.ended()
-        self.handle, handle.observer = handle, self
+        self.handle, handle.observer, self._starting = handle, self, True
         try:
             await self.relay.listen()
             yield
@@ -238,12 +251,13 @@ class SandboxedKernel(HandleObserver):
             ending.close()
             await asyncio.shield(handle.instance.delete())
             raise
+        finally:
+            self._starting = False
 
     def _connect(self, handle: SandboxHandle, targets: Mapping[str, str], ending: Ending, restored: bool) -> None:
         assert self._process is not None
         self.status, self.restored = None, restored
         self.activity.reset(handle.contents if restored else None)
-        self.last_words = b""
         self._ending = ending
         self.on_connected(handle.instance.link)
         self.relay.connect(handle.instance.link, targets, _signing(handle.contents))
@@ -253,7 +267,7 @@ class SandboxedKernel(HandleObserver):
 
     def busy(self) -> bool:
         """Return True while the kernel is not idle. Used by timer, culler, REST, command line and metrics alike."""
-        return self.waited_for or self.activity.busy
+        return self.relay.waited_for or self.activity.busy
 
     def saving(self) -> None:
         """Remember how many requests the kernel has reacted to."""
@@ -268,22 +282,6 @@ class SandboxedKernel(HandleObserver):
     def gone(self, reason: str) -> None:
         """Tell the owner that this server no longer has the sandbox."""
         self.on_gone(reason)
-
-    # -- activity ----------------------------------------------------------------------------------------------------
-
-    @property
-    def waited_for(self) -> bool:
-        """True while the kernel has sent nothing since a client's last request, or a command runs beside it."""
-        return bool(self.executions) or self.relay.waited_for
-
-    def busy_reasons(self) -> list[str]:
-        """Return the reasons why the kernel is busy, as sentences without a full stop; empty if it is idle."""
-        reasons = self.activity.reasons()
-        if self.executions:
-            reasons.append(f"{len(self.executions)} commands run beside it" if len(self.executions) > 1 else COMMAND)
-        if not reasons and self.waited_for:
-            reasons.append("A client waits for its answer")
-        return reasons
 
     def _wake_for_client(self) -> None:
         if self.may_wake() and (self._waking is None or self._waking.done()):
@@ -334,10 +332,7 @@ class SandboxedKernel(HandleObserver):
         await self.relay.close()
 
     async def _run(self, handle: SandboxHandle, process: GuestProcess, ending: Ending) -> None:
-        sandbox, copying = (
-            handle.instance,
-            asyncio.create_task(copy_output(process, ending, handle.sandbox_id, self._remember_output)),
-        )
+        sandbox, copying = handle.instance, asyncio.create_task(copy_output(process, ending, handle.sandbox_id))
         try:
             status = await process.wait()
         except asyncio.CancelledError:  # a rewind: another process takes its place
@@ -356,8 +351,24 @@ class SandboxedKernel(HandleObserver):
         await sandbox.delete()
         JOURNAL.write(handle.entry(What.ENDED))
 
-    def _remember_output(self, data: bytes) -> None:
-        self.last_words = (self.last_words + data)[-LAST_WORDS:]
+
+def _restored_process(handle: SandboxHandle) -> GuestProcess:
+    process = handle.instance.link.process(handle.contents["process"])
+    if process is None:
+        raise SandboxError(
+            f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
+            f"`jupyter sandbox delete {handle.sandbox_id}` deletes it; the notebook then starts with a new one.",
+        )
+    return process
+
+
+def _require_same_keys(handle: SandboxHandle, savepoint: str) -> None:
+    saved = handle.metadata.savepoint(savepoint).contents
+    if saved.get("connection") != handle.contents.get("connection"):
+        raise SandboxError(
+            f"Savepoint {savepoint} is of a kernel with other keys than this one: its clients could not talk to it.",
+            "Fork from it instead.",
+        )
 
 
 def _signing(contents: Mapping[str, Any]) -> tuple[bytes, str] | None:

@@ -25,7 +25,7 @@ from .starting import Start
 GUEST_RUNTIME = "/run/jupyter"
 CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
 """Fields of a connection file that a kernel and its clients must share, besides the endpoints."""
-PACKAGES = "What pip installs in this sandbox comes here, because the virtual environment is read-only.\n"
+PACKAGES = "pip installs packages here in this sandbox, because the virtual environment is read-only.\n"
 
 
 @dataclass(frozen=True)

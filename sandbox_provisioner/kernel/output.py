@@ -14,6 +14,7 @@ from typing import Any
 from ..process import Process
 from .output_log import PARTIAL, Budget, LogLines
 
+LAST_WORDS = 2000
 DROPPED_PER_SECOND = 1 << 20
 """Read rate, in bytes per second, of output that is dropped instead of logged."""
 
@@ -29,6 +30,8 @@ class Ending:
     sinks: Mapping[str, int | None] = field(default_factory=dict)
     tell: Callable[[int], None] = lambda status: None
     logged: frozenset[str] = frozenset()
+    last_words: bytes = b""
+    """The last output of the kernel, at most LAST_WORDS bytes."""
 
     def close(self) -> None:
         """Close the descriptors, only once: their numbers are soon reused."""
@@ -68,8 +71,8 @@ def _same_file(one: int, other: int) -> bool:
         return False
 
 
-async def copy_output(process: Process, ending: Ending, sandbox_id: str, on_output: Callable[[bytes], None]) -> None:
-    """Copy the output of ``process`` to the sinks until it ends; pass each piece to ``on_output``, too."""
+async def copy_output(process: Process, ending: Ending, sandbox_id: str) -> None:
+    """Copy the output of ``process`` to the sinks until it ends, and keep its last words."""
     loop = asyncio.get_running_loop()
     budget = Budget(loop.time())
     logs = {name: LogLines(sandbox_id, budget) for name in ending.logged}
@@ -87,7 +90,7 @@ async def copy_output(process: Process, ending: Ending, sandbox_id: str, on_outp
                     return
                 continue
             following = asyncio.ensure_future(anext(output, None))
-            on_output(piece.data)
+            ending.last_words = (ending.last_words + piece.data)[-LAST_WORDS:]
             log = logs.get(piece.stream)
             lines = log.feed(piece.data, loop.time()) if log else [piece.data]
             await _write_all(ending.sinks.get(piece.stream), lines)

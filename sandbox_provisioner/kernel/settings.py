@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
+from traitlets.traitlets import DefaultHandler
 
 from .. import config
 from ..gvisor.runsc import PLATFORMS
 from .relay import MAX_MESSAGE
+
+
+def _from_environment(trait: str, read: Callable[[], Any]) -> DefaultHandler:
+    """Return the default of ``trait``: the result of ``read``, which reads an environment variable."""
+    handler: DefaultHandler = default(trait)(lambda settings: read())
+    return handler
 
 
 class SandboxSettings(LocalProvisioner):
@@ -48,7 +58,7 @@ class SandboxSettings(LocalProvisioner):
     guest_transport = Enum(
         ("ipc", "tcp"),
         config=True,
-        help="What the kernel's channels are inside the sandbox: unix sockets, or loopback TCP for a kernel that knows "
+        help="The kernel's channels inside the sandbox: unix sockets, or loopback TCP for a kernel that knows "
         "no ipc. Clients notice no difference. Environment: SANDBOX_GUEST_TRANSPORT",
     )
     client_transport = Enum(
@@ -75,42 +85,6 @@ class SandboxSettings(LocalProvisioner):
         "Environment: SANDBOX_ALLOW_HOME",
     )
 
-    @default("mounts")
-    def _default_mounts(self) -> list[str]:
-        return config.words("SANDBOX_MOUNTS")
-
-    @default("pass_environment")
-    def _default_pass_environment(self) -> list[str]:
-        return config.words("SANDBOX_PASS_ENVIRONMENT")
-
-    @default("network")
-    def _default_network(self) -> str:
-        return config.choice("SANDBOX_NETWORK", ("none", "host"), "none")
-
-    @default("platform")
-    def _default_platform(self) -> str:
-        return config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
-
-    @default("guest_transport")
-    def _default_guest_transport(self) -> str:
-        return config.choice("SANDBOX_GUEST_TRANSPORT", ("ipc", "tcp"), "ipc")
-
-    @default("client_transport")
-    def _default_client_transport(self) -> str:
-        return config.choice("SANDBOX_CLIENT_TRANSPORT", ("ipc", "tcp"), "ipc")
-
-    @default("max_message_size")
-    def _default_max_message_size(self) -> int:
-        return config.count("SANDBOX_MAX_MESSAGE_SIZE", MAX_MESSAGE)
-
-    @default("working_folder")
-    def _default_working_folder(self) -> str:
-        return config.text("SANDBOX_WORKING_FOLDER")
-
-    @default("allow_home")
-    def _default_allow_home(self) -> bool:
-        return config.flag("SANDBOX_ALLOW_HOME")
-
     template = Enum(
         ("build", "use", "none"),
         config=True,
@@ -132,18 +106,6 @@ class SandboxSettings(LocalProvisioner):
         "same folder starts at once; they are ended when memory is scarce, and with the server. "
         "Environment: SANDBOX_STANDBY",
     )
-
-    @default("standby")
-    def _default_standby(self) -> int:
-        return config.count("SANDBOX_STANDBY", 0)
-
-    @default("template")
-    def _default_template(self) -> str:
-        return config.choice("SANDBOX_TEMPLATE", ("build", "use", "none"), "build")
-
-    @default("preload")
-    def _default_preload(self) -> list[str]:
-        return config.words("SANDBOX_PRELOAD")
 
     persistent = Bool(
         config=True,
@@ -182,7 +144,7 @@ class SandboxSettings(LocalProvisioner):
     on_shutdown = Enum(
         ("delete", "checkpoint"),
         config=True,
-        help="What 'Shut Down Kernel' does with a persistent sandbox: 'delete' it, or 'checkpoint' it, so that "
+        help="The effect of 'Shut Down Kernel' on a persistent sandbox: 'delete' it, or 'checkpoint' it, so that "
         "the notebook has its state when it is opened again. Environment: SANDBOX_ON_SHUTDOWN",
     )
     hook_timeout = Float(
@@ -192,8 +154,8 @@ class SandboxSettings(LocalProvisioner):
     )
     reseed = Bool(
         config=True,
-        help="Seed Python's and numpy's random numbers anew after each restore, so that two kernels which come of the "
-        "same checkpoint do not draw the same. Environment: SANDBOX_RESEED",
+        help="Seed Python's and numpy's random numbers again after each restore, so that two kernels from the same "
+        "checkpoint do not draw the same numbers. Environment: SANDBOX_RESEED",
     )
     storage_dir = Unicode(
         config=True,
@@ -208,50 +170,43 @@ class SandboxSettings(LocalProvisioner):
         "the same storage and the same SANDBOX_SIGNING_KEY. Environment, comma-separated: SANDBOX_SHARED_WITH",
     )
 
-    @default("shared_with")
-    def _default_shared_with(self) -> list[str]:
-        return config.words("SANDBOX_SHARED_WITH")
-
-    @default("persistent")
-    def _default_persistent(self) -> bool:
-        return config.flag("SANDBOX_PERSISTENT", default=True)
-
-    @default("sandbox_id")
-    def _default_sandbox_id(self) -> str:
-        return config.text("SANDBOX_ID")
-
-    @default("gcs_sandbox_id")
-    def _default_gcs_sandbox_id(self) -> str:
-        return config.text("GCS_SANDBOX_ID")
-
-    @default("enable_handoff")
-    def _default_enable_handoff(self) -> bool:
-        return config.flag("SANDBOX_ENABLE_HANDOFF")
-
-    @default("enable_checkpoint_at_idle")
-    def _default_enable_checkpoint_at_idle(self) -> bool:
-        return config.flag("SANDBOX_ENABLE_CHECKPOINT_AT_IDLE")
-
-    @default("idle_timeout")
-    def _default_idle_timeout(self) -> float:
-        return config.seconds("SANDBOX_IDLE_TIMEOUT", 1800.0)
-
-    @default("handoff_timeout")
-    def _default_handoff_timeout(self) -> float:
-        return config.seconds("SANDBOX_HANDOFF_TIMEOUT", 120.0)
-
-    @default("on_shutdown")
-    def _default_on_shutdown(self) -> str:
-        return config.choice("SANDBOX_ON_SHUTDOWN", ("delete", "checkpoint"), "delete")
-
-    @default("hook_timeout")
-    def _default_hook_timeout(self) -> float:
-        return config.seconds("SANDBOX_HOOK_TIMEOUT", 10.0)
-
-    @default("reseed")
-    def _default_reseed(self) -> bool:
-        return config.flag("SANDBOX_RESEED")
-
-    @default("storage_dir")
-    def _default_storage_dir(self) -> str:
-        return config.text("SANDBOX_STORAGE_DIR")
+    _default_mounts = _from_environment("mounts", lambda: config.words("SANDBOX_MOUNTS"))
+    _default_pass_environment = _from_environment("pass_environment", lambda: config.words("SANDBOX_PASS_ENVIRONMENT"))
+    _default_network = _from_environment("network", lambda: config.choice("SANDBOX_NETWORK", ("none", "host"), "none"))
+    _default_platform = _from_environment(
+        "platform", lambda: config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
+    )
+    _default_guest_transport = _from_environment(
+        "guest_transport", lambda: config.choice("SANDBOX_GUEST_TRANSPORT", ("ipc", "tcp"), "ipc")
+    )
+    _default_client_transport = _from_environment(
+        "client_transport", lambda: config.choice("SANDBOX_CLIENT_TRANSPORT", ("ipc", "tcp"), "ipc")
+    )
+    _default_max_message_size = _from_environment(
+        "max_message_size", lambda: config.count("SANDBOX_MAX_MESSAGE_SIZE", MAX_MESSAGE)
+    )
+    _default_working_folder = _from_environment("working_folder", lambda: config.text("SANDBOX_WORKING_FOLDER"))
+    _default_allow_home = _from_environment("allow_home", lambda: config.flag("SANDBOX_ALLOW_HOME"))
+    _default_standby = _from_environment("standby", lambda: config.count("SANDBOX_STANDBY", 0))
+    _default_template = _from_environment(
+        "template", lambda: config.choice("SANDBOX_TEMPLATE", ("build", "use", "none"), "build")
+    )
+    _default_preload = _from_environment("preload", lambda: config.words("SANDBOX_PRELOAD"))
+    _default_shared_with = _from_environment("shared_with", lambda: config.words("SANDBOX_SHARED_WITH"))
+    _default_persistent = _from_environment("persistent", lambda: config.flag("SANDBOX_PERSISTENT", default=True))
+    _default_sandbox_id = _from_environment("sandbox_id", lambda: config.text("SANDBOX_ID"))
+    _default_gcs_sandbox_id = _from_environment("gcs_sandbox_id", lambda: config.text("GCS_SANDBOX_ID"))
+    _default_enable_handoff = _from_environment("enable_handoff", lambda: config.flag("SANDBOX_ENABLE_HANDOFF"))
+    _default_enable_checkpoint_at_idle = _from_environment(
+        "enable_checkpoint_at_idle", lambda: config.flag("SANDBOX_ENABLE_CHECKPOINT_AT_IDLE")
+    )
+    _default_idle_timeout = _from_environment("idle_timeout", lambda: config.seconds("SANDBOX_IDLE_TIMEOUT", 1800.0))
+    _default_handoff_timeout = _from_environment(
+        "handoff_timeout", lambda: config.seconds("SANDBOX_HANDOFF_TIMEOUT", 120.0)
+    )
+    _default_on_shutdown = _from_environment(
+        "on_shutdown", lambda: config.choice("SANDBOX_ON_SHUTDOWN", ("delete", "checkpoint"), "delete")
+    )
+    _default_hook_timeout = _from_environment("hook_timeout", lambda: config.seconds("SANDBOX_HOOK_TIMEOUT", 10.0))
+    _default_reseed = _from_environment("reseed", lambda: config.flag("SANDBOX_RESEED"))
+    _default_storage_dir = _from_environment("storage_dir", lambda: config.text("SANDBOX_STORAGE_DIR"))

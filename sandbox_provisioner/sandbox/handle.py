@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import SandboxError, SandboxNotFoundError
+from ..errors import SandboxNotFoundError
 from ..events import JOURNAL, Entry, What
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.restore_plan import Grant
@@ -29,16 +29,13 @@ from ..persistence.checkpoints import now
 from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
 from ..persistence.names import snapshot_prefix, valid_id
 from ..persistence.records import SandboxRecord
-from ..storage.base import Advance, nothing
-from ..workers import control, finished
-from . import detached
-from .detached import leased
+from ..workers import finished
 from .memory import SandboxMemory, planned_spec
 from .registration import Registration
-from .stored_state import StoredState, require_document
+from .stored_state import StoredState
 
 UNPLANNED = BundleSpec(python=sys.executable, home="/home", user="user")
-"""Placeholder spec of an unstarted sandbox; ``permit`` or ``renew`` replaces it before a start or restore."""
+"""Placeholder spec of an unstarted sandbox; ``permit`` or ``memory.renew`` replaces it before a start or restore."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class SandboxHandle:
         self.registration: Registration | None = None
         self.supervisor: asyncio.Task[None] | None = None
         self.lock = asyncio.Lock()
-        self.closed = False
+        self.closed = self.saving = False
         self.outdated = False
         """True for a rescued sandbox if another server has since saved a newer state."""
         self.hands_over = False
@@ -104,7 +101,7 @@ class SandboxHandle:
         self.last_activity = time.monotonic()
         self.idle_timeout: float | None = None
         self._stored = stored
-        self._memory = SandboxMemory(sandbox_id, instance, stored, source, grant)
+        self.memory = SandboxMemory(sandbox_id, instance, stored, source, grant)
         self._shelf = stored.stores.shelf if stored else shelf
         self._touching: asyncio.Task[None] | None = None
 
@@ -155,16 +152,12 @@ class SandboxHandle:
         IncompatibleError if this server cannot restore the checkpoint; that error offers the previous checkpoint if one
         exists.
         """
-        await control(require_document, stores, sandbox_id)  # a sandbox that does not exist yet costs no lease
-        async with leased(sandbox_id, stores, owner, patience) as lease:
-            document = await detached.open_document(stores, sandbox_id, lease)
-            source = document.metadata.checkpoint
-            grant = Grant.of(spec, platform) if spec else None
+        async with StoredState.attached(sandbox_id, stores, owner, patience) as stored:
+            source, grant = stored.metadata.checkpoint, Grant.of(spec, platform) if spec else None
             if source:
                 stores.required_checkpoints()
-                spec = await planned_spec(document.metadata, source, runsc, stores, grant)
-            await detached.sign(document, stores)
-        return cls._persistent(spec or UNPLANNED, runsc, platform, StoredState(stores, document), source, grant)
+                spec = await planned_spec(stored.metadata, source, runsc, stores, grant)
+        return cls._persistent(spec or UNPLANNED, runsc, platform, stored, source, grant)
 
     @classmethod
     async def rescue(
@@ -174,15 +167,13 @@ class SandboxHandle:
 
         The sandbox may still run; then call ``save``, otherwise ``record_stopped``.
         """
-        async with leased(note.sandbox_id, stores, owner, patience) as lease:
-            document = await detached.open_document(stores, note.sandbox_id, lease)
-            outdated = note.outdated(document.metadata)
-            await detached.sign(document, stores)
+        async with StoredState.attached(note.sandbox_id, stores, owner, patience) as stored:
+            outdated = note.outdated(stored.metadata)
         spec = replace(note.spec, outlives=stores.checkpoints is not None)
         orphan = GVisorSandbox.orphan(note.sandbox_id, spec, runsc, note.platform, folder, note.container_id)
         grant = Grant.of(spec, note.platform)
-        handle = cls(note.sandbox_id, orphan, grant, StoredState(stores, document), document.metadata.checkpoint)
-        handle._memory.contents, handle.outdated = note.contents, outdated
+        handle = cls(note.sandbox_id, orphan, grant, stored, stored.metadata.checkpoint)
+        handle.memory.contents, handle.outdated = note.contents, outdated
         return handle
 
     @classmethod
@@ -206,12 +197,12 @@ class SandboxHandle:
     @property
     def instance(self) -> GVisorSandbox:
         """The driver of the sandbox. A restart, a rewind and a restore elsewhere replace it."""
-        return self._memory.instance
+        return self.memory.instance
 
     @property
     def contents(self) -> Mapping[str, Any]:
         """The description of the processes inside."""
-        return self._memory.contents
+        return self.memory.contents
 
     @property
     def persistent(self) -> bool:
@@ -226,17 +217,17 @@ class SandboxHandle:
     @property
     def saved(self) -> bool:
         """True if it has a checkpoint for ``restore``."""
-        return self._memory.source is not None
+        return self.memory.source is not None
 
     @property
     def metadata(self) -> GCSSandboxMetadata:
         """The current document. Raises SandboxError for an ephemeral sandbox."""
-        return self._memory.stored.metadata
+        return self.memory.stored.metadata
 
     @property
     def lease(self) -> Lease:
         """The lease by which this server holds it. Raises SandboxError for an ephemeral sandbox."""
-        return self._memory.stored.document.lease
+        return self.memory.stored.document.lease
 
     @property
     def record(self) -> SandboxRecord | None:
@@ -252,24 +243,17 @@ class SandboxHandle:
         """Restart its idle time."""
         self.last_activity = time.monotonic()
 
-    @property
-    def idle_left(self) -> float | None:
-        """Seconds until it has been idle for ``idle_timeout``; None if that is not set."""
-        if self.idle_timeout is None:
-            return None
-        return max(0.0, self.last_activity + self.idle_timeout - time.monotonic())
-
     def describe(self, contents: Mapping[str, Any]) -> None:
         """Set the description of the processes inside, which is stored with each checkpoint and in the rescue note."""
-        self._memory.describe(contents)
+        self.memory.describe(contents)
 
     def entry(self, what: What) -> Entry:
         """Return a journal entry that reports the event ``what``."""
-        return self._memory.entry(what)
+        return self.memory.entry(what)
 
     async def change(self, **fields: Any) -> None:
         """Change fields of the document, such as ``notebook_path``."""
-        await self._memory.stored.document.change(lambda document: replace(document, **fields))
+        await self.memory.stored.document.change(lambda document: replace(document, **fields))
 
     async def follow(self, notebook_path: str) -> None:
         """Record the new path of a renamed notebook, here and in storage."""
@@ -285,38 +269,23 @@ class SandboxHandle:
         Raises IncompatibleError if this server cannot restore its checkpoint with them; the saved state is kept.
         """
         async with self.exclusive():
-            try:
-                await self._memory.permit(grant)
-            except SandboxError as error:
-                JOURNAL.fail(Entry(self.sandbox_id, What.WOKEN), error)
-                raise
-
-    def renew(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
-        """Replace the instance, which has ended or never started, with a new, unstarted one of the same id.
-
-        ``grant`` is for later restores of other checkpoints; without it the current one is kept.
-        """
-        self._memory.renew(spec, platform, grant)
-
-    def adopt(self, sandbox: GVisorSandbox) -> None:
-        """Use a running copy of a template as the instance; ``start`` then only records that it runs."""
-        self._memory.adopt(sandbox)
+            await self.memory.permit(grant)
 
     async def start(self, template: Path | None = None) -> None:
         """Start it without saved state, or as a copy of ``template``. A checkpoint is kept until the next is made."""
         async with self.exclusive():
-            await self._memory.start(template)
+            await self.memory.start(template)
             self.touch()
 
     async def restore(self) -> None:
         """Restore it from its checkpoint.
 
-        Raises CorruptObjectError if the checkpoint is damaged; the error offers the previous one if it exists, and
-        nothing has changed. If storage cannot record that the sandbox runs, it runs all the same and is recorded later.
-        Once runsc has the image, a cancellation is raised only after that: clients may already use the sandbox.
+        Raises CorruptObjectError if the checkpoint is damaged; nothing has changed then. If storage cannot record that
+        the sandbox runs, it runs all the same and is recorded later. Once runsc has the image, a cancellation is raised
+        only after that: clients may already use the sandbox.
         """
         async with self.exclusive():
-            await self._memory.restore()
+            await self.memory.restore()
             self.touch()
 
     async def save(self, name: str = "", insist: float | None = None) -> Checkpoint:
@@ -335,39 +304,32 @@ class SandboxHandle:
         save it either.
         """
         async with self.exclusive(insist):
-            return await finished(self._memory.save_as(name) if name else self.save_locked(insist))
+            return await finished(self.memory.save_as(name) if name else self.save_locked(insist))
 
     async def save_locked(self, insist: float | None = None) -> Checkpoint:
         """Save and end it, for a caller that holds ``lock`` and cannot be cancelled. Called by the idle timer."""
-        self.observer.saving()
-        made = await self.checkpoint_locked(insist)
+        self.saving = True
+        try:
+            self.observer.saving()
+            made = await self.memory.checkpoint(insist)
+        finally:
+            self.saving = False
         self.observer.saved()
         if self.registration:
             self._touching = asyncio.create_task(self.registration.touch())
         return made
 
-    async def checkpoint_locked(self, insist: float | None = None) -> Checkpoint:
-        """Save and end it without informing the observer, for a caller that holds ``lock``."""
-        return await self._memory.checkpoint(insist)
-
-    async def copy_locked(self, sandbox_id: str, savepoint: str = "", advance: Advance = nothing) -> Checkpoint:
-        """Store a savepoint, or the current memory, as a checkpoint of ``sandbox_id``; this sandbox runs on.
-
-        For a caller that holds ``lock``.
-        """
-        return await self._memory.copy(sandbox_id, savepoint, advance)
-
     def give_up_waiting(self) -> None:
         """Interrupt a save or copy that waits for the guest. Called when the server stops."""
-        if self._memory.images:
-            self._memory.images.give_up_waiting(self.instance)
+        if self.memory.images:
+            self.memory.images.give_up_waiting(self.instance)
 
     # -- savepoints and files ----------------------------------------------------------------------------------------
 
     async def drop_savepoint(self, name: str) -> None:
         """Delete a savepoint. Raises SavepointNotFoundError."""
         async with self.exclusive():
-            await self._memory.stored.drop_savepoint(name)
+            await self.memory.stored.drop_savepoint(name)
 
     async def rewind(self, name: str) -> str:
         """Keep the current state as a savepoint, restore the savepoint ``name``, and return the new savepoint's name.
@@ -378,9 +340,9 @@ class SandboxHandle:
         """
         async with self.exclusive():
             target = self.metadata.savepoint(name)
-            self._memory.stored.require_room()
-            await self._memory.require_fit(target)
-            kept = await finished(self._memory.rewind(target))
+            self.memory.stored.require_room()
+            await self.memory.require_fit(target)
+            kept = await finished(self.memory.rewind(target))
             self.touch()
             return kept
 
@@ -415,15 +377,12 @@ class SandboxHandle:
 
     async def regain(self, owner: Owner) -> None:
         """Replace a lost lease. Raises FencedError or LeaseHeldError if another server took the sandbox meanwhile."""
-        stored = self._memory.stored
-        await stored.document.lease.release()
-        async with leased(self.sandbox_id, stored.stores, owner) as lease:
-            await stored.document.pass_on(lease)
+        await self.memory.stored.renew_lease(owner)
         self.describe(self.contents)
 
     async def record_stopped(self) -> None:
         """Record that it no longer runs, although it was not saved."""
-        await self._memory.stored.document.change(GCSSandboxMetadata.stopped)
+        await self.memory.stored.document.change(GCSSandboxMetadata.stopped)
 
     # -- internals ---------------------------------------------------------------------------------------------------
 

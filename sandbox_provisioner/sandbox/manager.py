@@ -243,7 +243,7 @@ class SandboxManager:
         async with handle.exclusive():
             with JOURNAL.doing(handle.entry(What.FORKED)) as work:
                 made = await detached.found_persistent(
-                    self.stores, first, self.owner(), lambda name: handle.copy_locked(name, savepoint, work.advance)
+                    self.stores, first, self.owner(), lambda name: handle.memory.copy(name, savepoint, work.advance)
                 )
                 work.size = made.size
 
@@ -259,7 +259,7 @@ class SandboxManager:
             if save:
                 with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
                     if handle.can_save and handle.instance.state == State.RUNNING:
-                        work.size = (await handle.checkpoint_locked()).size
+                        work.size = (await handle.memory.checkpoint()).size
                     await self._drop(handle)
             else:
                 await handle.instance.delete()

@@ -86,7 +86,10 @@ class SandboxMemory:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def renew(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
-        """See ``SandboxHandle.renew``."""
+        """Replace the instance, which has ended or never started, with a new, unstarted one of the same id.
+
+        ``grant`` is for later restores of other checkpoints; without it the current one is kept.
+        """
         self._grant = grant or self._grant
         hooks, runsc = self.instance.link.hooks, self.instance.runsc
         outlives = self._stored is not None and self._stored.stores.checkpoints is not None
@@ -155,11 +158,15 @@ class SandboxMemory:
     # -- restore -----------------------------------------------------------------------------------------------------
 
     async def permit(self, grant: Grant) -> None:
-        """See ``SandboxHandle.permit``."""
+        """Set the mounts that restores may use, and plan the next restore with them. Raises IncompatibleError."""
         self._grant = grant
-        if self.source:
-            await self.require_fit(self.source)
-            self._plan_restore(self.source)
+        try:
+            if self.source:
+                await self.require_fit(self.source)
+                self._plan_restore(self.source)
+        except SandboxError as error:
+            JOURNAL.fail(Entry(self._sandbox_id, What.WOKEN), error)
+            raise
 
     async def require_fit(self, source: Checkpoint) -> None:
         """Raise IncompatibleError if this server cannot restore ``source`` with the mounts granted now."""
@@ -167,7 +174,10 @@ class SandboxMemory:
         await planned_spec(stored.metadata, source, self.instance.runsc, stored.stores, self._required_grant())
 
     async def restore(self) -> None:
-        """See ``SandboxHandle.restore``."""
+        """Restore ``source`` into the instance and record that it runs.
+
+        Raises CorruptObjectError, which offers the previous checkpoint if it exists.
+        """
         stored, source = self.stored, self.source
         if source is None:
             raise SandboxError(f"Sandbox {self._sandbox_id} has no checkpoint to restore.")

@@ -114,11 +114,11 @@ class Recovery:
             await asyncio.to_thread(collect, self.stores.staging)
         except SandboxError as error:
             log.warning("Images of killed servers stay in %s for now: %s", self.stores.staging, error)
-        for sandbox_id in await asyncio.to_thread(detached.doomed, self.stores):
+        for sandbox_id in await asyncio.to_thread(detached.with_tombstone, self.stores):
             try:
                 await detached.destroy_remains(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
-                log.info("What is left of sandbox %s stays for now: %s", sandbox_id, error)
+                log.info("Sandbox %s: cleanup deferred: %s", sandbox_id, error)
 
     async def _rescue(self, folder: RuntimeFolder, note: Note, few: asyncio.Semaphore) -> Recovered:
         async with few:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from ..errors import (
     FencedError,
@@ -30,7 +30,7 @@ from ..persistence.document import Ledger
 from ..persistence.metadata import Checkpoint, GCSSandboxMetadata
 from ..persistence.names import artifacts, checkpoints_prefix, metadata_name
 from ..workers import bulk, control
-from .detached import leased
+from .detached import leased, open_document, sign
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,27 @@ class StoredState:
             except asyncio.CancelledError:
                 await asyncio.shield(_undo(creating, stores))
                 raise
+
+    @classmethod
+    @asynccontextmanager
+    async def attached(
+        cls, sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0
+    ) -> AsyncIterator[StoredState]:
+        """Acquire the lease, read the document, and sign it after the block. The block's failure releases the lease.
+
+        Raises SandboxNotFoundError, and the errors of ``detached.leased`` and ``detached.open_document``.
+        """
+        await control(_require_document, stores, sandbox_id)  # a sandbox that does not exist yet costs no lease
+        async with leased(sandbox_id, stores, owner, patience) as lease:
+            document = await open_document(stores, sandbox_id, lease)
+            yield cls(stores, document)
+            await sign(document, stores)
+
+    async def renew_lease(self, owner: Owner) -> None:
+        """Replace a lost lease. Raises FencedError or LeaseHeldError if another server took the sandbox meanwhile."""
+        await self.document.lease.release()
+        async with leased(self._sandbox_id, self.stores, owner) as lease:
+            await self.document.pass_on(lease)
 
     @property
     def metadata(self) -> GCSSandboxMetadata:
@@ -179,7 +200,7 @@ class StoredState:
             await asyncio.gather(task, return_exceptions=True)
 
 
-def require_document(stores: Stores, sandbox_id: str) -> None:
+def _require_document(stores: Stores, sandbox_id: str) -> None:
     """Raise SandboxNotFoundError unless the sandbox has a document. Blocks."""
     try:
         stores.metadata.info(metadata_name(sandbox_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -82,7 +83,7 @@ class Supervisor:
             return handle.idle_timeout
         if handle.observer.busy():
             handle.touch()
-        return handle.idle_left
+        return max(0.0, handle.last_activity + handle.idle_timeout - time.monotonic())
 
     async def _save_idle(self) -> None:
         handle = self._handle

@@ -33,6 +33,7 @@ from .. import config
 from ..errors import SandboxError, UnresponsiveError
 from ..gvisor.programs import note_writable
 from ..gvisor.runsc import find
+from ..kernel.kernel import AWAKE
 from ..kernel.start_request import KEYWORD
 from ..provisioner import SandboxProvisioner
 from ..sandbox import user_sandboxes
@@ -113,7 +114,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """
         if self._recovery is None and self._sandboxed(kwargs.get("kernel_name")):
             _stop_on_interrupt(self.parent)
-            self._recovery = asyncio.create_task(self._recover())
+            self._recovery = asyncio.create_task(_recover(self))
             self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
             self._looking.start()
         created = datetime.now(UTC)
@@ -210,7 +211,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         for kernel_id, provisioner in kept.items():
             if not provisioner.can_save:
                 self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", kernel_id)
-            elif not provisioner.asleep and await provisioner.poll() is None:
+            elif provisioner.state in AWAKE:
                 self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
         await WARM_POOL.end()
@@ -289,27 +290,6 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         self.remove_kernel(kernel_id)
         provisioner.abandon()
 
-    async def _recover(self) -> None:
-        """Save the sandboxes of killed servers, in a thread with its own loop to keep the server's loop free."""
-        configured = self.config.SandboxProvisioner
-        storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
-        note_writable(self.root_dir)
-
-        def work() -> list[Recovered]:
-            manager = SandboxManager(user_sandboxes.settings(storage_dir), find(runsc), user_sandboxes.server())
-            recovered = asyncio.run(manager.recover())
-            user_sandboxes.touch(one.sandbox_id for one in recovered if one.saved)
-            return recovered
-
-        try:
-            for one in await bulk(work):
-                state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
-                self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
-        except SandboxError as error:
-            self.log.warning("Sandboxes of killed servers were not looked for: %s", error)
-        except Exception:  # kernels of this server are not affected
-            self.log.exception("Sandboxes of killed servers were not looked for")
-
     async def _look_around(self) -> None:
         for kernel_id in self.list_kernel_ids():
             provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
@@ -363,6 +343,28 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         for kernel_id, pending in list(self._pending_kernels.items()):
             if pending.done() and kernel_id not in self._kernels:
                 del self._pending_kernels[kernel_id]
+
+
+async def _recover(kernel_manager: SandboxKernelManager) -> None:
+    """Save the sandboxes of killed servers, in a thread with its own loop to keep the server's loop free."""
+    configured, log = kernel_manager.config.SandboxProvisioner, kernel_manager.log
+    storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
+    note_writable(kernel_manager.root_dir)
+
+    def work() -> list[Recovered]:
+        manager = SandboxManager(user_sandboxes.settings(storage_dir), find(runsc), user_sandboxes.server())
+        recovered = asyncio.run(manager.recover())
+        user_sandboxes.touch(one.sandbox_id for one in recovered if one.saved)
+        return recovered
+
+    try:
+        for one in await bulk(work):
+            state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
+            log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
+    except SandboxError as error:
+        log.warning("Sandboxes of killed servers were not looked for: %s", error)
+    except Exception:  # kernels of this server are not affected
+        log.exception("Sandboxes of killed servers were not looked for")
 
 
 def sandboxed_kernels(kernel_manager: Any) -> dict[str, SandboxProvisioner]:

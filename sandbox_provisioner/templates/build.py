@@ -182,7 +182,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
         end.cancel()
         await asyncio.gather(end, return_exceptions=True)
     if not isinstance(found.get("files"), list):
-        raise GuestError("What the frozen kernel says of itself makes no sense.")
+        raise GuestError("The report of the frozen kernel is invalid.")
     return {"unfit": "", "left_out": left_out, "files": found["files"]}
 
 

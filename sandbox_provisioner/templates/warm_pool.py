@@ -137,7 +137,7 @@ class WarmPool:
                 try:
                     await self._add(match)
                 except (SandboxError, OSError) as error:
-                    log.warning("No copy of the template of %s stands by: %s", name, error)
+                    log.warning("The warm pool of %s could not be filled: %s", name, error)
                     break
                 await asyncio.sleep(LATER if len(fitting) + 1 < count else 0)
             else:
