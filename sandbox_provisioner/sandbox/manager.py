@@ -30,7 +30,7 @@ from ..lock.base import Owner
 from ..mux.connection import Hooks
 from ..persistence.backends import Stores, open_shelf, open_stores, share_stores
 from ..persistence.names import lock_name, valid_id
-from ..workers import control
+from ..workers import control, finished
 from . import detached, user_sandboxes
 from .handle import UNPLANNED, Identity, SandboxHandle
 from .recovery import Recovered, Recovery
@@ -252,8 +252,8 @@ class SandboxManager:
     async def close(self, handle: SandboxHandle, *, save: bool, reason: str = "") -> None:
         """End a sandbox on this server and release it for others. Does nothing if it is closed already.
 
-        With ``save``, save it first if it runs and can be saved; if that fails, it stays open. With a ``reason``, tell
-        the observer that the sandbox is gone.
+        With ``save``, save it first if it runs and can be saved, and finish that even if the caller is cancelled; if it
+        fails, the sandbox stays open. With a ``reason``, tell the observer that the sandbox is gone.
         """
         async with handle.lock:
             if handle.closed:
@@ -261,7 +261,7 @@ class SandboxManager:
             if save:
                 with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
                     if handle.can_save and handle.instance.state == State.RUNNING:
-                        work.size = (await handle.memory.checkpoint()).size
+                        work.size = (await finished(handle.memory.checkpoint())).size
                     await self._drop(handle)
             else:
                 await handle.instance.delete()
