@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SandboxNotFoundError
-from ..events import JOURNAL, Entry, What
+from ..events import Entry, What
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.restore_plan import Grant
 from ..gvisor.runsc import Runsc
@@ -75,8 +75,7 @@ class SandboxHandle:
 
     Owned by a SandboxManager; if ephemeral, by the kernel; during a rescue, by Recovery. Operations that change the
     sandbox wait for each other (``lock``) and raise SandboxNotFoundError once the handle is closed. Those that save or
-    restore come to their end before a cancellation is raised. ``instance``, ``last_activity``, ``idle_timeout`` and
-    ``cleanup_task`` belong to the current run on this server. Use a factory instead of the constructor.
+    restore come to their end before a cancellation is raised. Use a factory instead of the constructor.
     """
 
     def __init__(
@@ -94,10 +93,8 @@ class SandboxHandle:
         self.supervisor: asyncio.Task[None] | None = None
         self.lock = asyncio.Lock()
         self.closed = self.saving = False
-        self.outdated = False
-        """True for a rescued sandbox if another server has since saved a newer state."""
-        self.hands_over = False
-        """True if this server releases it when another one asks for it."""
+        self.outdated = False  # True for a rescued sandbox if another server has since saved a newer state
+        self.hands_over = False  # True if this server releases it when another one asks for it
         self.last_activity = time.monotonic()
         self.idle_timeout: float | None = None
         self._stored = stored
@@ -132,7 +129,7 @@ class SandboxHandle:
         """
         first = (identity or Identity()).document(sandbox_id)
         stored = await StoredState.create(stores, owner, first)
-        return cls._persistent(spec, runsc, platform, stored, None, Grant.of(spec, platform))
+        return _persistent(spec, runsc, platform, stored, None, Grant.of(spec, platform))
 
     @classmethod
     async def attach_persistent(
@@ -157,7 +154,7 @@ class SandboxHandle:
             if source:
                 stores.required_checkpoints()
                 spec = await planned_spec(stored.metadata, source, runsc, stores, grant)
-        return cls._persistent(spec or UNPLANNED, runsc, platform, stored, source, grant)
+        return _persistent(spec or UNPLANNED, runsc, platform, stored, source, grant)
 
     @classmethod
     async def rescue(
@@ -165,7 +162,7 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """Return the sandbox of a killed server from its runtime ``folder`` and ``note``. Called by Recovery only.
 
-        The sandbox may still run; then call ``save``, otherwise ``record_stopped``.
+        The sandbox may still run; then call ``save``, otherwise ``memory.stored.record_stopped``.
         """
         async with StoredState.attached(note.sandbox_id, stores, owner, patience) as stored:
             outdated = note.outdated(stored.metadata)
@@ -174,22 +171,6 @@ class SandboxHandle:
         grant = Grant.of(spec, note.platform)
         handle = cls(note.sandbox_id, orphan, grant, stored, stored.metadata.checkpoint)
         handle.memory.contents, handle.outdated = note.contents, outdated
-        return handle
-
-    @classmethod
-    def _persistent(
-        cls,
-        spec: BundleSpec,
-        runsc: Runsc,
-        platform: str,
-        stored: StoredState,
-        source: Checkpoint | None,
-        grant: Grant | None,
-    ) -> SandboxHandle:
-        sandbox_id, outlives = stored.metadata.sandbox_id, stored.stores.checkpoints is not None
-        instance = GVisorSandbox(sandbox_id, replace(spec, outlives=outlives), runsc, platform)
-        handle = cls(sandbox_id, instance, grant, stored, source)
-        handle.describe(source.contents if source else {})
         return handle
 
     # -- identity and metadata ---------------------------------------------------------------------------------------
@@ -292,16 +273,13 @@ class SandboxHandle:
         """Save its memory and return the checkpoint. The only way to save.
 
         Without ``name`` this is the current checkpoint: the sandbox ends, and this server keeps it for ``restore``.
-        With ``name`` it is a savepoint: the sandbox continues to run, or stays hibernated. If the save fails, the
-        sandbox continues to run, and the latest checkpoint is kept.
+        With ``name`` it is a savepoint: the sandbox runs on, or stays hibernated. It also runs on if the save fails.
 
-        Raises FencedError if another server owns it now, SavepointExistsError if the name is taken,
-        TooManySavepointsError, and UnsaveableError.
+        Raises FencedError if another server owns it now, SavepointExistsError, TooManySavepointsError, UnsaveableError.
 
-        With ``insist``, the guest has that many seconds to run its hook and to list the files it uses. After that, or
-        if it fails to, the sandbox is saved without the guest's help, like the sandbox of a killed server; only another
-        handle can restore it then. Raises UnresponsiveError if runsc cannot save it that way: no other server could
-        save it either.
+        With ``insist``, the guest has that many seconds to help. After that, or if it fails to, the sandbox is saved
+        like that of a killed server; only another handle can restore it then. Raises UnresponsiveError if runsc cannot
+        save it that way: no other server could save it either.
         """
         async with self.exclusive(insist):
             return await finished(self.memory.save_as(name) if name else self.save_locked(insist))
@@ -319,11 +297,6 @@ class SandboxHandle:
             self._touching = asyncio.create_task(self.registration.touch())
         return made
 
-    def give_up_waiting(self) -> None:
-        """Interrupt a save or copy that waits for the guest. Called when the server stops."""
-        if self.memory.images:
-            self.memory.images.give_up_waiting(self.instance)
-
     # -- savepoints and files ----------------------------------------------------------------------------------------
 
     async def drop_savepoint(self, name: str) -> None:
@@ -335,8 +308,8 @@ class SandboxHandle:
         """Keep the current state as a savepoint, restore the savepoint ``name``, and return the new savepoint's name.
 
         If the restore fails, the current state is restored and the error raised. The handle has a new ``instance`` in
-        either case. Before anything is changed, raises SavepointNotFoundError, IncompatibleError if this server cannot
-        restore it, and TooManySavepointsError or UnsaveableError if there is no room for another savepoint.
+        either case. Before that, raises SavepointNotFoundError, IncompatibleError, and TooManySavepointsError or
+        UnsaveableError if there is no room for another savepoint.
         """
         async with self.exclusive():
             target = self.metadata.savepoint(name)
@@ -349,11 +322,7 @@ class SandboxHandle:
     async def save_snapshot(self, name: str) -> GCSArtifact:
         """Save its files, without its memory, as the snapshot ``name``; it continues to run."""
         async with self.exclusive():
-            shelf, below = required_shelf(self._shelf), snapshot_prefix(self.sandbox_id, name)
-            with JOURNAL.doing(self.entry(What.SAVED)) as work:
-                made = await snapshots.save(shelf, below, self.instance, work.advance)
-                work.size = made.size
-            return made
+            return await self.memory.save_snapshot(required_shelf(self._shelf), name)
 
     async def load_snapshot(self, sandbox_id: str, name: str) -> None:
         """Unpack a snapshot of this or another sandbox in this one, which must be running."""
@@ -380,10 +349,6 @@ class SandboxHandle:
         await self.memory.stored.renew_lease(owner)
         self.describe(self.contents)
 
-    async def record_stopped(self) -> None:
-        """Record that it no longer runs, although it was not saved."""
-        await self.memory.stored.document.change(GCSSandboxMetadata.stopped)
-
     # -- internals ---------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -392,9 +357,8 @@ class SandboxHandle:
 
         With ``insist``, an operation that holds the lock for that many seconds no longer waits for the guest.
         """
-        patience = None
-        if insist is not None:
-            patience = asyncio.get_running_loop().call_later(insist, self.give_up_waiting)
+        loop = asyncio.get_running_loop()
+        patience = None if insist is None else loop.call_later(insist, self.memory.give_up_waiting)
         try:
             await self.lock.acquire()
         finally:
@@ -406,3 +370,14 @@ class SandboxHandle:
             yield
         finally:
             self.lock.release()
+
+
+def _persistent(
+    spec: BundleSpec, runsc: Runsc, platform: str, stored: StoredState, source: Checkpoint | None, grant: Grant | None
+) -> SandboxHandle:
+    """Return the handle of an unstarted sandbox with the document ``stored``."""
+    sandbox_id, outlives = stored.metadata.sandbox_id, stored.stores.checkpoints is not None
+    instance = GVisorSandbox(sandbox_id, replace(spec, outlives=outlives), runsc, platform)
+    handle = SandboxHandle(sandbox_id, instance, grant, stored, source)
+    handle.describe(source.contents if source else {})
+    return handle

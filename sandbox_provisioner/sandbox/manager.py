@@ -267,7 +267,7 @@ class SandboxManager:
                 await handle.instance.delete()
                 if handle.persistent and handle.metadata.running:
                     with suppress(SandboxError):  # the next owner finds that no server runs it
-                        await handle.record_stopped()
+                        await handle.memory.stored.record_stopped()
                 await self._drop(handle)
         if reason:
             handle.observer.gone(reason)

@@ -17,11 +17,11 @@ from ..gvisor.runsc import Runsc
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import Action, State, after
 from ..mux.connection import Hooks
-from ..persistence import checkpoints
-from ..persistence.backends import Stores
+from ..persistence import checkpoints, snapshots
+from ..persistence.backends import Shelf, Stores
 from ..persistence.checkpoints import now
-from ..persistence.metadata import Checkpoint, GCSSandboxMetadata, Note
-from ..persistence.names import checkpoints_prefix, valid_id
+from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
+from ..persistence.names import checkpoints_prefix, snapshot_prefix, valid_id
 from ..persistence.staging import staging
 from ..storage.base import Advance, nothing
 from ..workers import control, finished
@@ -154,6 +154,18 @@ class SandboxMemory:
         if source and (savepoint or self.instance.state == State.CHECKPOINTED):
             return await detached.copy_checkpoint(self.stored.stores, self._sandbox_id, source, sandbox_id, advance)
         return await self._writer().copy(self.instance, lambda: self.contents, sandbox_id, advance)
+
+    async def save_snapshot(self, shelf: Shelf, name: str) -> GCSArtifact:
+        """Save the files, without the memory, as the snapshot ``name``; the instance runs on."""
+        with JOURNAL.doing(self.entry(What.SAVED)) as work:
+            made = await snapshots.save(shelf, snapshot_prefix(self._sandbox_id, name), self.instance, work.advance)
+            work.size = made.size
+        return made
+
+    def give_up_waiting(self) -> None:
+        """Interrupt a save or copy that waits for the guest. Called when the server stops."""
+        if self.images:
+            self.images.give_up_waiting(self.instance)
 
     # -- restore -----------------------------------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ class Recovery:
     async def _keep(handle: SandboxHandle, alive: bool) -> None:
         """Checkpoint it, or make a savepoint if another server has saved a newer state; record it if it has ended."""
         if not alive:
-            await handle.record_stopped()
+            await handle.memory.stored.record_stopped()
         elif handle.outdated:
             name = f"left-behind-{checkpoints.new_name()}"
             await handle.save(name)

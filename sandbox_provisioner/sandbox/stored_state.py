@@ -128,6 +128,10 @@ class StoredState:
             problem = f"its record in storage has {self.document.size:,} bytes already: delete some of its savepoints"
             raise UnsaveableError(self._sandbox_id, [problem])
 
+    async def record_stopped(self) -> None:
+        """Record that it no longer runs, although it was not saved."""
+        await self.document.change(GCSSandboxMetadata.stopped)
+
     async def record_started(self, instance: GVisorSandbox) -> None:
         """Record that ``instance`` runs, without saved state. If that fails, delete the instance and raise."""
         checkpoint, previous = self.metadata.checkpoint, self.metadata.previous
