@@ -60,15 +60,15 @@ async def hoard(manager: SandboxManager, size: int, folder: Path, local: bool) -
     spec = BundleSpec(python, "/home/me", "me", tuple(visible([python], environment)), environment=environment)
     handle = await manager.create(SANDBOX_ID, spec)
     try:
-        await manager.start(SANDBOX_ID)
+        await handle.start()
         process = await handle.instance.execute([python, "-c", HOARD, str(size)])
         before = await ask(process, "sum")
 
         async def restore() -> None:
-            await manager.restore(SANDBOX_ID)
+            await handle.restore()
             await ask(process, "are you there?")
 
-        seen = await watch("checkpoint", lambda: manager.checkpoint(SANDBOX_ID))
+        seen = await watch("checkpoint", handle.save)
         saved = handle.metadata.checkpoint
         assert saved is not None
         seen["size"] = saved.size

@@ -24,7 +24,7 @@ from sandbox_provisioner.provisioner import SandboxProvisioner
 from sandbox_provisioner.templates.build import build
 from sandbox_provisioner.templates.match import recipe_for
 from sandbox_provisioner.templates.store import TemplateShelf
-from sandbox_provisioner.templates.warm_pool import STANDBY
+from sandbox_provisioner.templates.warm_pool import WARM_POOL
 
 ROUNDS = 21
 GOALS = {COPY.name: 0.75, READY.name: 0.15, PRELOADED.name: 0.4}
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
                 compare(bench, "start to the first answer", (PLAIN, OURS, COPY, READY), seconds_to_ready, rounds)
                 compare(bench, "and numpy and pandas used", (PLAIN, PRELOADED), seconds_to_use, rounds)
             finally:
-                asyncio.run(STANDBY.end())
+                asyncio.run(WARM_POOL.end())
 
     return framed(measure, "ipykernel", "jupyter_client", "numpy", "pandas")
 
@@ -95,10 +95,10 @@ def seconds_to_ready(bench: Bench, contender: Contender) -> float:
 
 def wait_for_standby(bench: Bench) -> None:
     """Until a copy stands by; the first start has it made."""
-    if not STANDBY.copies:
+    if not WARM_POOL.copies:
         bench.stop(bench.start(READY, "ready"))
     deadline = time.monotonic() + PATIENCE
-    while not STANDBY.copies:
+    while not WARM_POOL.copies:
         if time.monotonic() > deadline:
             raise SandboxError("Nothing stands by.")
         time.sleep(0.05)

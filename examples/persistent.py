@@ -47,7 +47,7 @@ async def main(line: str) -> None:
         python, "/home/me", "me", tuple(interpreter_mounts([python], environment)), environment=environment
     )
     kept = Persistence.open()
-    manager = SandboxManager(storage_settings(), find_runsc(), NAME)
+    manager, handle = SandboxManager(storage_settings(), find_runsc(), NAME), None
     try:
         if known := kept.registry.find_notebook(NAME, "python"):
             sandbox_id = kept.registry.reattach(str(known[0].id), kept.stores).sandbox_id
@@ -56,16 +56,17 @@ async def main(line: str) -> None:
             sandbox_id = kept.registry.allocate(kept.stores, notebook_path=NAME, kernel_name="python").sandbox_id
             handle = await manager.create(sandbox_id, spec)
         if handle.metadata.checkpoint:
-            await manager.restore(sandbox_id)
+            await handle.restore()
         else:
-            await manager.start(sandbox_id)
+            await handle.start()
             process = await handle.instance.execute([python, "-c", CODE])
             handle.describe({"process": process.number})
         print(await tell(handle, line))
-        saved = await manager.checkpoint(sandbox_id)
+        saved = await handle.save()
         print(f"Saved {saved.size / 1e6:.1f} MB as {sandbox_id}.")
     finally:
-        await manager.shutdown(deadline=60)
+        if handle:
+            await manager.close(handle, save=True)
 
 
 if __name__ == "__main__":

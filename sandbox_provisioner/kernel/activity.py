@@ -19,6 +19,8 @@ import zmq
 import zmq.asyncio
 from jupyter_client.session import Session
 
+from ..errors import SandboxError
+
 STATUS = b'"status"'
 LARGEST_STATUS = 1 << 16
 """Bytes of the largest message that is parsed as a status. A guest could hold up the server with a larger one."""
@@ -58,6 +60,8 @@ class KernelActivity:
         self._requests: dict[str, Request] = {}
         self._holds: dict[str, float] = {}
         self._last = 0
+        self.executions: set[object] = set()
+        """Commands that currently run beside the kernel. Changed in the server's loop."""
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class KernelActivity:
         """Keep the kernel awake for ``seconds`` on behalf of ``name``: None for no limit, 0 to stop.
 
         PLAIN is the hold that users turn on and off; every other name is that of a ``keep_awake()`` in the notebook.
-        Raises ValueError if MAX_HOLDS names already keep it awake.
+        Raises SandboxError if MAX_HOLDS names already keep it awake.
         """
         name = _hold_name(name)
         self._holds = self._active_holds()
@@ -153,7 +157,7 @@ class KernelActivity:
 
     def _hold(self, name: str, until: float) -> None:
         if len(self._holds) >= MAX_HOLDS:
-            raise ValueError(f"A kernel can be kept awake for at most {MAX_HOLDS} reasons at once.")
+            raise SandboxError(f"A kernel can be kept awake for at most {MAX_HOLDS} reasons at once.")
         self._holds[name] = until
 
     @property
@@ -185,8 +189,8 @@ class KernelActivity:
 
     @property
     def busy(self) -> bool:
-        """True while a request is unfinished or the kernel must be kept awake."""
-        return self.executing or self.kept_awake
+        """True while a request is unfinished, the kernel must be kept awake, or a command runs beside it."""
+        return self.executing or self.kept_awake or bool(self.executions)
 
     def reasons(self) -> list[str]:
         """Return the reasons why the kernel is not idle, as sentences without a full stop."""
@@ -199,7 +203,11 @@ class KernelActivity:
             found.append(f"A cell has been running for {_about(now - cells[0].since)}{waiting}")
         if others:
             found.append(f"The kernel has worked on {others[0].msg_type!r} for {_about(now - others[0].since)}")
-        return found + ([awake] if (awake := self.awake_for()) else [])
+        if awake := self.awake_for():
+            found.append(awake)
+        if commands := len(self.executions):
+            found.append(f"{commands} commands run beside it" if commands > 1 else "A command runs beside it")
+        return found
 
 
 def _hold_name(name: str) -> str:

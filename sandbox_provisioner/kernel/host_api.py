@@ -119,7 +119,7 @@ async def serve(request: Mapping[str, Any], kernel: Askable) -> dict[str, Any]:
     except SandboxError as error:
         return {"problem": public(error)[:MAX_PROBLEM]}
     except Exception:
-        log.exception("What a notebook asked of its sandbox failed.")
+        log.exception("A request of a notebook to its sandbox failed")
         return {"problem": INTERNAL}
 
 

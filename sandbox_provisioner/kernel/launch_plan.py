@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,14 +26,14 @@ from ..gvisor.mounts import homes, masks, shields, unlinked, within
 from ..gvisor.reserved_dirs import hide, require_unreserved, reserved_folders
 from ..gvisor.runsc import Runsc
 from ..gvisor.runtime_dir import runtime_roots
-from .kernel import Start
 from .relay import CHANNELS
 from .settings import SandboxSettings
+from .starting import Start
 
 GUEST_RUNTIME = "/run/jupyter"
 CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
 """Fields of a connection file that a kernel and its clients must share, besides the endpoints."""
-PACKAGES = "What pip installs in this sandbox comes here, because the virtual environment is read-only.\n"
+PACKAGES = "pip installs packages here in this sandbox, because the virtual environment is read-only.\n"
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Launch:
     """The same sandbox without the kernel's folder."""
     env: Mapping[str, str]
     """The kernel's variables, without those that this module adds."""
+    platform: str
 
 
 def plan(
@@ -84,31 +84,7 @@ def plan(
     )
     finds = needed_paths(argv, env) + (needed_paths([sys.executable], env) if argv[0] != sys.executable else [])
     spec, bare = (_bundle(finds, env, shown, configured, settings, runsc) for shown in (folder, None))
-    return Launch(spec, start, targets(info), bare, env)
-
-
-def sink(given: Any, inherited: int) -> int | None:
-    """Return a duplicate of the descriptor ``given``, as Popen takes it; of ``inherited`` if that is None.
-
-    Return None for PIPE, which has no reader here, DEVNULL and STDOUT.
-    """
-    number = inherited if given is None else given if isinstance(given, int) else given.fileno()
-    return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
-
-
-def shares_log(given: Any) -> bool:
-    """Return True if ``given``, as Popen takes it, is this process's own log or a terminal."""
-    if given is None:
-        return True
-    number = given if isinstance(given, int) else given.fileno()
-    return number >= 0 and (os.isatty(number) or any(_same_file(number, own) for own in (1, 2)))
-
-
-def _same_file(one: int, other: int) -> bool:
-    try:
-        return os.path.sameopenfile(one, other)
-    except OSError:  # this process has no such descriptor
-        return False
+    return Launch(spec, start, targets(info), bare, env, settings.platform)
 
 
 def _configured(

@@ -19,7 +19,7 @@ EPHEMERAL = (
 )
 
 
-class Inside:
+class NotebookActions:
     """The actions on one kernel, as ``host_api.Askable`` declares them. ``session`` signs messages as the kernel."""
 
     def __init__(self, kernel: SandboxedKernel, session: Callable[[], Session]) -> None:
@@ -61,11 +61,11 @@ class Inside:
                 "Rewind it from outside: `jupyter sandbox rewind`.",
             )
 
-        def farewell(kept: str, problem: SandboxError | None) -> tuple[bytes, bytes]:
+        def last_messages(kept: str, problem: SandboxError | None) -> tuple[bytes, bytes]:
             said = f"Rewound to {name}; the state before is kept as savepoint {kept}."
             return end_cell(cell, self._session(), said, public(problem) if problem else "") if cell else (b"", b"")
 
-        return await self._kernel.rewind(name, farewell)
+        return await self._kernel.rewind(name, last_messages)
 
     async def keep_awake(self, name: str, seconds: float | None) -> str:
         """Prevent hibernation for idleness; return a sentence that states for how long."""

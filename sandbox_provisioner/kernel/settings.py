@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, Int, List, Unicode
 
 from .. import config
 from ..gvisor.runsc import PLATFORMS
-from ..sandbox.manager import Features
 from .relay import MAX_MESSAGE
 
 
@@ -191,9 +188,3 @@ class SandboxSettings(LocalProvisioner):
             "need the same storage and the same SANDBOX_SIGNING_KEY.",
         ),
     )
-
-    @property
-    def features(self) -> Features:
-        """The settings that control the automatic actions of a persistent sandbox."""
-        names = (field.name for field in fields(Features))
-        return Features(**{name: getattr(self, name) for name in names})

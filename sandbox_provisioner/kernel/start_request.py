@@ -1,41 +1,66 @@
-"""Read the sandbox settings in the environment of one start request, which override the configured ones."""
+"""Make the StartRequest of a kernel's start from its keyword or its environment, and from the settings."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from .. import config
-from ..sandbox.claims import Wanted
+from ..sandbox.start_request import StartRequest
 from .settings import SandboxSettings
 
-ASKED = "SANDBOX_ASKED"
-"""The variable that names the variables set by the request, even if the server has the same values."""
+KEYWORD = "start_request"
+"""Keyword of jupyter_client's ``start_kernel`` that passes a StartRequest; jupyter_client repeats it at a restart."""
 
 
-def heed(env: Mapping[str, str], settings: SandboxSettings) -> None:
-    """Apply the request's settings to ``settings``."""
-    asked = _asked(env)
-    settings.enable_handoff = config.flag("SANDBOX_ENABLE_HANDOFF", asked, settings.enable_handoff)
-    settings.enable_checkpoint_at_idle = config.flag(
-        "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE", asked, settings.enable_checkpoint_at_idle
+def requested(arguments: Mapping[str, Any], settings: SandboxSettings, kernel_name: str) -> StartRequest | None:
+    """Return the request of a start with these keyword arguments; None if it is for an ephemeral kernel.
+
+    Raises ConfigurationError if a variable in the environment has an invalid value.
+    """
+    env = arguments.get("env") or {}
+    request = arguments.get(KEYWORD) or from_environment(env)
+    return complete(replace(request, kernel_name=kernel_name), env.get("JPY_SESSION_NAME", ""), settings)
+
+
+def from_environment(env: Mapping[str, str]) -> StartRequest:
+    """Return the request in the variables of ``env`` that differ from the server's: the request itself set those."""
+    asked = {name: value for name, value in env.items() if value and value != os.environ.get(name, "")}
+
+    def flag(variable: str) -> bool | None:
+        return config.flag(variable, asked) if variable in asked else None
+
+    gcs = asked.get("GCS_SANDBOX_ID", "")
+    return StartRequest(
+        sandbox_id=gcs or asked.get("SANDBOX_ID", ""),
+        gcs=bool(gcs),
+        enable_handoff=flag("SANDBOX_ENABLE_HANDOFF"),
+        enable_checkpoint_at_idle=flag("SANDBOX_ENABLE_CHECKPOINT_AT_IDLE"),
+        idle_timeout=config.seconds("SANDBOX_IDLE_TIMEOUT", 0, asked) if "SANDBOX_IDLE_TIMEOUT" in asked else None,
     )
-    settings.idle_timeout = config.seconds("SANDBOX_IDLE_TIMEOUT", settings.idle_timeout, asked)
 
 
-def wanted(env: Mapping[str, str], settings: SandboxSettings, kernel_name: str) -> Wanted | None:
-    """Return the persistent sandbox that the start requests; None for an ephemeral kernel."""
-    asked = _asked(env)
-    gcs = asked.get("GCS_SANDBOX_ID") or ("" if asked.get("SANDBOX_ID") else settings.gcs_sandbox_id)
-    explicit = gcs or asked.get("SANDBOX_ID") or settings.sandbox_id
-    notebook = env.get("JPY_SESSION_NAME", "")
-    if not explicit and not (settings.persistent and notebook.endswith(".ipynb")):
+def complete(request: StartRequest, notebook_path: str, settings: SandboxSettings) -> StartRequest | None:
+    """Return the request with the kernel's settings where it leaves something open; None for an ephemeral kernel."""
+    notebook = request.notebook_path or notebook_path
+    sandbox_id, gcs = request.sandbox_id, request.gcs
+    if not sandbox_id:
+        sandbox_id, gcs = settings.gcs_sandbox_id or settings.sandbox_id, bool(settings.gcs_sandbox_id)
+    if not sandbox_id and not (settings.persistent and notebook.endswith(".ipynb")):
         return None
-    shared_with = tuple(settings.shared_with)
-    return Wanted(kernel_name, notebook, explicit, bool(gcs), config.user_name(), shared_with)
-
-
-def _asked(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the request itself set: named in ASKED, or different from the server's."""
-    own = env.get(ASKED, "").split(",")
-    return {name: value for name, value in env.items() if name in own or value != os.environ.get(name, "")}
+    names = ("enable_handoff", "enable_checkpoint_at_idle", "idle_timeout")
+    policy = {name: getattr(settings, name) for name in names if getattr(request, name) is None}
+    completed = replace(
+        request,
+        notebook_path=notebook,
+        sandbox_id=sandbox_id,
+        gcs=gcs,
+        hook_timeout=settings.hook_timeout,
+        reseed=settings.reseed,
+        user=config.user_name(),
+        shared_with=tuple(settings.shared_with),
+        **policy,
+    )
+    return replace(completed, patience=settings.handoff_timeout if completed.enable_handoff else 0.0)

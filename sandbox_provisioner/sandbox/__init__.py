@@ -1,7 +1,9 @@
 """Sandboxes that are saved and restored: handles, the policy for them, and sandboxes that no process has open.
 
-- ``handle``: SandboxHandle, made by its three factories; ``manager``: SandboxManager, the policy for them
-- ``claims``: find or create the sandbox of a kernel's start
+- ``manager``: SandboxManager, finds or creates, holds and closes sandboxes; ``supervisor``: its background work for one
+- ``handle``: SandboxHandle, made by its three factories; ``memory``: run, save and restore its memory
+- ``stored_state``: the document of an open sandbox; ``image_writer``: its memory on the way to storage
+- ``start_request``: StartRequest; ``registration``: the record of the requested sandbox
 - ``registry``: PersistentSandboxRegistry, the sandboxes that exist; ``user_sandboxes``: a user's stores and registry
 - ``recovery``: save sandboxes whose server was killed, and remove files and objects that such servers left
 - ``detached``: operations on sandboxes that no server has open; ``listing``: their state in storage

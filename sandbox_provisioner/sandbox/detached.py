@@ -69,14 +69,14 @@ async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Docume
     return await Document.open(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, sandbox_id)
 
 
-async def sign(book: Document, stores: Stores) -> None:
+async def sign(document: Document, stores: Stores) -> None:
     """Write our lease's token into a document.
 
     If the sandbox is from before documents were signed, also sign its snapshots; unsigned documents of it are refused
     from then on.
     """
-    await book.sign()
-    await asyncio.to_thread(_sign_earlier, stores, book.metadata.sandbox_id)
+    await document.sign()
+    await asyncio.to_thread(_sign_earlier, stores, document.metadata.sandbox_id)
 
 
 def _sign_earlier(stores: Stores, sandbox_id: str) -> None:
@@ -107,12 +107,12 @@ async def found_persistent(
     async with leased(first.sandbox_id, stores, owner) as lease:
         if await asyncio.to_thread(_exists, stores.metadata, name):
             raise SandboxExistsError(first.sandbox_id, stores.metadata.where)
-        await asyncio.to_thread(_doom, stores, first.sandbox_id)
+        await asyncio.to_thread(_write_tombstone, stores, first.sandbox_id)
         made = await make(first.sandbox_id)
         contents = {**made.contents, RESEED: True}
         first = replace(first, checkpoint=replace(made, contents=contents))
         await Document.create(stores.metadata, stores.signer, name, lease, first)
-        await asyncio.to_thread(_spare, stores, first.sandbox_id)
+        await asyncio.to_thread(_remove_tombstone, stores, first.sandbox_id)
     await lease.release()
     return made
 
@@ -144,9 +144,9 @@ async def fork_persistent(
     Raises LeaseHeldError if ``sandbox_id`` is in use, StateError if it has no checkpoint, SavepointNotFoundError,
     SandboxExistsError.
     """
-    async with borrowed(sandbox_id, stores, owner) as book:
-        document = book.metadata
-        source = document.savepoint(savepoint) if savepoint else document.checkpoint
+    async with borrowed(sandbox_id, stores, owner) as document:
+        current = document.metadata
+        source = current.savepoint(savepoint) if savepoint else current.checkpoint
         if source is None:
             raise StateError(sandbox_id, "fork", "empty: nothing was saved of it")
         with JOURNAL.doing(Entry(sandbox_id, What.FORKED, kernel_name=first.kernel_name, user=first.user)) as work:
@@ -159,12 +159,12 @@ async def fork_persistent(
 async def drop_savepoint(stores: Stores, sandbox_id: str, name: str, owner: Owner) -> None:
     """Delete a savepoint. Raises LeaseHeldError if the sandbox is in use, SavepointNotFoundError."""
     store = stores.required_checkpoints()
-    async with borrowed(sandbox_id, stores, owner) as book:
-        dropped = book.metadata.savepoint(name)
+    async with borrowed(sandbox_id, stores, owner) as document:
+        dropped = document.metadata.savepoint(name)
         checkpoints.check_names(dropped.artifact, checkpoints_prefix(sandbox_id))
-        await sign(book, stores)
-        await book.change(lambda document: document.without_savepoint(name))
-        if dropped.artifact.name not in book.metadata.kept:
+        await sign(document, stores)
+        await document.change(lambda current: current.without_savepoint(name))
+        if dropped.artifact.name not in document.metadata.kept:
             await bulk(store.delete_all, dropped.artifact.name)
 
 
@@ -186,16 +186,16 @@ async def destroy_persistent(
         found = await asyncio.to_thread(_all_artifacts, stores, sandbox_id)
         with suppress(SandboxNotFoundError):
             try:
-                book = await open_document(stores, sandbox_id, lease)
-                if only_empty and (book.metadata.kept or _has_snapshots(found)):
+                document = await open_document(stores, sandbox_id, lease)
+                if only_empty and (document.metadata.kept or _has_snapshots(found)):
                     raise SandboxExistsError(sandbox_id, stores.metadata.where)
-                await book.sign()
-                generation = book.generation
+                await document.sign()
+                generation = document.generation
             except (MetadataError, SignatureError) as error:
                 if only_empty:
                     raise
                 generation = await asyncio.to_thread(_unverified, stores, name, error, unverified)
-            await asyncio.to_thread(_doom, stores, sandbox_id)
+            await asyncio.to_thread(_write_tombstone, stores, sandbox_id)
             await asyncio.to_thread(stores.metadata.delete, name, generation)
         freed = await bulk(_delete, stores, sandbox_id, found)
     await lease.release()
@@ -238,7 +238,7 @@ async def destroy_remains(stores: Stores, sandbox_id: str, owner: Owner) -> None
     """
     async with leased(sandbox_id, stores, owner) as lease:
         if await asyncio.to_thread(_exists, stores.metadata, metadata_name(sandbox_id)):
-            await asyncio.to_thread(_spare, stores, sandbox_id)
+            await asyncio.to_thread(_remove_tombstone, stores, sandbox_id)
         else:
             found = await asyncio.to_thread(_all_artifacts, stores, sandbox_id)
             await bulk(_delete, stores, sandbox_id, found)
@@ -257,11 +257,11 @@ def _has_snapshots(found: list[tuple[ObjectStore, set[str]]]) -> bool:
 def _delete(stores: Stores, sandbox_id: str, found: list[tuple[ObjectStore, set[str]]]) -> int:
     """Delete these artifacts and the tombstone, and return the freed bytes. Blocks."""
     freed = sum(store.delete_all(below) for store, names in found for below in names)
-    _spare(stores, sandbox_id)
+    _remove_tombstone(stores, sandbox_id)
     return freed
 
 
-def _doom(stores: Stores, sandbox_id: str) -> None:
+def _write_tombstone(stores: Stores, sandbox_id: str) -> None:
     """Write a tombstone: the artifacts of this sandbox are garbage if it has no document, even if we are killed now.
 
     Artifacts without a tombstone are never garbage: their metadata may be in another store than ours.
@@ -270,7 +270,7 @@ def _doom(stores: Stores, sandbox_id: str) -> None:
         stores.checkpoints.write(tombstone_name(sandbox_id), stores.metadata.where.encode())
 
 
-def _spare(stores: Stores, sandbox_id: str) -> None:
+def _remove_tombstone(stores: Stores, sandbox_id: str) -> None:
     if stores.checkpoints:
         stores.checkpoints.delete(tombstone_name(sandbox_id))
 
@@ -280,17 +280,17 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
 
     Raises LeaseHeldError if it is in use, SandboxError without a previous checkpoint.
     """
-    async with borrowed(sandbox_id, stores, owner) as book:
-        older = book.metadata.previous
+    async with borrowed(sandbox_id, stores, owner) as document:
+        older = document.metadata.previous
         if older is None:
             raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
-        await sign(book, stores)
+        await sign(document, stores)
         given_up = f"before-revert-{checkpoints.new_name()}"
-        await book.change(lambda document: document.reverted(given_up))
+        await document.change(lambda current: current.reverted(given_up))
     return older
 
 
-def doomed(stores: Stores) -> set[str]:
+def with_tombstone(stores: Stores) -> set[str]:
     """Return the ids of sandboxes with a tombstone: their deletion or fork was interrupted. Blocks."""
     store = stores.checkpoints
     if store is None:

@@ -1,89 +1,84 @@
-"""Hold open sandboxes by id and decide what is done to them, when and in which order.
+"""Find or create sandboxes, hold the open ones by id, and decide when one is saved, handed over or given up.
 
-The policy covers: which features this server supports, when an idle sandbox is checkpointed, when one is handed over
-to another server, and what happens to all of them when the server stops. SandboxHandle does the work.
+SandboxHandle does the work on one sandbox; Supervisor does the background work for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from ..config import GCSConfig
-from ..errors import FencedError, LeaseHeldError, SandboxError, SandboxNotFoundError, StateError
+from ..errors import (
+    ForeignSandboxError,
+    LeaseHeldError,
+    SandboxError,
+    SandboxExistsError,
+    SandboxNotFoundError,
+    SignatureError,
+    StateError,
+)
 from ..events import JOURNAL, Entry, What
 from ..gvisor.bundle import BundleSpec
-from ..gvisor.restore_plan import Grant
 from ..gvisor.runsc import Runsc
 from ..gvisor.state import State
 from ..lock.base import Owner
 from ..mux.connection import Hooks
-from ..persistence.backends import Stores, open_snapshot_storage, open_stores
-from ..persistence.metadata import Checkpoint, GCSArtifact
-from ..persistence.names import valid_id
-from ..workers import finished
-from . import detached
-from .handle import Identity, SandboxHandle
+from ..persistence.backends import Stores, open_snapshot_storage, open_stores, share_stores
+from ..persistence.names import lock_name, valid_id
+from ..workers import control, finished
+from . import detached, user_sandboxes
+from .handle import UNPLANNED, Identity, SandboxHandle
 from .recovery import Recovered, Recovery
+from .registration import Registration, derived, facts, identities, known
+from .start_request import Features, StartRequest
+from .supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-PAUSE = 5.0
-SHORTEST = 0.1
-"""Minimum seconds between two checks for idleness, however short the idle timeout."""
-
-
-@dataclass(frozen=True)
-class Features:
-    """Automatic behaviour of a persistent sandbox. ``idle_timeout`` and ``hook_timeout`` are in seconds."""
-
-    enable_handoff: bool = False
-    enable_checkpoint_at_idle: bool = False
-    idle_timeout: float = 1800.0
-    hook_timeout: float = 0.0
-    reseed: bool = False
-
-
-Gone = Callable[[str, str], None]
-"""Callback with the id of a sandbox that this server no longer has, and the reason."""
+REQUESTED = "another server asked for it"
 
 
 class SandboxManager:
-    """Open sandboxes by id, with one lock each: methods that change a sandbox wait for each other.
+    """The open sandboxes of one process and configuration, by id. Use it from one event loop only.
 
-    Each kernel's Claim has a manager of its own. Use a manager from one event loop only.
+    All kernels with the same storage and runsc share a manager (``shared``). It owns the handles; each handle's
+    observer is told what happens to its sandbox.
 
-    Callbacks: ``busy`` is called before an idle sandbox is checkpointed. ``on_saving`` is called before, and
-    ``on_saved`` after, the checkpoint of a sandbox that this server keeps. ``on_gone`` is called after a hand-off or
-    loss.
+    Locks, outermost first; a task that holds one may wait only for those below it:
+
+    1. the start lock, one per notebook or requested id: in the server, around the whole start, and here, in ``open``
+    2. ``SandboxHandle.lock``, one per sandbox id: around each operation that changes the sandbox
+    3. the driver's lock in GVisorSandbox: around each command to runsc
+
+    A rewind of a kernel also holds a lock of SandboxedKernel, between 1 and 2.
     """
 
     def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "", stores: Stores | None = None) -> None:
         self.handles: dict[str, SandboxHandle] = {}
-        self.busy: Callable[[str], bool] = lambda sandbox_id: False
-        self.on_saving: Callable[[str], None] = lambda sandbox_id: None
-        self.on_saved: Callable[[str], None] = lambda sandbox_id: None
-        self.on_gone: Gone = lambda sandbox_id, reason: None
         self._config = config
         self._runsc = runsc
         self._server = server or f"server-{uuid4().hex[:8]}"
-        self._opened = stores
-        self._acting: dict[str, asyncio.Lock] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._stores = stores
+        self._starting: WeakValueDictionary[tuple[str, str, str], asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @classmethod
+    def shared(cls, config: GCSConfig, runsc: Runsc, server: str) -> SandboxManager:
+        """Return this process's manager for these settings. Call on the I/O loop, which the manager then belongs to."""
+        key = asyncio.get_running_loop(), config, runsc
+        return _shared.get(key) or _shared.setdefault(key, cls(config, runsc, server))
 
     @property
     def stores(self) -> Stores:
         """The stores of persistent sandboxes. Raises ConfigurationError if this server has none."""
-        if self._opened is None:
-            self._opened = open_stores(self._config)
-        return self._opened
+        if self._stores is None:
+            self._stores = open_stores(self._config)
+        return self._stores
 
     @property
     def _recovery(self) -> Recovery:
@@ -93,7 +88,87 @@ class SandboxManager:
         """Return this server's identity, as shown to other servers, for one attempt to acquire a lease."""
         return Owner.here(self._server)
 
-    # -- create, attach, find --------------------------------------------------------------------------------------
+    def get(self, sandbox_id: str) -> SandboxHandle:
+        """Return the handle of an open sandbox. Raises SandboxNotFoundError if this manager does not have it."""
+        if sandbox_id not in self.handles:
+            raise SandboxNotFoundError(sandbox_id, self._server)
+        return self.handles[sandbox_id]
+
+    # -- find or create ----------------------------------------------------------------------------------------------
+
+    def require(self, request: StartRequest) -> None:
+        """Raise ConfigurationError if this server does not support the request. Nothing is stored before that."""
+        features = request.features
+        self._config.require(
+            gcs_sandbox_id=request.sandbox_id if request.gcs else None,
+            enable_handoff=features.enable_handoff,
+            enable_checkpoint_at_idle=features.enable_checkpoint_at_idle,
+            sandbox_id=request.sandbox_id,
+        )
+
+    async def open(self, request: StartRequest) -> SandboxHandle:
+        """Return the sandbox that a start requests, not running yet: attach to the existing one or create a new one.
+
+        Raises ConfigurationError first if this server does not support the request, LeaseHeldError after the request's
+        ``patience``, and the other errors of ``attach``.
+        """
+        self.require(request)
+        key = request.kernel_name, request.notebook_path, request.sandbox_id
+        async with self._starting.setdefault(key, asyncio.Lock()):  # a second start then sees that it is in use
+            self._stores = self._stores or await control(share_stores, self._config)
+            return await self._open(request)
+
+    async def _open(self, request: StartRequest) -> SandboxHandle:
+        registry, stores, about = user_sandboxes.registry(), self.stores, facts(request)
+        before = await asyncio.to_thread(identities, registry)
+        record = await asyncio.to_thread(known, registry, stores, request)
+        is_known = record is not None
+        if record is None:
+            record = await asyncio.to_thread(derived, registry, stores, request)
+        if not request.sandbox_id and record.sandbox_id in self.handles:  # the notebook's old kernel still has it
+            record, is_known = await asyncio.to_thread(registry.allocate, stores, **about), True
+        first, handle = record, None
+        try:
+            handle = await self._attach_or_create(record.sandbox_id, request)
+            if handle.metadata.user == request.user and handle.metadata.shared_with != request.shared_with:
+                await handle.change(shared_with=request.shared_with)
+            path = handle.metadata.notebook_path
+            if not is_known and request.notebook_path and path != request.notebook_path:
+                await self.close(handle, save=False)  # its notebook was renamed on another server
+                record = await asyncio.to_thread(registry.allocate, stores, **about)
+                handle = await self._attach_or_create(record.sandbox_id, request)
+            elif request.notebook_path and path != request.notebook_path:
+                await handle.change(notebook_path=request.notebook_path)
+            record = await asyncio.to_thread(registry.record, record.sandbox_id, stores, **about)
+            handle.registration = Registration(registry, record)
+            return handle
+        except BaseException as error:
+            if handle:  # its lease would be renewed for ever
+                await asyncio.shield(self._undo(handle))
+            if isinstance(error, ForeignSandboxError | SignatureError) and first.id not in before:
+                await asyncio.to_thread(registry.forget, first.id)  # the user's registry lists no sandboxes of others
+            raise
+
+    async def _undo(self, handle: SandboxHandle) -> None:
+        """Release the sandbox after a failed start. Errors are logged."""
+        try:
+            await self.close(handle, save=False)
+        except Exception:
+            log.exception("Sandbox %s was not released after a failed start", handle.sandbox_id)
+
+    async def _attach_or_create(self, sandbox_id: str, request: StartRequest) -> SandboxHandle:
+        if handle := self.handles.get(sandbox_id):
+            if not request.patience or not handle.hands_over:
+                raise LeaseHeldError(lock_name(sandbox_id), self.owner())
+            await self.close(handle, save=True, reason=REQUESTED)
+        about = Identity(request.kernel_name, request.notebook_path, request.user, shared_with=request.shared_with)
+        try:
+            return await self.attach(sandbox_id, None, request.features, patience=request.patience)
+        except SandboxNotFoundError:
+            try:
+                return await self.create(sandbox_id, UNPLANNED, about, request.features)
+            except SandboxExistsError:  # another server has just created it
+                return await self.attach(sandbox_id, None, request.features, patience=request.patience)
 
     def create_ephemeral(self, sandbox_id: str, spec: BundleSpec, platform: str = "systrap") -> SandboxHandle:
         """Return a new, unstarted sandbox that is not persistent."""
@@ -113,11 +188,11 @@ class SandboxManager:
         Raises ConfigurationError, before anything is stored, if this server does not support ``features``; StateError
         if this manager has the sandbox already; and the errors of SandboxHandle.create_persistent.
         """
-        features = self._able(features)
+        features = self._supported(features)
         about = identity or Identity()
         about = replace(about, settings={**about.settings, **vars(features)})
         async with self._lock(sandbox_id):
-            self._require_unknown(sandbox_id)
+            self._require_closed(sandbox_id)
             handle = await SandboxHandle.create_persistent(
                 sandbox_id, spec, self._runsc, self.stores, self.owner(), about, platform
             )
@@ -130,25 +205,24 @@ class SandboxManager:
         features: Features | None = None,
         platform: str = "systrap",
         patience: float = 0.0,
-        previous: bool = False,
     ) -> SandboxHandle:
         """Return an existing persistent sandbox, not running yet; if a killed server left it running, save it first.
 
         Arguments and errors are those of SandboxHandle.attach_persistent and ``create``. Raises SandboxError if the
         sandbox of a killed server could not be saved.
         """
-        features = self._able(features)
+        features = self._supported(features)
         async with self._lock(sandbox_id):
-            self._require_unknown(sandbox_id)
+            self._require_closed(sandbox_id)
             for one in await self._recovery.save(sandbox_id):
                 if one.runs_on:
                     raise SandboxError(
                         f"Sandbox {sandbox_id} runs on since its server was killed, and was not saved: {one.problem}",
-                        "Nothing is lost: try once more when that is mended.",
+                        "Nothing is lost. Solve that problem and try again.",
                     )
             try:
                 handle = await SandboxHandle.attach_persistent(
-                    sandbox_id, spec, self._runsc, self.stores, self.owner(), platform, patience, previous
+                    sandbox_id, spec, self._runsc, self.stores, self.owner(), platform, patience
                 )
             except SandboxNotFoundError:
                 raise
@@ -157,134 +231,48 @@ class SandboxManager:
                 raise
             return self._keep(handle, features)
 
-    async def permit(self, sandbox_id: str, grant: Grant) -> None:
-        """Set the mounts for restores of a sandbox. Raises IncompatibleError if its checkpoint needs others."""
-        async with self._lock(sandbox_id):
-            try:
-                await self.get(sandbox_id).permit(grant)
-            except SandboxError as error:
-                JOURNAL.fail(Entry(sandbox_id, What.WOKEN), error)
-                raise
-
     async def recover(self) -> list[Recovered]:
         """Save the sandboxes of killed servers and delete the garbage that they left. Called when the server starts."""
         recovered = await self._recovery.save()
         await self._recovery.collect_garbage()
         return recovered
 
-    def get(self, sandbox_id: str) -> SandboxHandle:
-        """Return the handle of an open sandbox. Raises SandboxNotFoundError if this manager does not have it."""
-        if sandbox_id not in self.handles:
-            raise SandboxNotFoundError(sandbox_id, self._server)
-        return self.handles[sandbox_id]
+    # -- fork, close, delete -----------------------------------------------------------------------------------------
 
-    def touch(self, sandbox_id: str) -> None:
-        """Restart the idle time of a sandbox."""
-        self.get(sandbox_id).last_activity = time.monotonic()
-
-    # -- operations --------------------------------------------------------------------------------------------------
-
-    async def start(self, sandbox_id: str, template: Path | None = None) -> None:
-        """Start it without saved state, or as a copy of ``template``."""
-        async with self._lock(sandbox_id):
-            await self.get(sandbox_id).start(template)
-            self.touch(sandbox_id)
-
-    async def checkpoint(self, sandbox_id: str, insist: float | None = None) -> Checkpoint:
-        """Save its memory and end it; this server keeps it for ``restore``. ``insist`` is SandboxHandle.checkpoint's.
-
-        A cancellation is raised only after the save: ``on_saved`` must run, because it wakes the sandbox for requests
-        that arrived meanwhile.
-        """
-        patience = None
-        if insist is not None and sandbox_id in self.handles:  # the lock's holder may be waiting for the guest
-            give_up = self.handles[sandbox_id].give_up_waiting
-            patience = asyncio.get_running_loop().call_later(insist, give_up)
-        lock = self._lock(sandbox_id)
-        try:
-            await lock.acquire()
-        finally:
-            if patience:
-                patience.cancel()
-        try:
-            return await finished(self._save(self.get(sandbox_id), insist))
-        finally:
-            lock.release()
-
-    async def _save(self, handle: SandboxHandle, insist: float | None = None) -> Checkpoint:
-        self.on_saving(handle.sandbox_id)
-        made = await handle.checkpoint(insist)
-        self.on_saved(handle.sandbox_id)
-        return made
-
-    async def restore(self, sandbox_id: str) -> None:
-        """Restore it from its checkpoint."""
-        async with self._lock(sandbox_id):
-            await self.get(sandbox_id).restore()
-            self.touch(sandbox_id)
-
-    async def save_snapshot(self, sandbox_id: str, name: str) -> GCSArtifact:
-        """Save its files as the snapshot ``name``."""
-        async with self._lock(sandbox_id):
-            return await self.get(sandbox_id).save_snapshot(name)
-
-    async def load_snapshot(self, sandbox_id: str, name: str, source_id: str = "") -> None:
-        """Unpack a snapshot of this sandbox, or of the sandbox ``source_id``, in it."""
-        async with self._lock(sandbox_id):
-            await self.get(sandbox_id).load_snapshot(source_id or sandbox_id, name)
-
-    async def savepoint(self, sandbox_id: str, name: str) -> Checkpoint:
-        """Save its memory as the savepoint ``name``; it continues to run, or stays hibernated."""
-        async with self._lock(sandbox_id):
-            return await self.get(sandbox_id).savepoint(name)
-
-    async def drop_savepoint(self, sandbox_id: str, name: str) -> None:
-        """Delete a savepoint."""
-        async with self._lock(sandbox_id):
-            await self.get(sandbox_id).drop_savepoint(name)
-
-    async def rewind(self, sandbox_id: str, name: str) -> str:
-        """Keep the current state as a savepoint, restore the savepoint ``name``, and return the new savepoint's name.
-
-        If the restore fails, the current state is restored and the error raised. The handle has a new ``instance`` in
-        either case. A cancellation is raised only after that.
-        """
-        async with self._lock(sandbox_id):
-            handle = self.get(sandbox_id)
-            target = await handle.find_savepoint(name)
-            kept = await finished(self._rewind(handle, target))
-            self.touch(sandbox_id)
-            return kept
-
-    async def _rewind(self, handle: SandboxHandle, target: Checkpoint) -> str:
-        with JOURNAL.doing(handle.entry(What.REWOUND)) as work:
-            work.size = target.size
-            present = handle.metadata.checkpoint
-            if handle.instance.state == State.RUNNING:
-                present = await handle.checkpoint()
-            kept = await handle.keep_present()
-            handle.go_to(target)
-            try:
-                await handle.restore()
-            except BaseException:
-                assert present is not None
-                handle.go_to(present)
-                await handle.restore()
-                with suppress(SandboxError):
-                    await handle.drop_savepoint(kept)
-                raise
-            return kept
-
-    async def fork(self, sandbox_id: str, new_id: str, about: Identity, savepoint: str = "") -> None:
+    async def fork(self, handle: SandboxHandle, new_id: str, identity: Identity, savepoint: str = "") -> None:
         """Store a new sandbox with the memory of this one, current or at a savepoint; this one continues to run."""
-        first = about.document(valid_id(new_id))
-        async with self._lock(sandbox_id):
-            handle = self.get(sandbox_id)
+        first = identity.document(valid_id(new_id))
+        async with handle.exclusive():
             with JOURNAL.doing(handle.entry(What.FORKED)) as work:
                 made = await detached.found_persistent(
-                    self.stores, first, self.owner(), lambda name: handle.copy(name, savepoint, work.advance)
+                    self.stores, first, self.owner(), lambda name: handle.memory.copy(name, savepoint, work.advance)
                 )
                 work.size = made.size
+
+    async def close(self, handle: SandboxHandle, *, save: bool, reason: str = "") -> None:
+        """End a sandbox on this server and release it for others. Does nothing if it is closed already.
+
+        With ``save``, save it first if it runs and can be saved, and finish that even if the caller is cancelled; if it
+        fails, the sandbox stays open. With a ``reason``, tell the observer that the sandbox is gone.
+        """
+        async with handle.lock:
+            if handle.closed:
+                return
+            if save:
+                with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
+                    if handle.can_save and handle.instance.state == State.RUNNING:
+                        work.size = (await finished(handle.memory.checkpoint())).size
+                    await self._drop(handle)
+            else:
+                await handle.instance.delete()
+                if handle.persistent and handle.metadata.running:
+                    with suppress(SandboxError):  # the next owner finds that no server runs it
+                        await handle.memory.stored.record_stopped()
+                await self._drop(handle)
+        if reason:
+            handle.observer.gone(reason)
+        elif handle.registration:
+            await handle.registration.touch()
 
     async def delete(self, sandbox_id: str) -> int:
         """End it, delete everything stored for it and return the freed bytes. It need not be open in this manager."""
@@ -297,137 +285,54 @@ class SandboxManager:
                     if not handle.persistent:
                         return 0
                 work.size = await detached.destroy_persistent(self.stores, sandbox_id, self.owner())
-            return work.size
+        if handle and handle.registration:
+            await handle.registration.forget()
+        return work.size
 
-    async def hand_over(self, sandbox_id: str, reason: str = "it was handed over") -> None:
-        """Save it if it runs, and release it for another server."""
-        async with self._lock(sandbox_id):
-            handle = self.get(sandbox_id)
-            with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
-                if handle.can_save and handle.instance.state == State.RUNNING:
-                    work.size = (await handle.checkpoint()).size
-                await self._drop(handle)
-        self.on_gone(sandbox_id, reason)
-
-    async def release(self, sandbox_id: str) -> None:
-        """End it without saving it, and release it for another server."""
-        async with self._lock(sandbox_id):
-            handle = self.get(sandbox_id)
-            await handle.instance.delete()
-            if handle.persistent and handle.metadata.running:
-                with suppress(SandboxError):  # the next owner finds that no server runs it
-                    await handle.record_dead()
+    async def _lose(self, handle: SandboxHandle, reason: str) -> None:
+        """Release a sandbox that another server has taken."""
+        JOURNAL.write(handle.entry(What.LOST))
+        log.error("Sandbox %s is lost to this server: %s", handle.sandbox_id, reason)
+        async with handle.lock:
             await self._drop(handle)
+        handle.observer.gone(reason)
 
-    async def shutdown(self, deadline: float) -> dict[str, Exception | None]:
-        """Hand over all sandboxes in parallel, and return the error of each, or None.
+    # -- internals ---------------------------------------------------------------------------------------------------
 
-        A sandbox that is not saved after ``deadline`` seconds continues to run, for a rescue.
-        """
-        names = list(self.handles)
-        tasks = [asyncio.create_task(self._stop(name)) for name in names]
-        if tasks:
-            await asyncio.wait(tasks, timeout=deadline)
-        late = TimeoutError(f"it was not saved within {deadline:g} seconds, and runs on")
-        return {name: task.result() if task.done() else late for name, task in zip(names, tasks, strict=True)}
-
-    async def _stop(self, sandbox_id: str) -> Exception | None:
-        try:
-            await self.hand_over(sandbox_id, "the server stopped")
-        except Exception as error:
-            return error
-        return None
-
-    # -- background work ---------------------------------------------------------------------------------------------
-
-    def _able(self, features: Features | None) -> Features:
+    def _supported(self, features: Features | None) -> Features:
         features = features or Features()
         self._config.require(
             enable_handoff=features.enable_handoff, enable_checkpoint_at_idle=features.enable_checkpoint_at_idle
         )
         return features
 
-    def _require_unknown(self, sandbox_id: str) -> None:
+    def _require_closed(self, sandbox_id: str) -> None:
         if sandbox_id in self.handles:
             raise StateError(sandbox_id, "create or attach", "in use by this server already")
 
     def _lock(self, sandbox_id: str) -> asyncio.Lock:
-        return self._acting.setdefault(valid_id(sandbox_id), asyncio.Lock())
+        """Return the lock of a sandbox id, which its handle has, too."""
+        return self._locks.setdefault(valid_id(sandbox_id), asyncio.Lock())
 
     def _keep(self, handle: SandboxHandle, features: Features | None = None) -> SandboxHandle:
         self.handles[handle.sandbox_id] = handle
+        handle.lock = self._lock(handle.sandbox_id)
         if features:
             handle.instance.link.hooks = Hooks(features.hook_timeout, features.reseed)
             handle.idle_timeout = features.idle_timeout if features.enable_checkpoint_at_idle else None
-            self._watches[handle.sandbox_id] = asyncio.create_task(self._watch(handle, features))
+            handle.hands_over = features.enable_handoff
+            hand_over = self._hand_over if features.enable_handoff else None
+            supervisor = Supervisor(handle, self.owner, hand_over, self._lose)
+            handle.supervisor = asyncio.create_task(supervisor.run())
         return handle
+
+    async def _hand_over(self, handle: SandboxHandle) -> None:
+        await self.close(handle, save=True, reason=REQUESTED)
 
     async def _drop(self, handle: SandboxHandle) -> None:
         self.handles.pop(handle.sandbox_id, None)
-        watch = self._watches.pop(handle.sandbox_id, None)
-        if watch and watch is not asyncio.current_task():
-            watch.cancel()
         await handle.release()
-        self._acting.pop(handle.sandbox_id, None)
 
-    async def _watch(self, handle: SandboxHandle, features: Features) -> None:
-        """Background task of one sandbox: save it when idle, hand it over on request, replace a lost lease."""
-        while True:
-            lease = handle.lease
-            wanted = asyncio.create_task(lease.wanted.wait())
-            waiting: set[asyncio.Future[Any]] = {lease.lost, wanted} if features.enable_handoff else {lease.lost}
-            try:
-                idle_in = self._idle_in(handle)
-                patience = None if idle_in is None else max(idle_in, SHORTEST)
-                await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                if lease.lost.done():
-                    await self._regain(handle)
-                elif wanted.done():
-                    await self.hand_over(handle.sandbox_id, "another server asked for it")
-                    return
-                elif self._idle_in(handle) == 0:
-                    await self._save_idle(handle)
-            except (FencedError, LeaseHeldError) as error:
-                await self._lose(handle, str(error))
-                return
-            except SandboxError as error:
-                log.error("Sandbox %s: %s", handle.sandbox_id, error)
-                await asyncio.sleep(PAUSE)
-            except Exception:
-                log.exception("Sandbox %s: a background task failed and is retried", handle.sandbox_id)
-                await asyncio.sleep(PAUSE)
-            finally:
-                wanted.cancel()
-            if self.handles.get(handle.sandbox_id) is not handle:
-                return  # the failure came after the sandbox was dropped
 
-    def _idle_in(self, handle: SandboxHandle) -> float | None:
-        """Return the seconds until the sandbox has been idle for ``idle_timeout``; None if that is not set."""
-        if handle.idle_timeout is None or handle.instance.state != State.RUNNING:
-            return None if handle.idle_timeout is None else handle.idle_timeout
-        if self.busy(handle.sandbox_id):
-            handle.last_activity = time.monotonic()
-        return max(0.0, handle.last_activity + handle.idle_timeout - time.monotonic())
-
-    async def _save_idle(self, handle: SandboxHandle) -> None:
-        async with self._lock(handle.sandbox_id):
-            if handle.instance.state != State.RUNNING or self._idle_in(handle) != 0:
-                return
-            handle.last_activity = time.monotonic()  # a failure is retried after another idle timeout
-            await finished(self._save(handle))
-
-    async def _regain(self, handle: SandboxHandle) -> None:
-        """Replace a lost lease, so that the sandbox runs on if the lease only expired while storage was unreachable.
-
-        Raises FencedError or LeaseHeldError if another server took the sandbox.
-        """
-        log.warning("Sandbox %s: %s", handle.sandbox_id, handle.lease.lost.result())
-        async with self._lock(handle.sandbox_id):
-            await handle.regain(self.owner())
-
-    async def _lose(self, handle: SandboxHandle, reason: str) -> None:
-        JOURNAL.write(handle.entry(What.LOST))
-        log.error("Sandbox %s is lost to this server: %s", handle.sandbox_id, reason)
-        async with self._lock(handle.sandbox_id):
-            await self._drop(handle)
-        self.on_gone(handle.sandbox_id, reason)
+_shared: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, GCSConfig, Runsc], SandboxManager] = WeakValueDictionary()
+"""The shared managers. A forked process has new loops, and so new managers."""

@@ -114,11 +114,11 @@ class Recovery:
             await asyncio.to_thread(collect, self.stores.staging)
         except SandboxError as error:
             log.warning("Images of killed servers stay in %s for now: %s", self.stores.staging, error)
-        for sandbox_id in await asyncio.to_thread(detached.doomed, self.stores):
+        for sandbox_id in await asyncio.to_thread(detached.with_tombstone, self.stores):
             try:
                 await detached.destroy_remains(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
-                log.info("What is left of sandbox %s stays for now: %s", sandbox_id, error)
+                log.info("Sandbox %s: cleanup deferred: %s", sandbox_id, error)
 
     async def _rescue(self, folder: RuntimeFolder, note: Note, few: asyncio.Semaphore) -> Recovered:
         async with few:
@@ -147,13 +147,13 @@ class Recovery:
     async def _keep(handle: SandboxHandle, alive: bool) -> None:
         """Checkpoint it, or make a savepoint if another server has saved a newer state; record it if it has ended."""
         if not alive:
-            await handle.record_dead()
+            await handle.memory.stored.record_stopped()
         elif handle.outdated:
             name = f"left-behind-{checkpoints.new_name()}"
-            await handle.savepoint(name)
+            await handle.save(name)
             log.warning("Sandbox %s went on elsewhere; what ran here is its savepoint %s", handle.sandbox_id, name)
         else:
-            await handle.checkpoint()
+            await handle.save()
 
     async def _take_inventory(self, note: Note) -> None:
         """Restore it and checkpoint it again, to record the files it depends on: an orphan cannot be asked for them."""
@@ -163,7 +163,7 @@ class Recovery:
             )
             try:
                 await handle.restore()
-                await handle.checkpoint()
+                await handle.save()
             finally:
                 await handle.release()
         except SandboxError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
@@ -20,22 +21,13 @@ from ..errors import (
     StateError,
     UnknownSandboxError,
 )
-from ..kernel.start_request import ASKED
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import look
+from ..sandbox.start_request import StartRequest
 from ..sandbox.user_sandboxes import Persistence
 from .kernels import Live, Notebook
 from .models import Subject
 from .queries import Inventory
-
-VARIABLES = {
-    "sandbox_id": "SANDBOX_ID",
-    "gcs_sandbox_id": "GCS_SANDBOX_ID",
-    "enable_handoff": "SANDBOX_ENABLE_HANDOFF",
-    "enable_checkpoint_at_idle": "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE",
-    "idle_timeout": "SANDBOX_IDLE_TIMEOUT",
-}
-"""Environment variable that passes each of these fields of ``CreateSandbox`` to the provisioner."""
 
 IDENTITY = {"kernel_name", "notebook_path", "sandbox_id", "gcs_sandbox_id"}
 """Fields of ``CreateSandbox`` that only identify a sandbox."""
@@ -67,13 +59,18 @@ class Creation:
         source = await self._source(body)
         before = source if "savepoint" in body else await self._before(body, notebook)
         kernel_name = await self._kernel_name(body.get("kernel_name", ""), before)
-        env = {variable: _text(body[name]) for name, variable in VARIABLES.items() if name in body}
-        env |= {ASKED: ",".join(env)} if env else {}
+        request = StartRequest(
+            sandbox_id=_chosen(body),
+            gcs="gcs_sandbox_id" in body,
+            enable_handoff=body.get("enable_handoff"),
+            enable_checkpoint_at_idle=body.get("enable_checkpoint_at_idle"),
+            idle_timeout=body.get("idle_timeout"),
+        )
         if "savepoint" in body:
             assert source is not None
-            return await self._copy(source, body["savepoint"]["name"], notebook, env, _chosen(body)), True
+            return await self._copy(source, body["savepoint"]["name"], notebook, request), True
         async with self._nothing_left(body, notebook, kernel_name):
-            live = await self._kernels.start(kernel_name, notebook, env)
+            live = await self._kernels.start(kernel_name, notebook, request)
             if source:
                 await self._load(live, source, body["snapshot"]["name"])
         return Subject(live.record, live), True
@@ -91,7 +88,7 @@ class Creation:
         before = self._kernels.relative(source.notebook_path)
         copied = bool(notebook and before and await self._kernels.copy_notebook(before, notebook))
         try:
-            return await self._copy(source, body.get("savepoint", ""), notebook, {})
+            return await self._copy(source, body.get("savepoint", ""), notebook, StartRequest())
         except BaseException:
             if copied and notebook:
                 await self._kernels.remove_notebook(notebook)
@@ -106,8 +103,8 @@ class Creation:
         notebook = Notebook(path, subject.notebook_path) if path else None
         await self._require_free(notebook)
         await self._kernel_name("", subject)
-        env = {"SANDBOX_ID": subject.sandbox_id, "JPY_SESSION_NAME": subject.notebook_path}
-        live = await self._kernels.start(subject.kernel_name, notebook, env)
+        request = StartRequest(sandbox_id=subject.sandbox_id, notebook_path=subject.notebook_path)
+        live = await self._kernels.start(subject.kernel_name, notebook, request)
         return Subject(live.record, live)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -187,9 +184,7 @@ class Creation:
 
     # -- starting kernels --------------------------------------------------------------------------------------------
 
-    async def _copy(
-        self, source: Subject, savepoint: str, notebook: Notebook | None, env: Mapping[str, str], chosen: str = ""
-    ) -> Subject:
+    async def _copy(self, source: Subject, savepoint: str, notebook: Notebook | None, request: StartRequest) -> Subject:
         """Create a sandbox with the memory of ``source``, start its kernel and return it.
 
         Raises NotebookInUseError if a sandbox of the notebook has saved state.
@@ -199,7 +194,10 @@ class Creation:
         saved = await asyncio.to_thread(_saved, kept, path, source.kernel_name)
         if notebook and saved:
             raise NotebookInUseError(notebook.path, "a saved kernel")
-        record, founded = await asyncio.to_thread(_new_record, kept, chosen, source.kernel_name, path), False
+        record, founded = (
+            await asyncio.to_thread(_new_record, kept, request.sandbox_id, source.kernel_name, path),
+            False,
+        )
         try:
             if source.live:
                 await source.live.provisioner.fork(record.sandbox_id, savepoint, path)
@@ -207,7 +205,8 @@ class Creation:
                 assert source.record is not None
                 await asyncio.to_thread(kept.fork, source.record, record, savepoint)
             founded = True
-            live = await self._kernels.start(source.kernel_name, notebook, {**env, "SANDBOX_ID": record.sandbox_id})
+            request = replace(request, sandbox_id=record.sandbox_id)
+            live = await self._kernels.start(source.kernel_name, notebook, request)
         except BaseException:  # before the fork succeeded, stored state is not ours to delete
             with suppress(SandboxError):
                 await asyncio.to_thread(delete if founded else forget, kept, record.id)
@@ -270,10 +269,6 @@ def _require_sense(body: Mapping[str, Any]) -> None:
 def _chosen(body: Mapping[str, Any]) -> str:
     """Return the sandbox id that the request chose, or an empty string."""
     return str(body.get("sandbox_id") or body.get("gcs_sandbox_id") or "")
-
-
-def _text(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _new_record(kept: Persistence, chosen: str, kernel_name: str, notebook_path: str) -> SandboxRecord:

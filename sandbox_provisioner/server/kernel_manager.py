@@ -34,12 +34,15 @@ from .._text import excerpt
 from ..errors import SandboxError, UnresponsiveError
 from ..gvisor.programs import note_writable
 from ..gvisor.runsc import find
+from ..kernel.kernel import AWAKE
+from ..kernel.start_request import KEYWORD
 from ..provisioner import SandboxProvisioner
 from ..sandbox import user_sandboxes
 from ..sandbox.manager import SandboxManager
 from ..sandbox.recovery import Recovered
+from ..sandbox.start_request import StartRequest
 from ..setup.kernelspecs import PROVISIONER
-from ..templates.warm_pool import STANDBY
+from ..templates.warm_pool import WARM_POOL
 from ..workers import bulk
 from .offline_messages import OfflineMessages
 
@@ -55,8 +58,8 @@ JUST_NOW = 1.0
 EXECUTION_STATES = ("starting", "busy", "idle", "restarting", "autorestarting", "terminating", "dead", "unknown")
 """The values of a kernel's ``execution_state``; any other is a kernel's own text, of any size."""
 
-StartKey = tuple[str, str, frozenset[tuple[str, str]]]
-"""A kernel's name, its notebook, and the environment variables that choose its sandbox."""
+StartKey = tuple[str, str, StartRequest | None, frozenset[tuple[str, str]]]
+"""A kernel's name, its notebook, and the request or the environment variables that choose its sandbox."""
 
 _culling: ContextVar[str] = ContextVar("culling", default="")
 """Id of the persistent kernel that the culler is checking; its shutdown becomes a hibernation."""
@@ -114,8 +117,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         A start waits only for the recovery of its own sandbox, in ``SandboxManager.attach``.
         """
         if self._recovery is None and self._sandboxed(kwargs.get("kernel_name")):
-            _heed_interrupts(self.parent)
-            self._recovery = asyncio.create_task(self._recover())
+            _stop_on_interrupt(self.parent)
+            self._recovery = asyncio.create_task(_recover(self))
             self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
             self._looking.start()
         created = datetime.now(UTC)
@@ -144,7 +147,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         if kwargs.get("kernel_id") or not notebook.endswith(".ipynb") or not self._sandboxed(name):
             return None
         asked = {(variable, env[variable]) for variable in env if "SANDBOX_" in variable}
-        return str(name), notebook, frozenset(asked)
+        return str(name), notebook, kwargs.get(KEYWORD), frozenset(asked)
 
     async def _just_started(self, key: StartKey, waited: bool) -> str | None:
         """Return the persistent kernel that a concurrent request started for ``key``; None if there is no such kernel.
@@ -212,10 +215,10 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         for kernel_id, provisioner in kept.items():
             if not provisioner.can_save:
                 self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", kernel_id)
-            elif not provisioner.asleep and await provisioner.poll() is None:
+            elif provisioner.state in AWAKE:
                 self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
-        await STANDBY.end()
+        await WARM_POOL.end()
 
     shutdown_all = _async_shutdown_all  # type: ignore[assignment]
 
@@ -289,7 +292,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """Return the provisioner of a persistent kernel; None for other kernels."""
         kernel = self._kernels.get(kernel_id)
         provisioner = getattr(kernel, "provisioner", None)
-        return provisioner if isinstance(provisioner, SandboxProvisioner) and provisioner.claim else None
+        return provisioner if isinstance(provisioner, SandboxProvisioner) and provisioner.handle else None
 
     def _sandboxed(self, kernel_name: str | None) -> bool:
         assert self.kernel_spec_manager is not None
@@ -321,27 +324,6 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         self._disconnect(kernel_id)
         self.remove_kernel(kernel_id)
         provisioner.abandon()
-
-    async def _recover(self) -> None:
-        """Save the sandboxes of killed servers, in a thread with its own loop to keep the server's loop free."""
-        configured = self.config.SandboxProvisioner
-        storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
-        note_writable(self.root_dir)
-
-        def work() -> list[Recovered]:
-            manager = SandboxManager(user_sandboxes.settings(storage_dir), find(runsc), user_sandboxes.server())
-            recovered = asyncio.run(manager.recover())
-            user_sandboxes.touch(one.sandbox_id for one in recovered if one.saved)
-            return recovered
-
-        try:
-            for one in await bulk(work):
-                state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
-                self.log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
-        except SandboxError as error:
-            self.log.warning("Sandboxes of killed servers were not looked for: %s", error)
-        except Exception:  # kernels of this server are not affected
-            self.log.exception("Sandboxes of killed servers were not looked for")
 
     async def _look_around(self) -> None:
         for kernel_id in self.list_kernel_ids():
@@ -398,6 +380,28 @@ class SandboxKernelManager(AsyncMappingKernelManager):
                 del self._pending_kernels[kernel_id]
 
 
+async def _recover(kernel_manager: SandboxKernelManager) -> None:
+    """Save the sandboxes of killed servers, in a thread with its own loop to keep the server's loop free."""
+    configured, log = kernel_manager.config.SandboxProvisioner, kernel_manager.log
+    storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
+    note_writable(kernel_manager.root_dir)
+
+    def work() -> list[Recovered]:
+        manager = SandboxManager(user_sandboxes.settings(storage_dir), find(runsc), user_sandboxes.server())
+        recovered = asyncio.run(manager.recover())
+        user_sandboxes.touch(one.sandbox_id for one in recovered if one.saved)
+        return recovered
+
+    try:
+        for one in await bulk(work):
+            state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
+            log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
+    except SandboxError as error:
+        log.warning("Sandboxes of killed servers were not looked for: %s", error)
+    except Exception:  # kernels of this server are not affected
+        log.exception("Sandboxes of killed servers were not looked for")
+
+
 def sandboxed_kernels(kernel_manager: Any) -> dict[str, SandboxProvisioner]:
     """Return the provisioners of a server's started sandboxed kernels by kernel id, for any class of kernel manager."""
     found = {}
@@ -431,7 +435,7 @@ def _is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
     return bool(metadata.get("kernel_provisioner", {}).get("provisioner_name", usual) == PROVISIONER)
 
 
-def _heed_interrupts(server: Any) -> None:
+def _stop_on_interrupt(server: Any) -> None:
     """Let SIGINT, which a hub sends, stop the server like SIGTERM; without a terminal it raises KeyboardInterrupt."""
     alone = threading.current_thread() is threading.main_thread()
     if alone and hasattr(server, "stop") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

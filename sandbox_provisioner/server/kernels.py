@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePath
@@ -22,6 +21,7 @@ from ..errors import BadRequestError, SandboxError, SandboxNotFoundError
 from ..gvisor.mounts import planted_link, within
 from ..persistence.records import SandboxRecord
 from ..provisioner import SandboxProvisioner
+from ..sandbox.start_request import StartRequest
 from ..workers import control
 from .kernel_manager import sandboxed_kernels, sandboxed_names
 
@@ -44,7 +44,7 @@ class Live:
     @property
     def record(self) -> SandboxRecord | None:
         """The record of its sandbox; None if ephemeral."""
-        return self.provisioner.claim.record if self.provisioner.claim else None
+        return self.provisioner.handle.record if self.provisioner.handle else None
 
     @property
     def state(self) -> str:
@@ -166,15 +166,13 @@ class ServerKernels:
 
     # -- starting and ending -----------------------------------------------------------------------------------------
 
-    async def start(self, kernel_name: str, notebook: Notebook | None, env: Mapping[str, str]) -> Live:
+    async def start(self, kernel_name: str, notebook: Notebook | None, request: StartRequest) -> Live:
         """Start a kernel and return it. With a notebook, also create a session, as if the notebook had been opened."""
-        path, session = None, {}
+        path, session = None, notebook.absolute if notebook else request.notebook_path
         if notebook:
             path = await ensure_async(self._contents.get_kernel_path(path=notebook.path))
-            session = {"JPY_SESSION_NAME": notebook.absolute}
-        kernel_id = await self._manager.start_kernel(
-            kernel_name=kernel_name, path=path, env={**os.environ, **session, **env}
-        )
+        env = {**os.environ, **({"JPY_SESSION_NAME": session} if session else {})}
+        kernel_id = await self._manager.start_kernel(kernel_name=kernel_name, path=path, env=env, start_request=request)
         try:
             await asyncio.wrap_future(self._manager.get_kernel(kernel_id).ready)
             if notebook:

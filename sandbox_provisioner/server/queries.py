@@ -17,7 +17,7 @@ from ..sandbox.lookup import look_up
 from ..sandbox.model import Sandbox, SandboxPage
 from ..sandbox.registry import Listing
 from ..sandbox.user_sandboxes import Persistence, registry, settings
-from ..templates.warm_pool import STANDBY
+from ..templates.warm_pool import WARM_POOL
 from . import models
 from .kernels import ServerKernels
 from .models import Subject
@@ -53,7 +53,7 @@ class Inventory:
             known = (str(live.record.id), live.record.sandbox_id) if live.record else (live.kernel_id,)
             if wanted in known:
                 return Subject(live.record, live)
-        for copy in STANDBY.copies:
+        for copy in WARM_POOL.copies:
             if wanted == copy.sandbox.sandbox_id:
                 return Subject(None, None, copy)
         record = None
@@ -116,7 +116,7 @@ class Inventory:
             listing = await asyncio.to_thread((await self.kept()).registry.list)
         kept = [Subject(record, by_record.get(record.id)) for record in listing.records]
         others = [Subject(None, live) for live in lives if not live.record]
-        others += [Subject(None, None, copy) for copy in STANDBY.copies]
+        others += [Subject(None, None, copy) for copy in WARM_POOL.copies]
         return [*kept, *others], len(listing.unreadable)
 
     async def _look(self, subjects: Sequence[Subject]) -> list[StoredSandbox | None]:

@@ -20,7 +20,7 @@ from ..gvisor.runsc import find
 from ..io_thread import IO
 from ..persistence.records import SandboxRecord
 from ..sandbox.model import Capabilities, Deleted, NamedState, NamedStates, Rewound, Sandbox, SandboxPage
-from ..templates.warm_pool import STANDBY
+from ..templates.warm_pool import WARM_POOL
 from .creation import Creation, delete, recorded
 from .execution import Execution
 from .kernels import Live, ServerKernels
@@ -129,7 +129,7 @@ class Sandboxes:
         async with self._kernels.changing(wanted):  # a kernel is not listed while it restarts
             subject = await self._inventory.find(wanted)
         if subject.standby:
-            await IO.run(STANDBY.drop(subject.id))
+            await IO.run(WARM_POOL.drop(subject.id))
         if subject.live:
             await self._kernels.end(subject.live.kernel_id)  # operations under way with it fail
         if subject.record is None:

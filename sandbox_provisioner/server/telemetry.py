@@ -21,7 +21,7 @@ from tornado.ioloop import IOLoop
 
 from ..errors import subclasses
 from ..events import JOURNAL, Entry, What
-from ..templates.warm_pool import STANDBY
+from ..templates.warm_pool import WARM_POOL
 from .kernel_manager import sandboxed_kernels
 
 EVENTS = (What.CREATED, What.HIBERNATED, What.WOKEN, What.HANDED_OFF, What.FAILED)
@@ -107,7 +107,7 @@ class _Sandboxes(Collector):
         asleep = [kernel.asleep for kernel in kernels]
         family.add_metric(["running"], asleep.count(False))
         family.add_metric(["hibernated"], asleep.count(True))
-        family.add_metric(["standby"], len(STANDBY.copies))
+        family.add_metric(["standby"], len(WARM_POOL.copies))
         yield family
         busy = sum(kernel.busy and not kernel.asleep for kernel in kernels)
         yield GaugeMetricFamily("jupyter_sandbox_busy", "Sandboxes whose kernel is not idle.", value=busy)

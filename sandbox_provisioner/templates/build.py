@@ -27,8 +27,8 @@ from ..gvisor.bundle import BundleSpec, Mount, visible_mounts
 from ..gvisor.interpreter import as_zygote
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
-from ..kernel.kernel import FIRST_PROCESS
 from ..kernel.launch_plan import targets
+from ..kernel.starting import FIRST_PROCESS
 from ..mux.activation import tell
 from ..persistence.checkpoints import now
 from .spec import CONNECTION_FILE, Recipe
@@ -182,7 +182,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
         end.cancel()
         await asyncio.gather(end, return_exceptions=True)
     if not isinstance(found.get("files"), list):
-        raise GuestError("What the frozen kernel says of itself makes no sense.")
+        raise GuestError("The report of the frozen kernel is invalid.")
     return {"unfit": "", "left_out": left_out, "files": found["files"]}
 
 

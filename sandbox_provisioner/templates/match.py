@@ -40,7 +40,7 @@ FAILED_FOR = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class Prospect:
+class TemplateMatch:
     """A possible start as a copy of ``template``, in a sandbox of ``spec``; the template is None until it is built."""
 
     recipe: Recipe
@@ -70,8 +70,8 @@ class Prospect:
         build.in_background(self.recipe)
 
 
-def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Prospect | None:
-    """Return the prospect for ``launch``; None if it can use no template, not even a new one. Blocks."""
+def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> TemplateMatch | None:
+    """Return the match for ``launch``; None if it can use no template, not even a new one. Blocks."""
     recipe = recipe_of(launch, runsc, settings)
     folder = launch.start.folder
     if recipe is None or folder is None or not recipes.suits(launch.bare, launch.spec, folder):
@@ -80,23 +80,23 @@ def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Prospect | 
     template = shelf.get(recipe.kernel_name)
     spec = recipes.carrying(launch.bare, folder)
     if template is None or template.key != recipe.key:
-        return Prospect(recipe, spec, None, shelf)
+        return TemplateMatch(recipe, spec, None, shelf)
     if template.unfit:
         patience = FAILED_FOR if template.failed else UNFIT_FOR
-        return None if template.age < patience else Prospect(recipe, spec, None, shelf)
+        return None if template.age < patience else TemplateMatch(recipe, spec, None, shelf)
     if changed := template.changed:
-        log.info("The template of %s is made anew: %s has changed", recipe.kernel_name, changed)
-        Prospect(recipe, spec, template, shelf).drop()
-        return Prospect(recipe, spec, None, shelf)
-    return Prospect(recipe, spec, template, shelf)
+        log.info("The template of %s is made again: %s has changed", recipe.kernel_name, changed)
+        TemplateMatch(recipe, spec, template, shelf).drop()
+        return TemplateMatch(recipe, spec, None, shelf)
+    return TemplateMatch(recipe, spec, template, shelf)
 
 
-def grant_of(launch: Launch, platform: str) -> Grant:
+def grant_of(launch: Launch) -> Grant:
     """Return the mounts that a restore may use instead of a start: those that ``launch`` would start with."""
     folder = launch.start.folder
     bindable = folder is not None and recipes.suits(launch.bare, launch.spec, folder)
     carrying = recipes.carrying(launch.bare, folder) if folder and bindable else None
-    return Grant(launch.spec, platform, folder, carrying, tuple(launch.start.watched))
+    return Grant(launch.spec, launch.platform, folder, carrying, tuple(launch.start.watched))
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:

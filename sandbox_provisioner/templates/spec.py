@@ -23,8 +23,8 @@ from ..gvisor.bundle import GUEST, BundleSpec, Mount, all_mounts
 from ..gvisor.interpreter import as_zygote
 from ..gvisor.mounts import within
 from ..gvisor.runsc import Runsc
-from ..kernel.kernel import Start
 from ..kernel.relay import CHANNELS
+from ..kernel.starting import Start
 from ..persistence import decoding, metadata
 from ..persistence.compatibility import cpu_features
 from .store import mark

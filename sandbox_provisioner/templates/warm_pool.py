@@ -24,9 +24,9 @@ from ..gvisor.mounts import identity, replaced
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
 from ..io_thread import IO
-from ..kernel.kernel import IDENTIFY_TRIES
+from ..kernel.starting import IDENTIFY_TRIES
 from ..mux.activation import ACTIVATING, tell
-from .match import Prospect
+from .match import TemplateMatch
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ Place = tuple[tuple[int, int], ...]
 class Copy:
     """A running copy in the warm pool, and the folders that it was restored with."""
 
-    prospect: Prospect
+    match: TemplateMatch
     sandbox: GVisorSandbox
     place: Place
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -54,17 +54,17 @@ class Copy:
     @property
     def kernel_name(self) -> str:
         """Name of the copy's kernelspec."""
-        return self.prospect.recipe.kernel_name
+        return self.match.recipe.kernel_name
 
-    def fits(self, prospect: Prospect) -> bool:
-        """Return True if the copy runs, and has the image and the folders that a start of ``prospect`` would have."""
-        template, own = prospect.template, self.prospect.template
+    def fits(self, match: TemplateMatch) -> bool:
+        """Return True if the copy runs, and has the image and the folders that a start of ``match`` would have."""
+        template, own = match.template, self.match.template
         same = template is not None and own is not None and template.image == own.image
-        same = same and prospect.spec.carried == self.prospect.spec.carried and self.sandbox.state == State.RUNNING
-        return same and _place(prospect) == self.place
+        same = same and match.spec.carried == self.match.spec.carried and self.sandbox.state == State.RUNNING
+        return same and _place(match) == self.place
 
 
-class Standby:
+class WarmPool:
     """The warm pool of this process. I/O thread only, unless a method states otherwise."""
 
     def __init__(self) -> None:
@@ -76,24 +76,24 @@ class Standby:
         """The copies in the pool. Any thread."""
         return list(self._copies)
 
-    def take(self, prospect: Prospect) -> GVisorSandbox | None:
-        """Remove a copy that fits ``prospect`` and return its sandbox, now owned by the caller; None if none fits."""
+    def take(self, match: TemplateMatch) -> GVisorSandbox | None:
+        """Remove a copy that fits ``match`` and return its sandbox, now owned by the caller; None if none fits."""
         for copy in self._copies:
-            if copy.fits(prospect):
+            if copy.fits(match):
                 self._copies.remove(copy)
                 return copy.sandbox
         return None
 
-    def aim(self, prospect: Prospect, count: int) -> None:
+    def aim(self, match: TemplateMatch, count: int) -> None:
         """Keep ``count`` copies for the next start like this one, and end other copies of the kernelspec."""
-        name = prospect.recipe.kernel_name
+        name = match.recipe.kernel_name
         if not count and not any(copy.kernel_name == name for copy in self._copies):
             return
         IO.hold(self, self.close)
         before = self._tasks.get(name)
         if before:
             before.cancel()
-        self._tasks[name] = asyncio.create_task(self._keep(prospect, count, before))
+        self._tasks[name] = asyncio.create_task(self._keep(match, count, before))
 
     async def close(self) -> None:
         """Stop refilling the pool and end all copies."""
@@ -117,7 +117,7 @@ class Standby:
         """Empty the pool in a forked child: the copies belong to the parent. Called by ``os.fork``."""
         self._copies, self._tasks = [], {}
 
-    async def _keep(self, prospect: Prospect, count: int, before: asyncio.Task[None] | None) -> None:
+    async def _keep(self, match: TemplateMatch, count: int, before: asyncio.Task[None] | None) -> None:
         """Keep ``count`` fitting copies until cancelled.
 
         End all copies of the kernelspec and stop if memory is scarce, the template is outdated or a restore fails.
@@ -126,18 +126,18 @@ class Standby:
         if before:
             await asyncio.gather(before, return_exceptions=True)
         await asyncio.sleep(LATER)
-        name = prospect.recipe.kernel_name
+        name = match.recipe.kernel_name
         while count:
             own = [copy for copy in self._copies if copy.kernel_name == name]
-            if scarce() or await asyncio.to_thread(prospect.outdated):
+            if scarce() or await asyncio.to_thread(match.outdated):
                 break
-            await self._end([copy for copy in own if not copy.fits(prospect)])
-            fitting = [copy for copy in self._copies if copy.fits(prospect)]
+            await self._end([copy for copy in own if not copy.fits(match)])
+            fitting = [copy for copy in self._copies if copy.fits(match)]
             if len(fitting) < count:
                 try:
-                    await self._add(prospect)
+                    await self._add(match)
                 except (SandboxError, OSError) as error:
-                    log.warning("No copy of the template of %s stands by: %s", name, error)
+                    log.warning("The warm pool of %s could not be filled: %s", name, error)
                     break
                 await asyncio.sleep(LATER if len(fitting) + 1 < count else 0)
             else:
@@ -145,14 +145,14 @@ class Standby:
                 await asyncio.sleep(LOOK_EVERY)
         await self._end([copy for copy in self._copies if copy.kernel_name == name])
 
-    async def _add(self, prospect: Prospect) -> None:
+    async def _add(self, match: TemplateMatch) -> None:
         """Restore a copy and add it to the pool. Raises SandboxError or OSError if that fails."""
-        sandbox = GVisorSandbox(str(uuid4()), prospect.spec, prospect.recipe.runsc, prospect.recipe.platform)
-        folder, place = prospect.spec.carried, _place(prospect)
+        sandbox = GVisorSandbox(str(uuid4()), match.spec, match.recipe.runsc, match.recipe.platform)
+        folder, place = match.spec.carried, _place(match)
         if folder is None or place is None:
             raise SandboxError("The folder is gone.")
         try:
-            with prospect.image() as image:
+            with match.image() as image:
                 await sandbox.start(image)
             async with asyncio.timeout(ACTIVATING):
                 await self._rehearse(sandbox, folder)
@@ -162,7 +162,7 @@ class Standby:
         except BaseException:
             await asyncio.shield(sandbox.delete())
             raise
-        self._copies.append(Copy(prospect, sandbox, place))
+        self._copies.append(Copy(match, sandbox, place))
 
     @staticmethod
     async def _rehearse(sandbox: GVisorSandbox, folder: Mount) -> None:
@@ -186,9 +186,9 @@ class Standby:
                 await asyncio.shield(copy.sandbox.delete())
 
 
-def _place(prospect: Prospect) -> Place | None:
-    """Return the device and inode of each folder that ``prospect`` shows now; None if one is gone."""
-    shown = [prospect.spec.carried, *prospect.spec.mounts]
+def _place(match: TemplateMatch) -> Place | None:
+    """Return the device and inode of each folder that ``match`` shows now; None if one is gone."""
+    shown = [match.spec.carried, *match.spec.mounts]
     try:
         found = [os.stat(mount.source) for mount in shown if mount and mount.source]
     except OSError:
@@ -227,5 +227,5 @@ def _numbers(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
-STANDBY = Standby()
-os.register_at_fork(after_in_child=STANDBY.forget)
+WARM_POOL = WarmPool()
+os.register_at_fork(after_in_child=WARM_POOL.forget)

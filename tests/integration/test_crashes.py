@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cell import LONG, tell
+from cell import LONG, close_all, tell
 from gcs_server import GCS
 
 from sandbox_provisioner.config import GCSConfig
@@ -62,7 +62,7 @@ class Killing:
                 return None
             if handle.metadata.checkpoint is None:
                 return "nothing"
-            await manager.restore("box")
+            await manager.get("box").restore()
             if "cell" not in handle.contents:
                 return "nothing"
             value = await tell(handle, "get")
@@ -74,8 +74,7 @@ class Killing:
             self.check_nothing_leaks(manager, handle.metadata.checkpoint.artifact.name)
             return value
         finally:
-            report = await manager.shutdown(60)
-            assert set(report.values()) <= {None}, report
+            await close_all(manager)
 
     def check_nothing_leaks(self, manager: SandboxManager, checkpoint: str) -> None:
         kept = {info.name for info in manager.stores.metadata.list("sandboxes/")} - {"sandboxes/box/lock"}

@@ -46,7 +46,7 @@ from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.kernel.relay import CHANNELS
 from sandbox_provisioner.persistence.metadata import Summary
 from sandbox_provisioner.persistence.names import metadata_name
-from sandbox_provisioner.sandbox import detached, handle, user_sandboxes
+from sandbox_provisioner.sandbox import detached, memory, stored_state, user_sandboxes
 from sandbox_provisioner.sandbox.manager import SandboxManager
 
 pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
@@ -356,16 +356,18 @@ def test_request_sent_during_cancelled_hibernate_is_answered(notebook: Notebook)
     assert notebook.reply(request)["status"] == "ok"
 
 
-@pytest.mark.parametrize("moment", ["_record_restored", "_restore"])
+@pytest.mark.parametrize(
+    ("kind", "moment"), [(stored_state.StoredState, "record_restored"), (memory.SandboxMemory, "_restore_image")]
+)
 def test_wake_cancelled_during_or_after_the_restore_loses_no_state(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, moment: str
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, kind: type, moment: str
 ) -> None:
     notebook.run("x = 40")
     notebook.hibernate()
     provisioner = notebook.km.provisioner
-    step, reached = getattr(handle.SandboxHandle, moment), threading.Event()
+    step, reached = getattr(kind, moment), threading.Event()
 
-    async def watched(self: handle.SandboxHandle, *given: Any) -> None:
+    async def watched(self: object, *given: Any) -> None:
         reached.set()
         await asyncio.sleep(0.1)  # the cancellation arrives here
         await step(self, *given)
@@ -377,7 +379,7 @@ def test_wake_cancelled_during_or_after_the_restore_loses_no_state(
         with pytest.raises(asyncio.CancelledError):
             await waking
 
-    monkeypatch.setattr(handle.SandboxHandle, moment, watched)
+    monkeypatch.setattr(kind, moment, watched)
     asyncio.run(wake_and_cancel())
     assert notebook.run("x + 2") == "42"
 
@@ -592,9 +594,9 @@ def test_sandbox_without_kernel_is_refused_and_kept(open_notebook: Open, runsc: 
     async def found() -> SandboxManager:
         manager = SandboxManager(user_sandboxes.settings(""), runsc)
         await manager.create("mine", spec)
-        await manager.start("mine")
-        await manager.checkpoint("mine")
-        await manager.release("mine")
+        await manager.get("mine").start()
+        await manager.get("mine").save()
+        await manager.close(manager.get("mine"), save=False)
         return manager
 
     manager = asyncio.run(found())
@@ -756,7 +758,7 @@ def bucket(gcs: GCS, monkeypatch: pytest.MonkeyPatch) -> GCS:
 def test_cell_is_answered_when_storage_cannot_record_the_wake(
     bucket: GCS, open_notebook: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "RECORD_AGAIN", 0.1)
+    monkeypatch.setattr(stored_state, "RECORD_AGAIN", 0.1)
     notebook = open_notebook()
     notebook.run("x = 1")
     notebook.hibernate()

@@ -22,7 +22,7 @@ from sandbox_provisioner.errors import (
 from sandbox_provisioner.events import JOURNAL, Entry, What
 from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
-from sandbox_provisioner.sandbox import handle
+from sandbox_provisioner.sandbox import stored_state
 
 pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
@@ -37,7 +37,7 @@ def entries() -> Any:
 
 
 def document(notebook: Notebook) -> GCSSandboxMetadata:
-    metadata: GCSSandboxMetadata = notebook.km.provisioner.claim.handle.metadata
+    metadata: GCSSandboxMetadata = notebook.km.provisioner.handle.metadata
     return metadata
 
 
@@ -202,7 +202,7 @@ def test_repeated_rewinds_from_a_notebook(open_notebook: Open) -> None:
         said = notebook.run("%sandbox rewind before")
         assert said.startswith("Rewound to before; the state before is kept as savepoint before-rewind-")
         assert notebook.run("print(x); x = 3") == "1\n"
-    assert notebook.km.provisioner.claim.handle.metadata.sandbox_id in notebook.run("%sandbox status")
+    assert notebook.km.provisioner.handle.metadata.sandbox_id in notebook.run("%sandbox status")
     assert len(document(notebook).savepoints) == 4
 
 
@@ -257,7 +257,7 @@ def test_rewind_ends_other_processes(open_notebook: Open) -> None:
 
 
 def test_savepoint_limit_is_enforced(open_notebook: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "MAX_SAVEPOINTS", 1)
+    monkeypatch.setattr(stored_state, "MAX_SAVEPOINTS", 1)
     notebook = open_notebook()
     notebook.run("x = 1")
     savepoint(notebook, "one")

@@ -12,14 +12,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cell import LONG, start_cell, tell
+from cell import LONG, close_all, start_cell, tell
 from gcs_server import GCS
 
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import LeaseHeldError
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
-from sandbox_provisioner.sandbox.manager import Features, SandboxManager
+from sandbox_provisioner.sandbox.manager import SandboxManager
+from sandbox_provisioner.sandbox.start_request import Features
 
 pytestmark = pytest.mark.runsc
 
@@ -47,12 +48,12 @@ async def pair(config: GCSConfig, runsc: Runsc) -> AsyncIterator[tuple[SandboxMa
     managers = SandboxManager(config, runsc, "first"), SandboxManager(config, runsc, "second")
     yield managers
     for manager in managers:
-        await manager.shutdown(LONG)
+        await close_all(manager)
 
 
 async def begin(manager: SandboxManager, spec: BundleSpec, value: str, features: Features = POLITE) -> None:
     handle = await manager.create("box", spec, features=features)
-    await manager.start("box")
+    await manager.get("box").start()
     await start_cell(handle)
     await tell(handle, f"set {value}")
 
@@ -64,7 +65,7 @@ async def test_sandbox_moves_back_and_forth_with_state(
     await begin(owner, spec, "0")
     for number in (1, 2):
         handle = await other.attach("box", spec, POLITE, patience=LONG)
-        await other.restore("box")
+        await other.get("box").restore()
         assert await tell(handle, "get") == str(number - 1)
         await tell(handle, f"set {number}")
         assert "box" not in owner.handles
@@ -91,11 +92,11 @@ async def test_transient_storage_failures_are_survived(
     gcs.fault("lose", probability=0.05, times=None)
     await begin(first, spec, "1")
     for _ in range(3):
-        await first.checkpoint("box")
-        await first.restore("box")
-    await first.hand_over("box")
+        await first.get("box").save()
+        await first.get("box").restore()
+    await first.close(first.get("box"), save=True)
     handle = await second.attach("box", spec)
-    await second.restore("box")
+    await second.get("box").restore()
     assert await tell(handle, "get") == "1"
 
 
@@ -110,20 +111,20 @@ async def main():
     spec, runsc, config = pickle.loads(bytes.fromhex(sys.argv[1]))
     manager = SandboxManager(config, runsc, "frozen")
     handle = await manager.create("box", spec)
-    await manager.start("box")
+    await manager.get("box").start()
     await start_cell(handle)
     await tell(handle, "set saved")
-    await manager.checkpoint("box")
-    await manager.restore("box")
+    await manager.get("box").save()
+    await manager.get("box").restore()
     await tell(handle, "set unsaved")
     print("ready", flush=True)
     sys.stdin.readline()
     try:
-        await manager.checkpoint("box")
+        await manager.get("box").save()
         print("it was saved", flush=True)
     except SandboxError as error:
         print(type(error).__name__, error, flush=True)
-    await manager.release("box")
+    await manager.close(manager.get("box"), save=False)
 
 asyncio.run(main())
 """
@@ -146,7 +147,7 @@ async def test_server_paused_past_its_lease_cannot_write(
         frozen.send_signal(signal.SIGSTOP)
         heir, _ = pair
         handle = await heir.attach("box", spec, POLITE, patience=2 * LONG)
-        await heir.restore("box")
+        await heir.get("box").restore()
         assert await tell(handle, "get") == "saved"
         frozen.send_signal(signal.SIGCONT)
         frozen.stdin.write("go on\n")
@@ -154,8 +155,8 @@ async def test_server_paused_past_its_lease_cannot_write(
         said = await asyncio.to_thread(frozen.stdout.readline)
         assert said.startswith(("FencedError", "SandboxNotFoundError")), said
         await tell(handle, "set heir's")
-        await heir.checkpoint("box")
-        await heir.restore("box")
+        await heir.get("box").save()
+        await heir.get("box").restore()
         assert await tell(handle, "get") == "heir's"
     finally:
         frozen.communicate(timeout=LONG)

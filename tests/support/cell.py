@@ -8,6 +8,7 @@ from pathlib import Path
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.persistence.backends import Stores, open_stores
 from sandbox_provisioner.sandbox.handle import SandboxHandle
+from sandbox_provisioner.sandbox.manager import SandboxManager
 
 CODE = """
 import sys
@@ -44,3 +45,8 @@ async def tell(handle: SandboxHandle, line: str) -> str:
             assert piece.stream == "stdout", piece.data
             answer += piece.data
     return answer.decode().strip()
+
+
+async def close_all(manager: SandboxManager) -> None:
+    """Save and release all open sandboxes."""
+    await asyncio.gather(*(manager.close(handle, save=True) for handle in list(manager.handles.values())))

@@ -23,7 +23,7 @@ from tornado.web import authenticated
 
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.io_thread import IO
-from sandbox_provisioner.sandbox.claims import Claim
+from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 LONGEST = 0.05
 LOOK_EVERY = 0.02
@@ -152,14 +152,13 @@ class IsWanted(APIHandler):
         provisioner = (
             self.kernel_manager.get_kernel(kernel_id).provisioner if kernel_id in self.kernel_manager else None
         )
-        claim = provisioner.claim if provisioner else None
-        wanted = provisioner is not None and (claim is None or _is_leaving(claim))
+        handle = provisioner.handle if provisioner else None
+        wanted = provisioner is not None and (handle is None or _is_leaving(handle))
         self.finish(json.dumps({"wanted": wanted}))
 
 
-def _is_leaving(claim: Claim) -> bool:
-    handle = claim.manager.handles.get(claim.record.sandbox_id)
-    return handle is None or handle.lease.wanted.is_set() or claim.manager._lock(handle.sandbox_id).locked()
+def _is_leaving(handle: SandboxHandle) -> bool:
+    return handle.closed or handle.lease.wanted.is_set() or handle.lock.locked()
 
 
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:

@@ -75,17 +75,17 @@ class Doom:
 async def live(manager: SandboxManager, spec: BundleSpec) -> None:
     """Create, checkpoint twice, hand over."""
     handle = await manager.create("box", spec)
-    await manager.start("box")
+    await manager.get("box").start()
     await start_cell(handle)
     for number in (1, 2):
         await tell(handle, f"set {number}")
         print("acked", number, flush=True)
-        await manager.checkpoint("box")
+        await manager.get("box").save()
         print("saved", number, flush=True)
-        await manager.restore("box")
+        await manager.get("box").restore()
     await tell(handle, "set 3")
     print("acked 3", flush=True)
-    await manager.hand_over("box")
+    await manager.close(manager.get("box"), save=True)
     print("saved 3", flush=True)
 
 

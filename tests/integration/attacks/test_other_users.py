@@ -26,9 +26,9 @@ from sandbox_provisioner.persistence.backends import open_stores
 from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
 from sandbox_provisioner.persistence.names import metadata_name
 from sandbox_provisioner.sandbox import detached
-from sandbox_provisioner.sandbox.claims import Claim, Wanted
 from sandbox_provisioner.sandbox.handle import Identity, SandboxHandle
-from sandbox_provisioner.sandbox.manager import Features
+from sandbox_provisioner.sandbox.manager import SandboxManager
+from sandbox_provisioner.sandbox.start_request import StartRequest
 from sandbox_provisioner.sandbox.user_sandboxes import registry, settings
 
 BUCKETS = ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT")
@@ -75,12 +75,12 @@ def test_another_users_id_is_refused_and_leaves_no_record(become: Callable[[str]
     own("box")
     become("bob")
 
-    async def claim() -> None:
-        wanted = Wanted("python3", "/work/a.ipynb", "box", user="bob")
-        await Claim.make(wanted, settings(), Runsc(Path("/nowhere"), ""), "bob's", Features(enable_handoff=True), 5.0)
+    async def open_box() -> None:
+        request = StartRequest("python3", "/work/a.ipynb", "box", user="bob", enable_handoff=True, patience=5.0)
+        await SandboxManager(settings(), Runsc(Path("/nowhere"), ""), "bob's").open(request)
 
     with pytest.raises((ForeignSandboxError, SignatureError)):
-        asyncio.run(claim())
+        asyncio.run(open_box())
     assert registry().list().records == []
 
 
@@ -115,23 +115,24 @@ def test_no_operation_accepts_another_users_id(
 def test_named_user_shares_a_sandbox_with_the_same_key(
     become: Callable[[str], None],
 ) -> None:
-    async def claim(user: str, shared_with: tuple[str, ...] = ()) -> tuple[str, ...]:
+    async def open_box(user: str, shared_with: tuple[str, ...] = ()) -> tuple[str, ...]:
         become(user)
-        wanted = Wanted("python3", "", "box", user=user, shared_with=shared_with)
-        claim = await Claim.make(wanted, settings(), Runsc(Path("/nowhere"), ""), user, Features(), 0.0)
-        found = claim.handle.metadata.shared_with
-        await claim.give_up(forget=False)
+        request = StartRequest("python3", "", "box", user=user, shared_with=shared_with)
+        manager = SandboxManager(settings(), Runsc(Path("/nowhere"), ""), user)
+        handle = await manager.open(request)
+        found = handle.metadata.shared_with
+        await manager.close(handle, save=False)
         return found
 
-    assert asyncio.run(claim("alice", ("bob", "carol"))) == ("bob", "carol")
+    assert asyncio.run(open_box("alice", ("bob", "carol"))) == ("bob", "carol")
     if os.environ["SANDBOX_SIGNING_KEY"] == "a" * 32:
         with pytest.raises(SignatureError, match="SANDBOX_SIGNING_KEY"):
-            asyncio.run(claim("bob"))
+            asyncio.run(open_box("bob"))
         return
-    assert asyncio.run(claim("bob")) == ("bob", "carol")
-    assert asyncio.run(claim("alice")) == ()
+    assert asyncio.run(open_box("bob")) == ("bob", "carol")
+    assert asyncio.run(open_box("alice")) == ()
     with pytest.raises(ForeignSandboxError, match=r"belongs to user 'alice'.*SANDBOX_SHARED_WITH=bob"):
-        asyncio.run(claim("bob"))
+        asyncio.run(open_box("bob"))
 
 
 # -- two real servers --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 from jupyter_client.session import Session
 
+from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.kernel.activity import (
     LARGEST_STATUS,
     MAX_HOLDS,
@@ -435,7 +436,7 @@ def test_kept_awake_for_a_time(activity: KernelActivity, monkeypatch: pytest.Mon
 def test_holds_are_bounded(activity: KernelActivity) -> None:
     for number in range(MAX_HOLDS):
         activity.keep_awake(f"{number}", None)
-    with pytest.raises(ValueError, match="at most 100"):
+    with pytest.raises(SandboxError, match="at most 100"):
         activity.keep_awake("one more", None)
     activity.keep_awake("0", 0)
     activity.keep_awake("one more", None)

@@ -19,8 +19,10 @@ from sandbox_provisioner.errors import GuestError, RunscError
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.runtime_dir import kill_processes
-from sandbox_provisioner.kernel.kernel import LAST_WORDS, Ending, SandboxedKernel, Start
+from sandbox_provisioner.kernel.kernel import SandboxedKernel
+from sandbox_provisioner.kernel.output import LAST_WORDS, Ending
 from sandbox_provisioner.kernel.relay import CHANNELS
+from sandbox_provisioner.kernel.starting import Start
 from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error"), pytest.mark.debian, pytest.mark.user]

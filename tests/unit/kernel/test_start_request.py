@@ -1,4 +1,4 @@
-"""A start request says which sandbox it is for, and what that is to do by itself; the settings say what it does not."""
+"""A start request names the sandbox and sets its policy; the kernel's settings complete it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from jupyter_client.kernelspec import KernelSpec
 
 from sandbox_provisioner.errors import ConfigurationError
-from sandbox_provisioner.kernel import start_request
+from sandbox_provisioner.kernel.start_request import KEYWORD, from_environment, requested
 from sandbox_provisioner.provisioner import SandboxProvisioner
+from sandbox_provisioner.sandbox.start_request import Features, StartRequest
 
 WANTED = {
     "a console": ({}, {}, None),
@@ -26,32 +27,42 @@ def settings(**given: object) -> SandboxProvisioner:
     return SandboxProvisioner(kernel_id="id", kernel_spec=KernelSpec(), **given)
 
 
+def features(env: dict[str, str], ours: SandboxProvisioner, **given: object) -> Features:
+    """The policy of a start for a notebook, with these variables in its environment and these keyword arguments."""
+    env = {**os.environ, "JPY_SESSION_NAME": "/w/a.ipynb", **env}
+    found = requested({"env": env, **given}, ours, "python3")
+    assert found is not None
+    return found.features
+
+
 @pytest.mark.parametrize("case", WANTED)
-def test_a_start_is_for_the_sandbox_that_is_asked_for_or_the_notebooks(case: str) -> None:
+def test_request_comes_before_the_settings(case: str) -> None:
     env, given, expected = WANTED[case]
-    wanted = start_request.wanted({**os.environ, **env}, settings(**given), "python3")
-    assert (wanted and (wanted.sandbox_id, wanted.gcs)) == expected
+    found = requested({"env": {**os.environ, **env}}, settings(**given), "python3")
+    assert (found and (found.sandbox_id, found.gcs)) == expected
 
 
-def test_what_it_says_of_the_settings_goes_before_them_and_the_rest_stays() -> None:
+def test_policy_of_the_request_comes_before_the_settings() -> None:
     ours = settings(idle_timeout=7.0, enable_handoff=True)
-    start_request.heed({**os.environ, "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE": "1", "SANDBOX_ENABLE_HANDOFF": "0"}, ours)
-    assert (ours.enable_checkpoint_at_idle, ours.enable_handoff, ours.idle_timeout) == (True, False, 7.0)
-    start_request.heed({**os.environ, "SANDBOX_IDLE_TIMEOUT": "3"}, ours)
-    assert ours.idle_timeout == 3.0
+    found = features({"SANDBOX_ENABLE_CHECKPOINT_AT_IDLE": "1", "SANDBOX_ENABLE_HANDOFF": "0"}, ours)
+    assert (found.enable_checkpoint_at_idle, found.enable_handoff, found.idle_timeout) == (True, False, 7.0)
+    assert features({"SANDBOX_IDLE_TIMEOUT": "3"}, ours).idle_timeout == 3.0
 
 
-def test_what_it_names_as_its_own_goes_before_the_settings_though_the_server_has_just_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_policy_of_a_typed_request_counts_even_if_the_server_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_IDLE_TIMEOUT", "600")
     ours = settings(idle_timeout=1800.0)
-    start_request.heed(dict(os.environ), ours)
-    assert ours.idle_timeout == 1800.0
-    start_request.heed({**os.environ, start_request.ASKED: "SANDBOX_ID,SANDBOX_IDLE_TIMEOUT"}, ours)
-    assert ours.idle_timeout == 600.0
+    assert features({}, ours).idle_timeout == 1800.0
+    assert features({}, ours, **{KEYWORD: StartRequest(idle_timeout=600.0)}).idle_timeout == 600.0
 
 
-def test_what_makes_no_sense_is_refused_by_name() -> None:
+def test_server_waits_for_another_one_only_with_hand_off() -> None:
+    request = {"env": {"JPY_SESSION_NAME": "/w/a.ipynb"}}
+    for handoff, patience in ((True, 5.0), (False, 0.0)):
+        found = requested(request, settings(enable_handoff=handoff, handoff_timeout=5.0), "python3")
+        assert found and found.patience == patience
+
+
+def test_invalid_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="SANDBOX_IDLE_TIMEOUT is 'soon'"):
-        start_request.heed({"SANDBOX_IDLE_TIMEOUT": "soon"}, settings())
+        from_environment({"SANDBOX_IDLE_TIMEOUT": "soon"})

@@ -147,7 +147,7 @@ async def running(create: Attach) -> SandboxHandle:
 async def saved(running: SandboxHandle) -> None:
     """A persistent sandbox that was checkpointed with the value 1, and that nobody has."""
     await tell(running, "set 1")
-    await running.checkpoint()
+    await running.save()
     await running.release()
 
 
@@ -171,7 +171,7 @@ async def test_ten_cycles_lose_nothing(running: SandboxHandle, attach: Attach) -
     handle = running
     for number in range(10):
         await tell(handle, f"set {number}")
-        await handle.checkpoint()
+        await handle.save()
         if number % 2:
             await handle.release()
             handle = await attach()
@@ -201,9 +201,9 @@ async def test_the_image_is_for_this_user_only(saved: None, tmp_path: Path) -> N
 async def test_the_previous_checkpoint_goes_when_the_new_one_is_proven(
     running: SandboxHandle, attach: Attach, stores: Stores
 ) -> None:
-    first = await running.checkpoint()
+    first = await running.save()
     await running.restore()
-    second = await running.checkpoint()
+    second = await running.save()
     assert (running.metadata.checkpoint, running.metadata.previous) == (second, first)
     await running.restore()
     assert running.cleanup_task is not None
@@ -315,7 +315,7 @@ async def test_a_replaced_library_is_refused_by_name_and_the_same_bytes_are_not(
     code = "import mmap,time; f=open('/lib-of-mine/thing.bin','rb'); m=mmap.mmap(f.fileno(),0,access=mmap.ACCESS_READ)"
     process = await handle.instance.execute([spec.python, "-c", f"{code}; print(m[:3], flush=True); time.sleep(1000)"])
     await anext(process.stream())
-    await handle.checkpoint()
+    await handle.save()
     await handle.release()
 
     (library.parent / "beside.bin").write_bytes(b"installed later")
@@ -342,7 +342,7 @@ async def test_restore_refuses_destination_missing_from_present_mounts(
     shown = replace(spec, mounts=(*spec.mounts, Mount(str(tmp_path), "/extra")))
     handle = await create(spec=shown)
     await handle.start()
-    await handle.checkpoint()
+    await handle.save()
     await handle.release()
     with pytest.raises(IncompatibleError, match=r"/extra, which it sees, .*the setting mounts could add it"):
         await attach()
@@ -367,13 +367,13 @@ DAMAGE = {
 @pytest.mark.runsc
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_had(
-    damage: str, running: SandboxHandle, attach: Attach, tmp_path: Path
+    damage: str, running: SandboxHandle, attach: Attach, stores: Stores, tmp_path: Path
 ) -> None:
     await tell(running, "set old")
-    await running.checkpoint()
+    await running.save()
     await running.restore()
     await tell(running, "set new")
-    second = await running.checkpoint()
+    second = await running.save()
     await running.release()
     DAMAGE[damage](tmp_path / "storage" / second.artifact.name / "pages.img")
 
@@ -383,7 +383,8 @@ async def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_had(
     assert refusal.value.previous
     await handle.release()
 
-    handle = await attach(previous=True)
+    await detached.revert_persistent(stores, "box", Owner.here("owner"))
+    handle = await attach()
     await handle.restore()
     assert await tell(handle, "get") == "old"
 
@@ -414,7 +415,7 @@ async def test_a_server_that_lost_its_lease_can_change_nothing(
     running: SandboxHandle, attach: Attach, stores: Stores
 ) -> None:
     await tell(running, "set 1")
-    await running.checkpoint()
+    await running.save()
     await running.restore()
     await tell(running, "set never seen")
     await running.lease.release()  # as if it had run out while this server stood still
@@ -423,10 +424,10 @@ async def test_a_server_that_lost_its_lease_can_change_nothing(
     await other.restore()
     assert await tell(other, "get") == "1"
     with pytest.raises(FencedError, match="second"):
-        await running.checkpoint()
+        await running.save()
     assert await tell(running, "get") == "never seen"
     await tell(other, "set 2")
-    await other.checkpoint()
+    await other.save()
     await other.restore()
     assert await tell(other, "get") == "2"
 
@@ -435,21 +436,21 @@ async def test_a_server_that_lost_its_lease_can_change_nothing(
 async def test_a_server_that_stood_still_after_its_commit_deletes_nothing_of_the_next_ones(
     running: SandboxHandle, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    awake, delete = asyncio.Event(), running._delete
+    awake, delete = asyncio.Event(), running._stored.delete
 
     async def stand_still(garbage: set[str]) -> None:
         await awake.wait()
         await delete(garbage)
 
-    monkeypatch.setattr(running, "_delete", stand_still)
-    checkpoint = asyncio.create_task(running.checkpoint())
+    monkeypatch.setattr(running._stored, "delete", stand_still)
+    checkpoint = asyncio.create_task(running.save())
     while running.instance.state == State.RUNNING:
         await asyncio.sleep(0.01)
     await running.lease.release()
     other = await attach()
     await other.restore()
     await tell(other, "set 2")
-    await other.checkpoint()
+    await other.save()
     awake.set()
     await checkpoint
     await other.restore()
@@ -493,10 +494,10 @@ async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach,
     assert files(stores) == []
 
 
-async def test_a_previous_checkpoint_that_there_is_not_is_an_error(create: Attach, attach: Attach) -> None:
+async def test_revert_without_previous_checkpoint_is_refused(create: Attach, stores: Stores) -> None:
     await (await create()).release()
     with pytest.raises(SandboxError, match="no checkpoint before its last"):
-        await attach(previous=True)
+        await detached.revert_persistent(stores, "box", Owner.here("owner"))
 
 
 @pytest.mark.runsc
@@ -504,7 +505,7 @@ async def test_a_lost_lease_is_regained_if_nobody_had_the_sandbox(running: Sandb
     before = running.lease.token
     await running.regain(Owner.here("first"))
     assert running.lease.token != before
-    await running.checkpoint()
+    await running.save()
     await running.release()
     other = await attach()
     with pytest.raises((FencedError, LeaseHeldError)):
@@ -526,10 +527,10 @@ async def test_a_checkpoint_whose_answer_was_lost_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(stores.metadata, "write", deaf)
         with pytest.raises(StorageUnavailableError):
-            await running.checkpoint()
+            await running.save()
     assert running.instance.state == State.RUNNING
     await tell(running, "set 2")
-    await running.checkpoint()
+    await running.save()
     await running.release()
     handle = await attach()
     await handle.restore()
@@ -540,9 +541,7 @@ async def test_a_checkpoint_whose_answer_was_lost_is_made_again(
 async def test_a_cancelled_checkpoint_comes_to_its_end(running: SandboxHandle) -> None:
     await tell(running, "set 1")
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(running.checkpoint(), 0.05)
-    assert running._saving is not None
-    await running._saving
+        await asyncio.wait_for(running.save(), 0.05)
     await running.restore()
     assert await tell(running, "get") == "1"
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from cell import LONG, start_cell, tell
+from cell import LONG, close_all, start_cell, tell
 from rescuer import in_child, recover
 
 from sandbox_provisioner.config import GCSConfig, Place
@@ -28,9 +28,10 @@ from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.runtime_dir import kill_processes, read_note, runtime_root, scan
 from sandbox_provisioner.gvisor.state import State
-from sandbox_provisioner.sandbox import manager as manager_module
-from sandbox_provisioner.sandbox.handle import SandboxHandle
-from sandbox_provisioner.sandbox.manager import Features, SandboxManager
+from sandbox_provisioner.sandbox import supervisor
+from sandbox_provisioner.sandbox.handle import HandleObserver, SandboxHandle
+from sandbox_provisioner.sandbox.manager import SandboxManager
+from sandbox_provisioner.sandbox.start_request import Features
 
 Serve = Callable[..., SandboxManager]
 
@@ -46,12 +47,33 @@ async def serve(runsc: Runsc, tmp_path: Path) -> AsyncIterator[Serve]:
 
     yield serve
     for manager in made:
-        await manager.shutdown(LONG)
+        await close_all(manager)
 
 
-async def begin(manager: SandboxManager, spec: BundleSpec, name: str = "box", **features: object) -> SandboxHandle:
+class Observer(HandleObserver):
+    """Answers that a sandbox is busy, and remembers why it is gone."""
+
+    def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
+        self.is_busy = busy
+        self.reasons: list[str] = []
+
+    def busy(self) -> bool:
+        return self.is_busy()
+
+    def gone(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+async def begin(
+    manager: SandboxManager,
+    spec: BundleSpec,
+    name: str = "box",
+    observer: HandleObserver | None = None,
+    **features: object,
+) -> SandboxHandle:
     handle = await manager.create(name, spec, features=Features(**features))  # type: ignore[arg-type]
-    await manager.start(name)
+    handle.observer = observer or HandleObserver()
+    await manager.get(name).start()
     await start_cell(handle)
     return handle
 
@@ -89,13 +111,13 @@ async def test_sandbox_without_place_for_checkpoints(runsc: Runsc, spec: BundleS
     with pytest.raises(LeaseHeldError):
         await other.attach("box", spec)
     with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
-        await manager.checkpoint("box")
+        await manager.get("box").save()
     assert await tell(handle, "set 1") == await tell(handle, "get") == "1"
-    assert await manager.shutdown(LONG) == {"box": None}
+    await manager.close(handle, save=True)
     again = await other.attach("box", spec)
     assert not again.saved
-    await other.start("box")
-    assert await other.shutdown(LONG) == {"box": None}
+    await other.get("box").start()
+    await other.close(again, save=True)
     await other.delete("box")
     assert not list(shared.rglob("metadata.json"))
 
@@ -109,7 +131,7 @@ async def test_checkpoint_is_not_ignored_without_place_for_checkpoints(
     places = {key: Place(stem, mount=tmp_path) for key, stem in stems.items()}
     manager = SandboxManager(GCSConfig(tmp_path / "own", **places), runsc)
     await begin(manager, spec)
-    await manager.hand_over("box")
+    await manager.close(manager.get("box"), save=True)
     del places["checkpoints"]
     other = SandboxManager(GCSConfig(tmp_path / "own", **places), runsc)
     with pytest.raises(ConfigurationError, match="SANDBOX_CHECKPOINT_BUCKET"):
@@ -171,7 +193,7 @@ async def test_a_bad_id_is_refused(serve: Serve, spec: BundleSpec, name: str) ->
 
 async def test_one_that_it_does_not_have_is_an_error(serve: Serve) -> None:
     with pytest.raises(SandboxNotFoundError, match="no sandbox box in first"):
-        await serve().checkpoint("box")
+        serve().get("box")
 
 
 async def test_one_that_it_has_is_not_attached_twice(serve: Serve, spec: BundleSpec) -> None:
@@ -186,12 +208,12 @@ async def test_a_sandbox_is_created_saved_and_attached_by_another_server(serve: 
     first, second = serve("first"), serve("second")
     handle = await begin(first, spec)
     await tell(handle, "set 1")
-    await first.checkpoint("box")
+    await first.get("box").save()
     with pytest.raises(LeaseHeldError, match="first"):
         await second.attach("box", spec)
-    await first.hand_over("box")
+    await first.close(first.get("box"), save=True)
     handle = await second.attach("box", spec)
-    await second.restore("box")
+    await second.get("box").restore()
     assert await tell(handle, "get") == "1"
     assert await second.delete("box") > 0
     with pytest.raises(SandboxNotFoundError):
@@ -201,15 +223,14 @@ async def test_a_sandbox_is_created_saved_and_attached_by_another_server(serve: 
 @pytest.mark.runsc
 async def test_one_is_handed_over_to_the_server_that_asks(serve: Serve, spec: BundleSpec) -> None:
     first, second = serve("first"), serve("second")
-    gone: list[tuple[str, str]] = []
-    first.on_gone = lambda name, reason: gone.append((name, reason))
-    handle = await begin(first, spec, enable_handoff=True)
+    observer = Observer()
+    handle = await begin(first, spec, observer=observer, enable_handoff=True)
     await tell(handle, "set 1")
     handle = await second.attach("box", spec, patience=LONG)
-    await second.restore("box")
+    await second.get("box").restore()
     assert await tell(handle, "get") == "1"
-    await until(lambda: bool(gone))
-    assert gone == [("box", "another server asked for it")]
+    await until(lambda: bool(observer.reasons))
+    assert observer.reasons == ["another server asked for it"]
     assert first.handles == {}
 
 
@@ -217,14 +238,15 @@ async def test_one_is_handed_over_to_the_server_that_asks(serve: Serve, spec: Bu
 async def test_an_idle_one_is_saved_and_a_busy_one_is_not(serve: Serve, spec: BundleSpec) -> None:
     manager = serve()
     busy = True
-    manager.busy = lambda name: busy
-    handle = await begin(manager, spec, enable_checkpoint_at_idle=True, idle_timeout=0.3)
+    handle = await begin(
+        manager, spec, observer=Observer(lambda: busy), enable_checkpoint_at_idle=True, idle_timeout=0.3
+    )
     await tell(handle, "set 1")
     await asyncio.sleep(0.6)
     assert handle.instance.state == State.RUNNING
     busy = False
     await until(lambda: handle.instance.state == State.CHECKPOINTED)
-    await manager.restore("box")
+    await manager.get("box").restore()
     assert await tell(handle, "get") == "1"
     await until(lambda: handle.instance.state == State.CHECKPOINTED)
 
@@ -233,16 +255,16 @@ async def test_an_idle_one_is_saved_and_a_busy_one_is_not(serve: Serve, spec: Bu
 async def test_watch_survives_unexpected_error(
     serve: Serve, spec: BundleSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(manager_module, "PAUSE", 0.1)
+    monkeypatch.setattr(supervisor, "PAUSE", 0.1)
     manager, failures = serve(), [MemoryError("no memory"), OSError(errno.EMFILE, "too many open files")]
 
-    def busy(name: str) -> bool:
+    def busy() -> bool:
         if failures:
             raise failures.pop()
         return False
 
-    manager.busy = busy
-    handle = await begin(manager, spec, enable_handoff=True, enable_checkpoint_at_idle=True, idle_timeout=0.2)
+    features = {"enable_handoff": True, "enable_checkpoint_at_idle": True, "idle_timeout": 0.2}
+    handle = await begin(manager, spec, observer=Observer(busy), **features)
     await until(lambda: handle.instance.state == State.CHECKPOINTED)
     assert caplog.text.count("background task failed") == 2
     other = serve("second")
@@ -250,19 +272,22 @@ async def test_watch_survives_unexpected_error(
 
 
 @pytest.mark.runsc
-async def test_a_shutdown_saves_all_and_says_what_it_could_not(serve: Serve, spec: BundleSpec) -> None:
+async def test_a_sandbox_that_cannot_be_saved_stays_open_until_it_can(serve: Serve, spec: BundleSpec) -> None:
     first = serve("first")
     for name in ("a", "b", "c"):
         await tell(await begin(first, spec, name), f"set {name}")
-    first.handles["c"].instance.runsc = Runsc(Path("/nowhere"), "0")
-    report = await first.shutdown(LONG)
-    assert {name: error is None for name, error in report.items()} == {"a": True, "b": True, "c": False}
-    first.handles["c"].instance.runsc = first._runsc
-    assert await first.shutdown(LONG) == {"c": None}
+    broken = first.get("c")
+    broken.instance.runsc = Runsc(Path("/nowhere"), "0")
+    closing = {name: asyncio.create_task(first.close(first.get(name), save=True)) for name in ("a", "b", "c")}
+    await asyncio.gather(closing["a"], closing["b"])
+    assert list(first.handles) == ["c"] and not closing["c"].done()  # runsc is called again until it works
+    broken.instance.runsc = first._runsc
+    await asyncio.gather(closing["c"], return_exceptions=True)
+    await first.close(broken, save=True)
     second = serve("second")
     for name in ("a", "b", "c"):
         handle = await second.attach(name, spec)
-        await second.restore(name)
+        await second.get(name).restore()
         assert await tell(handle, "get") == name
 
 
@@ -270,12 +295,12 @@ async def test_a_shutdown_saves_all_and_says_what_it_could_not(serve: Serve, spe
 async def test_files_pass_from_one_sandbox_to_another(serve: Serve, spec: BundleSpec) -> None:
     manager = serve()
     one = manager.create_ephemeral("one", spec)
-    await manager.start("one")
+    await manager.get("one").start()
     process = await one.instance.execute(["/bin/sh", "-c", "echo kept > ~/kept"])
     assert await process.wait() == 0
-    await manager.save_snapshot("one", "mine")
+    await manager.get("one").save_snapshot("mine")
     two = await begin(manager, spec, "two")
-    await manager.load_snapshot("two", "mine", "one")
+    await manager.get("two").load_snapshot("one", "mine")
     process = await two.instance.execute(["/bin/sh", "-c", "cat ~/kept"])
     assert (await process.read())[0] == b"kept\n"
 
@@ -294,7 +319,7 @@ VICTIM = """
         manager = SandboxManager(GCSConfig(folder=folder), runsc, "victim")
         for name in sys.argv[2:]:
             handle = await manager.create(name, spec)
-            await manager.start(name)
+            await manager.get(name).start()
             await start_cell(handle)
             await tell(handle, "set " + name)
         os.kill(os.getpid(), 9)
@@ -324,7 +349,7 @@ async def test_a_killed_servers_sandboxes_are_found_saved_and_restored_as_they_w
         handle = await manager.attach(name, spec)
         assert handle.metadata.checkpoint is not None
         assert handle.metadata.checkpoint.files
-        await manager.restore(name)
+        await manager.get(name).restore()
         assert await tell(handle, "get") == name
 
 
@@ -333,7 +358,7 @@ async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, r
     fall_victim(spec, runsc, tmp_path / "storage", "a")
     manager = serve()
     handle = await manager.attach("a", spec)
-    await manager.restore("a")
+    await manager.get("a").restore()
     assert await tell(handle, "get") == "a"
 
 
@@ -355,7 +380,7 @@ async def test_attach_sees_an_orphan_that_another_scan_looks_at(
     go_on.set()
     handle = await attaching
     assert await other == ([], [])
-    await manager.restore("a")
+    await manager.get("a").restore()
     assert await tell(handle, "get") == "a"
 
 
@@ -371,7 +396,7 @@ async def test_attach_waits_for_a_rescue_by_another(
         (runtime,) = (path for path in runtime_root().iterdir() if (read_note(path) or {}).get("sandbox_id") == name)
         await until(lambda marker=runtime / "rescued": marker.exists())  # type: ignore[misc]
         handle = await manager.attach(name, spec, patience=LONG)
-        await manager.restore(name)
+        await manager.get(name).restore()
         assert await tell(handle, "get") == name
         await recovering
 
@@ -385,19 +410,19 @@ async def test_one_that_another_server_went_on_without_becomes_a_savepoint(
         on_another_machine.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path / "other"))
         elsewhere = serve("other")
         handle = await elsewhere.attach("a", spec)
-        await elsewhere.start("a")
+        await elsewhere.get("a").start()
         await start_cell(handle)
         await tell(handle, "set newer")
-        await elsewhere.checkpoint("a")
-        await elsewhere.release("a")
+        await elsewhere.get("a").save()
+        await elsewhere.close(elsewhere.get("a"), save=False)
     manager = serve()
     (one,) = await manager.recover()
     assert one.saved and list(runtime.iterdir()) == []
     handle = await manager.attach("a", spec)
-    await manager.restore("a")
+    await manager.get("a").restore()
     assert await tell(handle, "get") == "newer"
     (name,) = handle.metadata.savepoints
-    await manager.rewind("a", name)
+    await manager.get("a").rewind(name)
     assert await tell(handle, "get") == "a"
 
 
@@ -416,7 +441,7 @@ async def test_one_that_cannot_be_saved_runs_on_until_it_can(
     assert len(list(runtime.iterdir())) == 1
     checkpoints.unlink()
     handle = await manager.attach("a", spec)
-    await manager.restore("a")
+    await manager.get("a").restore()
     assert await tell(handle, "get") == "a"
 
 
@@ -435,7 +460,7 @@ async def test_only_what_was_doomed_by_those_who_keep_their_metadata_here_is_gar
 async def test_what_has_a_document_by_now_is_no_garbage(serve: Serve, spec: BundleSpec) -> None:
     manager = serve()
     await manager.create("a", spec)
-    await manager.release("a")
+    await manager.close(manager.get("a"), save=False)
     store = manager.stores.required_checkpoints()
     store.write("sandboxes/a/checkpoints/one/file", b"kept")
     store.write("sandboxes/a/doomed", manager.stores.metadata.where.encode())

@@ -65,8 +65,8 @@ async def test_a_server_closes_its_connections_to_a_kernel_that_another_server_t
     channels = {channel: getattr(kernel, f"connect_{channel}")() for channel in ("shell", "control", "iopub", "stdin")}
     manager.start_buffering(kernel_id, "a tab that was closed", channels)
     control = kernel._control_socket
-    claim: Any = kernel.provisioner.claim
-    await IO.run(claim.manager.hand_over(claim.record.sandbox_id))
+    provisioner: Any = kernel.provisioner
+    await IO.run(provisioner._manager.close(provisioner.handle, save=True, reason="another server asked for it"))
     await manager._look_around()
     assert [channel for channel, stream in channels.items() if not stream.closed()] == []
     assert control.closed

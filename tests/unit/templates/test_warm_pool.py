@@ -16,7 +16,7 @@ from servers import Server
 from sandbox_provisioner.gvisor.state import State
 from sandbox_provisioner.templates import warm_pool
 from sandbox_provisioner.templates.store import TemplateShelf
-from sandbox_provisioner.templates.warm_pool import STANDBY, scarce
+from sandbox_provisioner.templates.warm_pool import WARM_POOL, scarce
 
 pytestmark = [pytest.mark.runsc, pytest.mark.templates]
 
@@ -28,7 +28,7 @@ Sandboxed = Callable[..., str]
 def ended() -> Iterator[None]:
     """Nothing stands by after a test."""
     yield
-    asyncio.run(STANDBY.end())
+    asyncio.run(WARM_POOL.end())
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -44,21 +44,21 @@ def test_a_start_takes_what_stands_by_and_another_takes_its_place(
     name = sandboxed(standby=1)
     km, _ = start_kernel(name)
     assert is_copy(km)
-    until(lambda: len(STANDBY.copies) == 1)
-    waiting = STANDBY.copies[0].sandbox
+    until(lambda: len(WARM_POOL.copies) == 1)
+    waiting = WARM_POOL.copies[0].sandbox
     km, kc = start_kernel(name)
     assert km.provisioner.sandbox is waiting
-    assert (waiting.sandbox_id, STANDBY.copies) == (km.kernel_id, [])
+    assert (waiting.sandbox_id, WARM_POOL.copies) == (km.kernel_id, [])
     run(kc, "open('made', 'w').write('inside')")
     assert (notebook_folder / "made").read_text() == "inside"
-    until(lambda: len(STANDBY.copies) == 1)
-    assert STANDBY.copies[0].sandbox is not waiting
+    until(lambda: len(WARM_POOL.copies) == 1)
+    assert WARM_POOL.copies[0].sandbox is not waiting
 
 
 def test_a_notebooks_kernel_from_standby_is_kept(open_notebook: Start) -> None:
     open_notebook("a.ipynb", standby=1)
-    until(lambda: len(STANDBY.copies) == 1)
-    waiting = STANDBY.copies[0].sandbox
+    until(lambda: len(WARM_POOL.copies) == 1)
+    waiting = WARM_POOL.copies[0].sandbox
     notebook = open_notebook("b.ipynb", standby=1)
     assert notebook.km.provisioner.sandbox is waiting
     notebook.run("x = 1")
@@ -71,12 +71,12 @@ def test_what_stands_by_is_for_the_folder_of_the_last_start(
 ) -> None:
     name = sandboxed(standby=2)
     start_kernel(name)
-    until(lambda: len(STANDBY.copies) == 2)
+    until(lambda: len(WARM_POOL.copies) == 2)
     other = notebook_folder / "other"
     other.mkdir()
     km, _ = start_kernel(name, cwd=str(other))
     assert is_copy(km)
-    until(lambda: [copy.prospect.spec.carried.source for copy in STANDBY.copies] == [str(other)] * 2)  # type: ignore[union-attr]
+    until(lambda: [copy.match.spec.carried.source for copy in WARM_POOL.copies] == [str(other)] * 2)  # type: ignore[union-attr]
 
 
 def test_one_that_died_is_not_taken_and_its_template_stays(
@@ -84,8 +84,8 @@ def test_one_that_died_is_not_taken_and_its_template_stays(
 ) -> None:
     name = sandboxed(standby=1)
     start_kernel(name)
-    until(lambda: len(STANDBY.copies) == 1)
-    dead = STANDBY.copies[0].sandbox
+    until(lambda: len(WARM_POOL.copies) == 1)
+    dead = WARM_POOL.copies[0].sandbox
     dead._container.main.send_signal(9)  # type: ignore[union-attr]
     until(lambda: dead.state != State.RUNNING)
     km, kc = start_kernel(name)
@@ -99,8 +99,8 @@ def test_one_whose_folder_was_made_anew_is_not_taken(
     name, folder = sandboxed(standby=1), notebook_folder / "again"
     folder.mkdir()
     start_kernel(name, cwd=str(folder))
-    until(lambda: len(STANDBY.copies) == 1)
-    waiting = STANDBY.copies[0].sandbox
+    until(lambda: len(WARM_POOL.copies) == 1)
+    waiting = WARM_POOL.copies[0].sandbox
     folder.rmdir()
     folder.mkdir()
     km, kc = start_kernel(name, cwd=str(folder))
@@ -119,7 +119,7 @@ def test_one_that_sees_another_folder_than_is_mounted_now_is_not_taken(
     current.symlink_to(first)
     name = sandboxed(standby=1, mounts=[f"{current}:/data"])
     start_kernel(name)
-    until(lambda: len(STANDBY.copies) == 1)
+    until(lambda: len(WARM_POOL.copies) == 1)
     current.unlink()
     current.symlink_to(second)
     _, kc = start_kernel(name)
@@ -132,9 +132,9 @@ def test_nothing_stands_by_when_memory_is_scarce(
     monkeypatch.setattr(warm_pool, "LOOK_EVERY", 0.1)
     name = sandboxed(standby=1)
     start_kernel(name)
-    until(lambda: len(STANDBY.copies) == 1)
+    until(lambda: len(WARM_POOL.copies) == 1)
     monkeypatch.setattr(warm_pool, "scarce", lambda: True)
-    until(lambda: STANDBY.copies == [])
+    until(lambda: WARM_POOL.copies == [])
     km, _ = start_kernel(name)
     assert is_copy(km)
 

@@ -1,0 +1,67 @@
+"""Choose the folder that a kernel works in, and record the folders that it can write to. All functions block."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..gvisor.bundle import BundleSpec, Mount, parse_mount
+from ..gvisor.mounts import require_below_root, unlinked, within, working_folder
+from ..gvisor.programs import note_writable
+from ..gvisor.reserved_dirs import reserved_folders
+from .settings import SandboxSettings
+from .shared_folders import list_file, protected_file, remember
+
+
+def server_root(kernel_manager: Any) -> str:
+    """Return the root folder of the kernel's Jupyter Server; empty under any other kernel manager."""
+    return str(getattr(getattr(kernel_manager, "parent", None), "root_dir", "") or "")
+
+
+def distrust_programs(settings: SandboxSettings, root: str, cwd: str) -> None:
+    """Let no program be found in the folders that kernels can write to."""
+    shared = [mount.source for mount in map(parse_mount, settings.mounts) if mount.writable]
+    note_writable(root, cwd, settings.working_folder, *shared)
+
+
+def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Mount | None:
+    """Return the folder that the kernel works in and can write to; None if it gets only its private home.
+
+    Raises ConfigurationError if the requested folder is not allowed.
+    """
+    wanted, allowed = settings.working_folder or cwd, settings.allow_home
+    try:
+        folder = working_folder(wanted or os.getcwd(), allowed, reserved_folders(settings.storage_dir))
+        if settings.working_folder and root:
+            folder = unlinked(folder._replace(source=folder.destination), [root], "working_folder")
+        elif cwd and root:
+            require_below_root(folder, root, map(parse_mount, settings.mounts))
+    except ConfigurationError as error:
+        if wanted:
+            raise
+        settings.log.warning("The kernel works in a private, empty home. %s", error.problem)
+        return None
+    if folder.source in map(os.path.realpath, sys.path):
+        settings.log.warning("The server itself imports from %s, which this kernel can write to.", folder.source)
+    return folder
+
+
+def remember_shared(settings: SandboxSettings, folder: Mount | None) -> None:
+    """Record the folders that the kernel can write to: from now on the server does not trust links there."""
+    given = [*([folder] if folder else []), *map(parse_mount, settings.mounts)]
+    try:
+        remember({os.path.realpath(mount.source) for mount in given if mount.writable}, list_file())
+    except OSError as error:
+        settings.log.warning("Links that this kernel makes may lead anywhere in the server's folder: %s", error)
+
+
+def remember_protected(spec: BundleSpec) -> None:
+    """Record the read-only mounts in folders that the kernel can write to: the server does not write there."""
+    writable = [mount.source for mount in spec.mounts if mount.source and mount.writable]
+    shown = [mount.source for mount in spec.mounts if mount.source and not mount.writable]
+    inner = {os.path.realpath(path) for path in shown if any(within(path, place) for place in writable)}
+    with suppress(OSError):  # remember_shared has logged the same problem
+        remember(inner, protected_file())

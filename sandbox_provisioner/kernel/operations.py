@@ -1,0 +1,168 @@
+"""Operate on a kernel and its sandbox from any event loop: save, wake, rewind, fork, and report its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import user_name
+from ..errors import ConfigurationError, SandboxError
+from ..io_thread import IO
+from ..persistence.metadata import Checkpoint, GCSArtifact
+from ..sandbox.handle import Identity, SandboxHandle
+from ..sandbox.manager import SandboxManager
+from .activity import PLAIN, KernelActivity
+from .kernel import KernelState, SandboxedKernel
+from .settings import SandboxSettings
+
+
+class KernelOperations(SandboxSettings):
+    """The operations on one kernel that a Jupyter Server and Python programs call; SandboxProvisioner inherits them.
+
+    Holds the kernel and, if it is persistent, the open sandbox. The work runs in the I/O thread.
+    """
+
+    parent: Any
+
+    def __init__(self, **kwargs: Any) -> None:
+        known = set(self.trait_names())
+        for name in kwargs:
+            if name not in known:
+                settings = ", ".join(sorted(self.trait_names(config=True)))
+                raise ConfigurationError(
+                    name,
+                    f"The kernelspec gives the sandbox the setting {name!r}, which does not exist.",
+                    f"The settings are: {settings}.",
+                )
+        super().__init__(**kwargs)
+        self._kernel = SandboxedKernel()
+        self._manager: SandboxManager | None = None
+        self._handle: SandboxHandle | None = None
+        self._launched = False
+        self._keeps_state = False
+        self._moved = ""
+
+    @property
+    def handle(self) -> SandboxHandle | None:
+        """The persistent sandbox that the kernel runs in; None if it is ephemeral."""
+        return self._handle
+
+    @property
+    def can_save(self) -> bool:
+        """True if the kernel is persistent and this server has a place for checkpoints."""
+        return self._handle is not None and self._handle.can_save
+
+    @property
+    def state(self) -> KernelState:
+        """The kernel's state."""
+        return self._kernel.state
+
+    @property
+    def asleep(self) -> bool:
+        """True while the kernel is hibernated."""
+        return self._kernel.asleep
+
+    @property
+    def activity(self) -> KernelActivity:
+        """The kernel's unfinished requests and its reasons to be kept awake."""
+        return self._kernel.activity
+
+    @property
+    def executions(self) -> set[object]:
+        """Commands that currently run beside the kernel."""
+        return self.activity.executions
+
+    @property
+    def busy(self) -> bool:
+        """True while the kernel is not idle."""
+        return self._kernel.busy()
+
+    @property
+    def waited_for(self) -> bool:
+        """True while the kernel has sent nothing since a client's last request, or a command runs beside it."""
+        return bool(self.activity.executions) or self._kernel.relay.waited_for
+
+    def busy_reasons(self) -> list[str]:
+        """Return the reasons why the kernel is busy, as sentences without a full stop; empty if it is idle."""
+        reasons = self.activity.reasons()
+        if not reasons and self.waited_for:
+            reasons.append("A client waits for its answer")
+        return reasons
+
+    async def hibernate(self, insist: float | None = None) -> None:
+        """Save the kernel and free its memory. A client's next request wakes it. Does nothing if it is not persistent.
+
+        Give ``insist`` when the server or the kernel ends: after that many seconds the kernel is saved without the help
+        of the guest. Raises UnresponsiveError if that fails too.
+        """
+        if self._handle and self._launched and self._kernel.status is None:
+            await IO.run(self._kernel.hibernate(insist))
+
+    async def wake(self) -> None:
+        """Restore a hibernated kernel now."""
+        await IO.run(self._kernel.wake())
+
+    async def keep_awake(self, seconds: float | None) -> None:
+        """Prevent hibernation and culling for idleness for ``seconds``: None for no limit, 0 to stop."""
+        await IO.run(self._keep_awake(seconds))
+
+    async def _keep_awake(self, seconds: float | None) -> None:
+        self._kernel.keep_awake(PLAIN, seconds)
+
+    async def follow(self, notebook_path: str) -> None:
+        """Record the notebook's new path, unless the sandbox was opened by its own id."""
+        record = self._handle.record if self._handle else None
+        named = self.sandbox_id or self.gcs_sandbox_id
+        if self._handle and record and not named and notebook_path != record.notebook_path:
+            await IO.run(self._handle.follow(notebook_path))
+
+    async def savepoint(self, name: str) -> Checkpoint:
+        """Save the kernel's memory as a savepoint and return it. The kernel continues to run."""
+        self._require_kept()
+        return await IO.run(self._kernel.savepoint(name))
+
+    async def drop_savepoint(self, name: str) -> None:
+        """Delete a savepoint."""
+        await IO.run(self._require_kept().drop_savepoint(name))
+
+    async def rewind(self, name: str) -> str:
+        """Restore the kernel to a savepoint. Return the name of the savepoint that has the state from before.
+
+        Clients see a restart: their unanswered requests are lost.
+        """
+        self._require_kept()
+        return await IO.run(self._kernel.rewind(name))
+
+    async def fork(self, new_id: str, savepoint: str = "", notebook_path: str = "") -> None:
+        """Store a new sandbox ``new_id`` with this kernel's memory, current or at a savepoint; do not start it."""
+        handle = self._require_kept()
+        assert self._manager is not None and handle.record is not None
+        about = Identity(handle.record.kernel_name, notebook_path, user_name())
+        await IO.run(self._manager.fork(handle, new_id, about, savepoint))
+
+    async def save_snapshot(self, name: str) -> GCSArtifact:
+        """Save the files that were written in the sandbox as a file snapshot. The kernel continues to run."""
+        return await IO.run(self._require_kept().save_snapshot(name))
+
+    async def load_snapshot(self, name: str, source_id: str) -> None:
+        """Write the files of a snapshot of the sandbox ``source_id`` to their places in this one."""
+        await IO.run(self._require_kept().load_snapshot(source_id, name))
+
+    def _require_kept(self) -> SandboxHandle:
+        if self._handle is None:
+            raise SandboxError(
+                f"Sandbox {self.kernel_id} is ephemeral: nothing of it is kept.",
+                "A kernel is kept if it is started for a notebook or with a sandbox_id, and persistent is set.",
+            )
+        return self._handle
+
+    @property
+    def moved(self) -> str:
+        """The reason why another server has the kernel; empty while this one has it."""
+        return self._moved
+
+    def keep_state(self) -> None:
+        """Keep the saved state, however the kernel ends now, and do not wake it for clients.
+
+        Called by the server before it stops, culls the kernel, or ends it with its state kept.
+        """
+        self._keeps_state = True

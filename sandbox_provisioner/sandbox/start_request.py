@@ -1,0 +1,47 @@
+"""Describe the start of a kernel: which sandbox it is for and how that sandbox behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Features:
+    """Automatic behaviour of a persistent sandbox. ``idle_timeout`` and ``hook_timeout`` are in seconds."""
+
+    enable_handoff: bool = False
+    enable_checkpoint_at_idle: bool = False
+    idle_timeout: float = 1800.0
+    hook_timeout: float = 0.0
+    reseed: bool = False
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """The persistent sandbox that a start requests, by the user's own id or by notebook and kernel, and its policy.
+
+    The REST API and ``kernel.start_request`` set what the request itself contains; ``kernel.start_request.complete``
+    adds the kernel's settings, also for the policy fields that are None. It contains no secret: jupyter_client keeps
+    it for a restart.
+    """
+
+    kernel_name: str = ""
+    notebook_path: str = ""
+    sandbox_id: str = ""
+    gcs: bool = False
+    """True if the sandbox must be in Google Cloud Storage."""
+    enable_handoff: bool | None = None
+    enable_checkpoint_at_idle: bool | None = None
+    idle_timeout: float | None = None
+    hook_timeout: float | None = None
+    reseed: bool | None = None
+    user: str = ""
+    shared_with: tuple[str, ...] = ()
+    patience: float = 0.0
+    """Seconds to wait until another server releases the sandbox."""
+
+    @property
+    def features(self) -> Features:
+        """The policy, with the usual value for each field that is None."""
+        values = {field.name: getattr(self, field.name) for field in fields(Features)}
+        return Features(**{name: value for name, value in values.items() if value is not None})
