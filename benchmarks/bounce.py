@@ -111,7 +111,7 @@ class Relayed(Echo):
     async def _connect(self) -> None:
         self._link = GuestConnection()
         await self._link.attach(os.dup(self._to_echo), os.dup(self._from_echo))
-        self._link._urge(op="hello", version=VERSION, processes=[])
+        self._link._send_at_once(op="hello", version=VERSION, processes=[])
         await self._link.greeted()
         await self._relay.reserve_ipc(self._paths)
         await self._relay.listen()

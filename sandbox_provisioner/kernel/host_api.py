@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
 
-from .._redaction import public
 from ..errors import ConfigurationError, SandboxError
+from ..errors.redaction import public
 from ..mux.connection import GuestConnection
 from ..persistence.metadata import Checkpoint
 from ..persistence.names import SANDBOX_ID

@@ -7,8 +7,8 @@ from typing import Any
 
 from jupyter_client.session import Session
 
-from .._redaction import public
 from ..errors import SandboxError
+from ..errors.redaction import public
 from ..persistence.metadata import Checkpoint
 from ..sandbox.handle import SandboxHandle
 from .kernel import SandboxedKernel

@@ -220,11 +220,6 @@ class SandboxHandle:
         """Its record in the user's registry; None if it is not recorded."""
         return self.registration.record if self.registration else None
 
-    @property
-    def cleanup_task(self) -> asyncio.Task[None] | None:
-        """The task that deletes superseded checkpoints after the last start or restore."""
-        return self._stored.cleanup_task if self._stored else None
-
     def touch(self) -> None:
         """Restart its idle time."""
         self.last_activity = time.monotonic()

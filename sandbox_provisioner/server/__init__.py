@@ -4,6 +4,8 @@
 - ``kernel_websocket``: websockets that take turns to request a kernel's info
 - ``handlers``: HTTP; ``openapi``: validation against openapi.yaml; ``problem_details``: errors as RFC 9457
 - ``service``, ``creation``: the operations of the REST API, by ``operationId``; ``queries``: find and list sandboxes
+- ``malformed_messages``, ``offline_messages``: bound the effects of a kernel's messages on the server
+- ``exporters``: the exporters that a notebook may name
 - ``models``: describe kernels and stored sandboxes for clients; ``kernels``: the server's sandboxed kernels
 - ``execution``: stream a command's output; ``event_stream``: stream events; ``telemetry``: events, metrics, log
 """

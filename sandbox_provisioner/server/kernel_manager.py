@@ -30,7 +30,6 @@ from zmq import MAX_SOCKETS
 from zmq.asyncio import Context
 
 from .. import config
-from .._text import excerpt
 from ..errors import SandboxError, UnresponsiveError
 from ..gvisor.programs import note_writable
 from ..gvisor.runsc import find
@@ -44,6 +43,7 @@ from ..sandbox.start_request import StartRequest
 from ..setup.kernelspecs import PROVISIONER
 from ..templates.warm_pool import WARM_POOL
 from ..workers import bulk
+from .malformed_messages import tolerant
 from .offline_messages import OfflineMessages
 
 LOOK_EVERY = 5.0
@@ -54,9 +54,6 @@ SOCKETS = 16_384
 
 JUST_NOW = 1.0
 """Seconds after a start in which a request for the same notebook may have been sent before the start had ended."""
-
-EXECUTION_STATES = ("starting", "busy", "idle", "restarting", "autorestarting", "terminating", "dead", "unknown")
-"""The values of a kernel's ``execution_state``; any other is a kernel's own text, of any size."""
 
 StartKey = tuple[str, str, StartRequest | None, frozenset[tuple[str, str]]]
 """A kernel's name, its notebook, and the request or the environment variables that choose its sandbox."""
@@ -238,22 +235,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         """
         super().start_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
         kernel = self._kernels[kernel_id]
-        stream: Any = kernel._activity_stream
-        record, malformed = stream._recv_callback, False
-
-        def hear(frames: list[bytes]) -> None:
-            nonlocal malformed
-            before = kernel.execution_state
-            try:
-                record(frames)
-            except Exception as error:
-                if not malformed:
-                    self.log.warning("Kernel %s: malformed messages are dropped: %s", kernel_id, excerpt(error))
-                malformed = True
-            if kernel.execution_state not in EXECUTION_STATES:
-                kernel.execution_state = before
-
-        stream.on_recv(hear)
+        kernel._activity_stream.on_recv(tolerant(kernel, kernel._activity_stream._recv_callback, self.log))
 
     def start_buffering(self, kernel_id: str, session_key: str, channels: dict[str, Any]) -> None:
         """Keep a kernel's messages for a client that left, up to a limit. Called by Jupyter Server."""

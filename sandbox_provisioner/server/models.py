@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from .._redaction import public
+from ..errors.redaction import public
 from ..events import Entry
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import StoredSandbox

@@ -10,8 +10,8 @@ from typing import Any
 
 from tornado.web import HTTPError
 
-from .._redaction import without_paths
 from ..errors import SandboxError
+from ..errors.redaction import without_paths
 
 MEDIA_TYPE = "application/problem+json"
 

@@ -66,8 +66,8 @@ class Killing:
             if "cell" not in handle.contents:
                 return "nothing"
             value = await tell(handle, "get")
-            assert handle.cleanup_task is not None
-            await handle.cleanup_task
+            assert handle.memory.stored.cleanup_task is not None
+            await handle.memory.stored.cleanup_task
             async with asyncio.timeout(LONG):  # it is removed in a thread
                 while list(manager.stores.staging.iterdir()):
                     await asyncio.sleep(0.01)

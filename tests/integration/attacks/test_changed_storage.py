@@ -55,7 +55,7 @@ async def saved(spec: BundleSpec, runsc: Runsc, stores: Stores) -> None:
         await start_cell(handle)
         await tell(handle, f"set {value}")
         await handle.save_snapshot("files")
-        await handle.checkpoint()
+        await handle.save()
         await handle.release()
 
 
@@ -268,10 +268,10 @@ async def test_changed_document_does_not_cost_a_running_sandbox_its_state(
         data, _ = stores.metadata.read(BOX)
         stores.metadata.write(BOX, data + b"\n")
         with pytest.raises(SignatureError):
-            await handle.checkpoint()
+            await handle.save()
         assert await tell(handle, "get") == "mine"
         stores.metadata.write(BOX, data)
-        await handle.checkpoint()
+        await handle.save()
         await handle.restore()
         assert await tell(handle, "get") == "mine"
     finally:

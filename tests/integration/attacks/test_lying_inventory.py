@@ -17,7 +17,7 @@ from sandbox_provisioner.lock.base import Owner
 from sandbox_provisioner.persistence import capture, compatibility
 from sandbox_provisioner.persistence.backends import Stores
 from sandbox_provisioner.persistence.names import metadata_name
-from sandbox_provisioner.sandbox import handle
+from sandbox_provisioner.sandbox import stored_state
 from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 pytestmark = pytest.mark.runsc
@@ -62,7 +62,7 @@ async def test_checkpoint_with_too_many_names_is_refused_and_kernel_runs_on(
 ) -> None:
     before = document_size(stores)
     await lie(sandbox, 16_000, 440)
-    for saving in (sandbox.checkpoint, lambda: sandbox.savepoint("one")):
+    for saving in (sandbox.save, lambda: sandbox.save("one")):
         with pytest.raises(UnsaveableError, match=r"16,000 files that it uses has [\d,]+ bytes"):
             await saving()
     assert sandbox.instance.state == State.RUNNING
@@ -73,22 +73,22 @@ async def test_checkpoint_with_too_many_names_is_refused_and_kernel_runs_on(
 async def test_savepoints_leave_room_for_checkpoint(
     sandbox: SandboxHandle, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "MOST_WITH_SAVEPOINT", 1_000_000)
+    monkeypatch.setattr(stored_state, "MOST_WITH_SAVEPOINT", 1_000_000)
     await lie(sandbox, 1_000, 240)  # about 350,000 bytes for each checkpoint
-    await sandbox.savepoint("one")
-    await sandbox.savepoint("two")
+    await sandbox.save("one")
+    await sandbox.save("two")
     with pytest.raises(UnsaveableError, match=r"its stored document would have .* delete some of its savepoints"):
-        await sandbox.savepoint("three")
+        await sandbox.save("three")
     assert document_size(stores) < 1_000_000
     assert sandbox.instance.state == State.RUNNING
-    await sandbox.checkpoint()
+    await sandbox.save()
     await sandbox.restore()
     assert await tell(sandbox, "get") == "5"
 
 
 async def test_as_many_files_as_are_examined_can_be_recorded(sandbox: SandboxHandle, stores: Stores) -> None:
     await lie(sandbox, compatibility.MOST_FILES, 200)
-    await sandbox.checkpoint()
+    await sandbox.save()
     assert document_size(stores) < capture.MOST_RECORDED + 100_000
     await sandbox.restore()
     assert await tell(sandbox, "get") == "5"

@@ -206,8 +206,8 @@ async def test_the_previous_checkpoint_goes_when_the_new_one_is_proven(
     second = await running.save()
     assert (running.metadata.checkpoint, running.metadata.previous) == (second, first)
     await running.restore()
-    assert running.cleanup_task is not None
-    await running.cleanup_task
+    assert running.memory.stored.cleanup_task is not None
+    await running.memory.stored.cleanup_task
     assert running.metadata.previous is None
     assert {name.rpartition("/")[0] + "/" for name in files(stores) if "pages" in name} == {second.artifact.name}
 

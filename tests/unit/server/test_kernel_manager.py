@@ -18,6 +18,7 @@ from servers import READY, Server
 
 from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.lock.base import Owner
+from sandbox_provisioner.lock.keepalive import Clock
 from sandbox_provisioner.lock.local import LocalAttempt
 from sandbox_provisioner.persistence.backends import LEASES
 from sandbox_provisioner.persistence.names import lock_name
@@ -125,7 +126,7 @@ def test_a_start_does_not_wait_for_the_orphans_of_other_notebooks(
     orphan.close()
     (sandbox_id,) = [one["sandbox_id"] for one in killed.ask("GET", "sandboxes")[1]["items"]]
     killed.kill()
-    lease = LocalAttempt(storage / LEASES, lock_name(sandbox_id), Owner.here("the test"))
+    lease = LocalAttempt(storage / LEASES, lock_name(sandbox_id), Owner.here("the test"), Clock())
     assert lease.take()
     try:
         server = serve()

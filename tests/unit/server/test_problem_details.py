@@ -9,8 +9,8 @@ import pytest
 from tornado.web import HTTPError
 
 from sandbox_provisioner import errors
-from sandbox_provisioner._redaction import public
 from sandbox_provisioner.errors import BadRequestError, ConfigurationError, SandboxError, subclasses
+from sandbox_provisioner.errors.redaction import public
 from sandbox_provisioner.server.openapi import check
 from sandbox_provisioner.server.problem_details import describe
 

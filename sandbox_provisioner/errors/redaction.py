@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import IncompatibleError, SandboxError, UnsaveableError
+from . import IncompatibleError, SandboxError, UnsaveableError
 
 HIDDEN, QUOTES = "…", "\"'"
 PATH = re.compile(
