@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leftovers import leftovers
+from notebooks import until
 from pages import RUN, SHOWN, Block, blocks, fits, steps
 from readers import Reader
 
@@ -34,10 +36,11 @@ def runnable() -> list[object]:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, runsc: Runsc) -> Iterator[Reader]:
+def reader(tmp_path: Path, runsc: Runsc, runtime: Path) -> Iterator[Reader]:
     somebody = Reader(tmp_path, runsc)
     yield somebody
     somebody.leave()
+    until(lambda: leftovers(runtime) == [])  # a template may still be under construction in the background
 
 
 @pytest.mark.timeout(300)

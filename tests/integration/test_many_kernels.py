@@ -15,6 +15,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from leftovers import leftovers
+from notebooks import until
 
 from sandbox_provisioner.gvisor.runtime_dir import sweep
 
@@ -128,7 +129,9 @@ def test_kernels_of_killed_owner_are_swept(
     if remedy == "a sweep":
         assert len(sweep()) == AT_ONCE
     else:
-        own(1).communicate()
+        newcomer = own(1)
+        until(lambda: len(list(runtime.iterdir())) == 1)  # the sweep goes on in the background
+        newcomer.communicate()
     assert leftovers(runtime) == []
     assert alive(processes) == []
 
