@@ -17,7 +17,7 @@ from sandbox_provisioner.lock.base import Owner
 from sandbox_provisioner.persistence import capture, compatibility
 from sandbox_provisioner.persistence.backends import Stores
 from sandbox_provisioner.persistence.names import metadata_name
-from sandbox_provisioner.sandbox import stored_state
+from sandbox_provisioner.sandbox import memory
 from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 pytestmark = pytest.mark.runsc
@@ -73,7 +73,7 @@ async def test_checkpoint_with_too_many_names_is_refused_and_kernel_runs_on(
 async def test_savepoints_leave_room_for_checkpoint(
     sandbox: SandboxHandle, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_state, "MOST_WITH_SAVEPOINT", 1_000_000)
+    monkeypatch.setattr(memory, "MOST_WITH_SAVEPOINT", 1_000_000)
     await lie(sandbox, 1_000, 240)  # about 350,000 bytes for each checkpoint
     await sandbox.save("one")
     await sandbox.save("two")
