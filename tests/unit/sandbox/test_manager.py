@@ -277,11 +277,11 @@ async def test_a_sandbox_that_cannot_be_saved_stays_open_until_it_can(serve: Ser
     for name in ("a", "b", "c"):
         await tell(await begin(first, spec, name), f"set {name}")
     broken = first.get("c")
-    broken.instance.runsc = Runsc(Path("/nowhere"), "0")
+    broken.instance._container._runsc = Runsc(Path("/nowhere"), "0")
     closing = {name: asyncio.create_task(first.close(first.get(name), save=True)) for name in ("a", "b", "c")}
     await asyncio.gather(closing["a"], closing["b"])
     assert list(first.handles) == ["c"] and not closing["c"].done()  # runsc is called again until it works
-    broken.instance.runsc = first._runsc
+    broken.instance._container._runsc = first._runsc
     await asyncio.gather(closing["c"], return_exceptions=True)
     await first.close(broken, save=True)
     second = serve("second")
