@@ -15,7 +15,7 @@ help:
 	@echo "make demo            compare a plain and a sandboxed kernel; hibernate, wake, restart the server"
 	@echo "make lab             open JupyterLab with the sandboxed kernel"
 	@echo "make setup           install gVisor and the sandboxed kernels (other targets do this automatically)"
-	@echo "make check           lint, types, import layers"
+	@echo "make check           lint, types, import layers, lengths"
 	@echo "make test            run the tests, except for those below"
 	@echo "make test-slow       tests that take minutes"
 	@echo "make test-fuzz       100,000 random requests to the REST API"
@@ -88,6 +88,7 @@ check: .venv/.test
 	@$(BIN)/lint-imports
 	@$(BIN)/deptry sandbox_provisioner
 	@$(BIN)/python tools/unasync.py --check
+	@$(BIN)/python tools/check_sizes.py
 
 docs: .venv/.docs
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
