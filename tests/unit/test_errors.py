@@ -18,7 +18,7 @@ from sandbox_provisioner.errors import SandboxError, subclasses
 from sandbox_provisioner.errors.kinds import ExitStatus, Kind
 from sandbox_provisioner.server.problem_details import describe
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 for module in pkgutil.walk_packages(sandbox_provisioner.__path__, "sandbox_provisioner."):
     if not module.name.endswith("__main__") and not module.name.startswith("sandbox_provisioner.guest."):

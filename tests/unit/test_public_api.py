@@ -12,7 +12,7 @@ import pytest
 
 import sandbox_provisioner
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PUBLIC = {
     "AsyncSandboxClient",
     "BundleSpec",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -192,12 +191,6 @@ def test_no_credentials_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/file")
     with pytest.raises(StorageError, match="GOOGLE_APPLICATION_CREDENTIALS"):
         GCSStore("bucket").read("name")
-
-
-def test_without_googles_library_the_error_says_what_to_install(gcs: GCS, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
-    with pytest.raises(StorageError, match=r"sandbox-provisioner\[gcs\]"):
-        GCSStore(gcs.bucket).read("name")
 
 
 def test_an_interrupted_upload_goes_on_with_the_parts_that_are_missing(
