@@ -132,7 +132,8 @@ class SandboxProvisioner(KernelOperations):
         """
         if self._moved:  # an automatic restart must not take the sandbox back
             raise SandboxError(
-                f"The kernel is not here any more: {self._moved}.", "Open the notebook again to have it back."
+                f"The kernel is not here any more: {self._moved}.",
+                "Open the notebook again to restore the kernel here.",
             )
         await self._wait_until_left()
         self._left = None

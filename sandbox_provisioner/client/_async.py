@@ -149,7 +149,7 @@ class AsyncSandboxClient:
                     yield decode(Exit, piece)
                     return
                 yield decode(Output, piece)
-        raise ServerUnreachableError(self.url, "the output ended before the command")
+        raise ServerUnreachableError(self.url, "the connection closed before the command's exit status arrived")
 
     async def fork(self, id: str, savepoint: str | None = None, notebook_path: str | None = None) -> Sandbox:
         """Start a second kernel from a savepoint of the first, or from its current state; the first keeps running."""

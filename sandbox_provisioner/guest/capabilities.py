@@ -37,7 +37,7 @@ def renounce() -> None:
     while not libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
         capability += 1
     if ctypes.get_errno() != errno.EINVAL:  # EINVAL: the previous number was the last capability.
-        raise OSError(ctypes.get_errno(), "the bounding set was kept", "capabilities")
+        raise OSError(ctypes.get_errno(), "the process could not reduce its bounding set", "capabilities")
     header = ctypes.create_string_buffer(struct.pack("Ii", CAPSET_VERSION_3, 0))
     if libc.capset(header, ctypes.create_string_buffer(24)):
-        raise OSError(ctypes.get_errno(), "the capabilities were kept", "capabilities")
+        raise OSError(ctypes.get_errno(), "the process could not give up its capabilities", "capabilities")

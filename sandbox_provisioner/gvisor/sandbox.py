@@ -213,7 +213,7 @@ class GVisorSandbox:
         self._watch = asyncio.create_task(self._watch_main(container))
 
     async def _watch_main(self, container: Container) -> None:
-        """Note the unexpected exit of a running sandbox. An exit during an operation is left to that operation."""
+        """Note the unexpected exit of a running sandbox. If it exits during an operation, that operation reports it."""
         assert container.main is not None
         await container.main.wait()
         if self._state == State.RUNNING and not self._lock.locked():

@@ -46,8 +46,8 @@ class SandboxSettings(LocalProvisioner):
         "SANDBOX_GUEST_TRANSPORT",
         Enum(
             ("ipc", "tcp"),
-            help="What the kernel's channels are inside the sandbox: unix sockets, or loopback TCP for a kernel that "
-            "knows no ipc. Clients notice no difference.",
+            help="Transport of the kernel's channels inside the sandbox: unix sockets, or loopback TCP for kernels "
+            "without ipc support. Clients are not affected.",
         ),
     )
     client_transport = config.setting(
@@ -55,8 +55,8 @@ class SandboxSettings(LocalProvisioner):
         Enum(
             ("ipc", "tcp"),
             help="How clients on this machine reach the kernel: unix sockets that only this user can open, or loopback "
-            "TCP, which other users of the machine can connect to. KernelManager.transport goes before it where "
-            "that is configured.",
+            "TCP, which other users of the machine can connect to. KernelManager.transport takes precedence "
+            "if it is configured.",
         ),
     )
     max_message_size = config.setting(
@@ -70,28 +70,27 @@ class SandboxSettings(LocalProvisioner):
     )
     working_folder = config.setting(
         "SANDBOX_WORKING_FOLDER",
-        Unicode(help="The folder that the kernel works in and may write to; empty means the notebook's."),
+        Unicode(help="Working folder of the kernel, which it can write to; empty means the notebook's folder."),
     )
     allow_home = config.setting(
         "SANDBOX_ALLOW_HOME",
-        Bool(help="Let a notebook that lies directly in your home folder see and change all of it."),
+        Bool(help="Allow a kernel to work in your home folder itself, where it can read and change all files."),
     )
 
     template = config.setting(
         "SANDBOX_TEMPLATE",
         Enum(
             ("build", "use", "none"),
-            help="Start kernels as copies of a template, a kernel that was prepared and saved once. 'build': where "
-            "there is none that fits, it is made in the background; 'use': only `jupyter sandbox template build` "
-            "makes it; 'none': every kernel starts from nothing.",
+            help="Start kernels as copies of a template, a kernel that was prepared and saved once. 'build': build a "
+            "missing or outdated template in the background; 'use': use only templates from `jupyter sandbox "
+            "template build`; 'none': use no templates.",
         ),
     )
     preload = config.setting(
         "SANDBOX_PRELOAD",
         List(
             Unicode(),
-            help="Modules that the template imports, so that a new kernel has them in memory before its first cell, "
-            "such as numpy.",
+            help="Modules that the template imports, such as numpy. They are in memory before the first cell runs.",
         ),
     )
 
@@ -99,8 +98,8 @@ class SandboxSettings(LocalProvisioner):
         "SANDBOX_STANDBY",
         Int(
             min=0,
-            help="How many copies of its template are kept running for each kernelspec, so that the next kernel in the "
-            "same folder starts at once; they are ended when memory is scarce, and with the server.",
+            help="Number of running template copies in the warm pool of each kernelspec. The next kernel in the same "
+            "folder starts from one at once. The copies end when memory is scarce, and with the server.",
         ),
     )
 
@@ -108,29 +107,30 @@ class SandboxSettings(LocalProvisioner):
         "SANDBOX_PERSISTENT",
         Bool(
             True,
-            help="Keep the state of a notebook's kernel: it is saved when it is idle, when the server stops and before "
-            "it moves to another server, and is back when the notebook is opened again.",
+            help="Keep the state of a notebook's kernel: save it when it is idle, when the server stops, and before it "
+            "moves to another server, and restore it when the notebook is opened again.",
         ),
     )
     sandbox_id = config.setting(
         "SANDBOX_ID",
         Unicode(
-            help="The persistent sandbox that the kernel runs in, by an id of your own, in whatever storage this "
-            "server has; empty means the notebook's."
+            help="Id, chosen by you, of the persistent sandbox for the kernel, in the storage of this server; empty "
+            "means the notebook's own sandbox."
         ),
     )
     gcs_sandbox_id = config.setting(
-        "GCS_SANDBOX_ID", Unicode(help="The same, but in Google Cloud Storage or not at all.")
+        "GCS_SANDBOX_ID",
+        Unicode(help="Like sandbox_id, but the start fails if the storage is not Google Cloud Storage."),
     )
     enable_handoff = config.setting(
         "SANDBOX_ENABLE_HANDOFF",
-        Bool(help="Hand the sandbox over, with its state, to another server that opens the same notebook."),
+        Bool(help="Hand the sandbox and its state over to another server that opens the same notebook."),
     )
     enable_checkpoint_at_idle = config.setting(
         "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE",
         Bool(
-            help="Save the kernel and give its memory back when no cell ran for idle_timeout seconds, whoever is "
-            "connected; the next cell wakes it."
+            help="Save the kernel and free its memory when no cell ran for idle_timeout seconds, even if clients are "
+            "connected. The next cell wakes it."
         ),
     )
     idle_timeout = config.setting(
@@ -145,15 +145,15 @@ class SandboxSettings(LocalProvisioner):
         "SANDBOX_HANDOFF_TIMEOUT",
         Float(
             120.0,
-            help="Seconds to wait for another server to hand the sandbox over, or for the lease of a dead one to run "
-            "out, if enable_handoff.",
+            help="With enable_handoff: seconds to wait until another server hands the sandbox over, or until the lease "
+            "of a crashed server expires.",
         ),
     )
     on_shutdown = config.setting(
         "SANDBOX_ON_SHUTDOWN",
         Enum(
             ("delete", "checkpoint"),
-            help="What 'Shut Down Kernel' does with a persistent sandbox: 'delete' it, or 'checkpoint' it, so that the "
+            help="Effect of 'Shut Down Kernel' on a persistent sandbox: 'delete' it, or 'checkpoint' it, so that the "
             "notebook has its state when it is opened again.",
         ),
     )
@@ -168,8 +168,8 @@ class SandboxSettings(LocalProvisioner):
     reseed = config.setting(
         "SANDBOX_RESEED",
         Bool(
-            help="Seed Python's and numpy's random numbers anew after each restore, so that two kernels which come of "
-            "the same checkpoint do not draw the same."
+            help="Give Python's and numpy's random number generators new seeds after each restore, so that two kernels "
+            "from the same checkpoint produce different numbers."
         ),
     )
     storage_dir = config.setting(

@@ -217,7 +217,7 @@ def _sightings(text: bytes) -> Iterator[tuple[str, str, str]]:
     try:
         sightings = json.loads(text)
         if len(sightings) > MOST_FILES:
-            raise ValueError(f"{len(sightings)} files")
+            raise ValueError(f"it names {len(sightings):,} files, and at most {MOST_FILES:,} are allowed")
         known = [(str(path), USES.index(use), STATES.index(state)) for path, use, state in sightings]
     except (TypeError, ValueError, RecursionError) as error:
         raise GuestError(f"The sandbox's list of files in use is invalid: {shown(str(error)[:100])}.") from error

@@ -60,13 +60,13 @@ class TarCheck:
             self._empty_blocks += 1
             return
         if self._empty_blocks:
-            raise ValueError("it goes on after its end")
+            raise ValueError("data follows the end marker")
         if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             raise ValueError("a header's checksum is wrong")
         kind, size = header[156:157], _octal(header[124:136])
         if kind == PAX:
             if self._next_size is not None or not 0 < size <= LONGEST_PAX:
-                raise ValueError("an extended header is out of place")
+                raise ValueError("an extended header follows another one or has an invalid size")
             self._pax_size = size
         elif kind in FILES:
             size = self._next_size or size
@@ -94,10 +94,10 @@ def _pax_size(records: bytes) -> int:
         end = begin + int(length)
         name, equals, value = records[space + 1 : end].partition(b"=")
         if not equals or not value.endswith(b"\n"):
-            raise ValueError("an extended header has a record that is none")
+            raise ValueError("an extended header has a malformed record")
         if name == b"size":
             if not value[:-1].isdigit() or len(value) > 20:
-                raise ValueError("an extended header has a size that is none")
+                raise ValueError("the size in an extended header is not a number")
             size = int(value)
         begin = end
     return size

@@ -173,13 +173,13 @@ async def destroy_persistent(
 ) -> int:
     """Delete a sandbox, even a damaged one, with its checkpoints and snapshots, and return the freed bytes.
 
-    The document is deleted first: from then on the sandbox is gone, even if a later step fails. Only artifacts from
-    before that are deleted, so that a new sandbox with the same id loses nothing. With ``unverified``, the document's
+    The document is deleted first: from then on the sandbox is gone, even if a later step fails. Artifacts
+    that a new sandbox of the same id stores meanwhile are kept. With ``unverified``, the document's
     signature need not be valid, but the document must not name another user; use it only for a sandbox in the user's
     own registry.
 
     Raises ForeignSandboxError or SignatureError if it is another user's, LeaseHeldError if it is in use, and
-    SandboxExistsError with ``only_empty`` if it has checkpoints, savepoints or file snapshots.
+    with ``only_empty``, SandboxExistsError if it has checkpoints, savepoints or file snapshots.
     """
     name = metadata_name(sandbox_id)
     async with leased(sandbox_id, stores, owner) as lease:

@@ -35,7 +35,7 @@ from .registration import Registration
 from .stored_state import StoredState
 
 UNPLANNED = BundleSpec(python=sys.executable, home="/home", user="user")
-"""Placeholder spec of an unstarted sandbox; ``permit`` or ``memory.renew`` replaces it before a start or restore."""
+"""Placeholder spec of an unstarted sandbox; ``permit`` or ``replace_instance`` replaces it before a start or restore."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HandleObserver:
         return False
 
     def saving(self) -> None:
-        """Prepare for a save that ends the sandbox on a server that keeps it. Called before ``SandboxHandle.save``."""
+        """Prepare for a save that ends a sandbox which this server keeps. Called with the handle's lock held."""
 
     def saved(self) -> None:
         """React to the end of such a save, for example wake the sandbox again."""
@@ -346,7 +346,7 @@ class SandboxHandle:
 
     async def regain(self, owner: Owner) -> None:
         """Replace a lost lease. Raises FencedError or LeaseHeldError if another server took the sandbox meanwhile."""
-        await self.memory.stored.renew_lease(owner)
+        await self.memory.stored.replace_lease(owner)
         self.describe(self.contents)
 
     # -- internals ---------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class SandboxMemory:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def renew(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
+    def replace_instance(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
         """Replace the instance, which has ended or never started, with a new, unstarted one of the same id.
 
         ``grant`` is for later restores of other checkpoints; without it the current one is kept.
@@ -265,7 +265,7 @@ class SandboxMemory:
         Raises IncompatibleError if they do not fit.
         """
         grant = self._required_grant()
-        self.renew(_derived_spec(self.stored.metadata, source, grant), grant.platform)
+        self.replace_instance(_derived_spec(self.stored.metadata, source, grant), grant.platform)
         self.source = source
         self.describe(source.contents)
 

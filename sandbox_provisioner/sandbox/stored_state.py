@@ -87,7 +87,7 @@ class StoredState:
             yield cls(stores, document)
             await sign(document, stores)
 
-    async def renew_lease(self, owner: Owner) -> None:
+    async def replace_lease(self, owner: Owner) -> None:
         """Replace a lost lease. Raises FencedError or LeaseHeldError if another server took the sandbox meanwhile."""
         await self.document.lease.release()
         async with leased(self._sandbox_id, self.stores, owner) as lease:

@@ -69,9 +69,9 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         "SANDBOX_HIBERNATE_DEADLINE",
         Float(
             60.0,
-            help="Seconds that a stopping server takes to save its persistent kernels; those that take longer run on, "
-            "and are saved when the next server starts. A kernel that does not help for a third of it is saved without "
-            "its help.",
+            help="Seconds that a stopping server has to save its persistent kernels. Kernels that take longer continue "
+            "to run, and the next server saves them. A kernel that does not cooperate for a third of this time is "
+            "saved without its cooperation.",
         ),
     )
 

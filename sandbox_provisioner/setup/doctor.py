@@ -226,14 +226,14 @@ def check_runtime_root() -> Check:
     except SandboxError as error:
         return Check("sandboxes' folder", False, error.problem, error.remedy)
     except OSError as error:
-        remedy = "`export SANDBOX_RUNTIME_DIR=...` to a folder of yours."
+        remedy = "Set SANDBOX_RUNTIME_DIR to a folder that you own."
         return Check("sandboxes' folder", False, f"it cannot be made: {error}", remedy)
 
 
 def check_folder(name: str, folder: Path, megabytes: int, variable: str, required: bool = True) -> Check:
     """Check that ``folder`` is writable, or can be created, and has so many megabytes free."""
     if not writable(folder):
-        remedy = f"`export {variable}=...` to a folder of yours."
+        remedy = f"Set {variable} to a folder that you own."
         return Check(name, False, f"{folder} cannot be written", remedy, required)
     free = shutil.disk_usage(nearest(folder)).free // MEGABYTE
     finding = f"{folder}, {free / 1024:.1f} GB free" if free >= 1024 else f"{folder}, {free} MB free"

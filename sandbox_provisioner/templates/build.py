@@ -165,7 +165,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
     process = await sandbox.execute(as_zygote(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
     if process.number != FIRST_PROCESS:
-        raise SandboxError("The kernel is not the first process of its template.")
+        raise SandboxError("Another process ran before the kernel in the template's sandbox. No template was built.")
     end = asyncio.create_task(process.read())
     try:
         unfit = await _unfit(sandbox, recipe, end)

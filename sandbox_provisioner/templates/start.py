@@ -88,7 +88,7 @@ class KernelStart:
         else:
             handle = self.handle
             await self.kernel.kill()
-            handle.memory.renew(spec, platform, grant_of(self.launch))
+            handle.memory.replace_instance(spec, platform, grant_of(self.launch))
         if copy:
             handle.memory.adopt(copy)
         await self.kernel.launch(handle, self.launch.start, self.launch.targets, self.ending(), template)

@@ -158,7 +158,7 @@ class WarmPool:
                 await self._rehearse(sandbox, folder)
         except TimeoutError:
             await asyncio.shield(sandbox.delete())
-            raise SandboxError(f"It was not ready within {ACTIVATING:g} seconds.") from None
+            raise SandboxError(f"A copy of the template was not ready within {ACTIVATING:g} seconds.") from None
         except BaseException:
             await asyncio.shield(sandbox.delete())
             raise

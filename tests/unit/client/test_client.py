@@ -264,7 +264,7 @@ def test_output_without_exit_status_is_an_error(answering: Answer) -> None:
     with SandboxClient(answering(200, '{"stream": "stdout", "data": "aGk="}\n')) as client:
         pieces = client.execute("a", ["ls"])
         assert next(pieces) == Output("stdout", b"hi")
-        with pytest.raises(ServerUnreachableError, match="ended before the command"):
+        with pytest.raises(ServerUnreachableError, match="closed before the command"):
             next(pieces)
 
 
