@@ -35,7 +35,7 @@ from .registration import Registration
 from .stored_state import StoredState
 
 UNPLANNED = BundleSpec(python=sys.executable, home="/home", user="user")
-"""Placeholder spec of an unstarted sandbox; ``permit`` or ``replace_instance`` replaces it before a start or restore."""
+"""Spec of an unstarted sandbox; ``permit`` or ``replace_instance`` replaces it before a start or restore."""
 
 
 @dataclass(frozen=True)
