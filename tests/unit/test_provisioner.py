@@ -662,7 +662,7 @@ def test_a_program_that_ends_at_once_is_logged_with_its_status_and_its_last_word
     name = sandboxed("ends", spec={"argv": argv, "display_name": "Ends", "language": "sh"})
     with pytest.raises(RuntimeError, match="Kernel died"):
         start_kernel(name)
-    (said,) = [text for text in caplog.messages if "ended" in text]
+    (said,) = [text for text in caplog.messages if "ended with status" in text]
     assert "status 3" in said
     assert "no module named ipykernel" in said
 
