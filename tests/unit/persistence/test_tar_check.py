@@ -118,7 +118,7 @@ def test_an_extended_header_that_makes_no_sense_is_refused(records: bytes) -> No
 
 def test_bytes_after_the_end_are_refused() -> None:
     whole = packed([])
-    assert "after its end" in problem(whole + tarfile.TarInfo("more").tobuf() + bytes(2 * BLOCK))
+    assert "follows the end marker" in problem(whole + tarfile.TarInfo("more").tobuf() + bytes(2 * BLOCK))
     assert "cut off" in problem(whole + b"\0")
 
 
