@@ -140,12 +140,13 @@ class SandboxProvisioner(KernelOperations):
         IO.hold(self, self._at_exit)
         self._releasing = False
         try:
-            await control(self._find_runsc, kwargs.get("cwd") or "")  # before the sandbox is opened
+            cwd = kwargs.get("cwd") or ""
+            if cwd:  # first: a refused folder must leave neither a record nor distrust of the programs in it
+                await control(folders.choose_folder, self, self._root, cwd)
+            await control(self._find_runsc, cwd)
             request = start_request.requested(kwargs, self, self.parent.kernel_name)
             kwargs.pop(start_request.KEYWORD, None)
             if request and not self._handle:
-                if kwargs.get("cwd"):  # a refused folder must not leave a record
-                    await control(folders.choose_folder, self, self._root, kwargs["cwd"])
                 runsc = await control(find, self.runsc)
                 await IO.run(self._open(request, runsc))
             if self._handle and self._resumes:

@@ -7,8 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
 from notebooks import Notebook
 from servers import Server
+from traitlets import Unicode
+from traitlets.config import Configurable
+
+from sandbox_provisioner.errors import ConfigurationError
+from sandbox_provisioner.gvisor.programs import writable_folders
 
 pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
@@ -48,3 +55,23 @@ def test_guest_program_on_path_is_not_run(
     assert again.run("2 + 2") == "4"
     again.close()
     assert not mark.exists()
+
+
+class Parent(Configurable):
+    """The part of Jupyter Server's kernel manager that tells the root folder."""
+
+    root_dir = Unicode()
+
+
+def test_refused_folder_is_not_noted_as_writable(
+    sandboxed: Sandboxed, kernelspecs: KernelSpecManager, notebook_folder: Path, tmp_path: Path
+) -> None:
+    """Otherwise no program in it would be run again by this server."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    km = KernelManager(
+        kernel_name=sandboxed(), kernel_spec_manager=kernelspecs, parent=Parent(root_dir=str(notebook_folder))
+    )
+    with pytest.raises(ConfigurationError):
+        km.start_kernel(cwd=str(elsewhere))
+    assert str(elsewhere) not in writable_folders()
