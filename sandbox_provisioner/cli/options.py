@@ -70,5 +70,5 @@ def name(text: str) -> str:
 def span(text: str) -> timedelta:
     """Return the duration of a text such as 30d. Raises ArgumentTypeError. Called by argparse."""
     if not (match := AGE.fullmatch(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 30d, 12h or 2w")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 45m, 12h, 30d or 2w")
     return timedelta(**{UNITS[match[2]]: int(match[1])})
