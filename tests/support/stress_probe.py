@@ -32,8 +32,9 @@ LOOK_EVERY = 0.02
 class Loops:
     """Measures every callback of all event loops of this process.
 
-    ``slow`` has those that took over 50 ms of processor time. ``blocked`` has those that stood still for over 50 ms
-    without being ready to run, and where: Linux counts the time that a thread waits for a processor.
+    ``slow`` has those that took over 50 ms of processor time, without that of Python's garbage collector. ``blocked``
+    has those that stood still for over 50 ms without being ready to run, and where: Linux counts the time that a thread
+    waits for a processor. It also has the collections of over 50 ms, which hit any callback.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Loops:
             probe._measure(handle)
 
         asyncio.events.Handle._run = measured  # type: ignore[method-assign]
+        gc.callbacks.append(self._collect)
         threading.Thread(target=self._watch, name="stress-watch", daemon=True).start()
 
     def _waited(self) -> float:
@@ -59,9 +61,25 @@ class Loops:
             self._own.statistics = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
         return int(os.pread(self._own.statistics.fileno(), 99, 0).split()[1]) / 1e9
 
+    def _collect(self, phase: str, about: dict[str, int]) -> None:
+        """Measure the garbage collector. Called by it in the thread in which it runs."""
+        if phase == "start":
+            self._own.began = time.thread_time()
+            return
+        took = time.thread_time() - getattr(self._own, "began", time.thread_time())
+        self._own.collecting = self._collecting() + took
+        if took > LONGEST:
+            self.blocked.append(
+                f"{took:.3f} s of generation {about['generation']} in {threading.current_thread().name}"
+            )
+
+    def _collecting(self) -> float:
+        return float(getattr(self._own, "collecting", 0.0))
+
     def _measure(self, handle: asyncio.events.Handle) -> None:
         me = threading.get_ident()
         waited, used, began = self._waited(), time.thread_time(), time.perf_counter()
+        collecting = self._collecting()
         self._running[me] = began
         try:
             self._run(handle)
@@ -69,6 +87,7 @@ class Loops:
             del self._running[me]
             used = time.thread_time() - used
             stood = time.perf_counter() - began - used - (self._waited() - waited)
+            used -= self._collecting() - collecting
             seen = self._seen.pop(me, [])
             where = f"in {threading.current_thread().name}: {handle!r:.300}\n{''.join(seen)}"
             if used > LONGEST:
