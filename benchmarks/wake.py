@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import time
@@ -139,8 +140,9 @@ def measure_load(bench: Bench, load: Load, storage: Path) -> None:
 
 
 def images(storage: Path) -> set[Path]:
-    """The folders of the checkpoints that there are."""
-    return {image.parent for image in storage.rglob("*.img")}
+    """Return the folders of the checkpoints. Staged images may disappear meanwhile, and do not count."""
+    found = [(Path(folder), names) for folder, _, names in os.walk(storage) if ".staging" not in folder]
+    return {folder for folder, names in found if any(name.endswith(".img") for name in names)}
 
 
 if __name__ == "__main__":
