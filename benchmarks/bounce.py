@@ -1,4 +1,4 @@
-"""What the relay's host side costs by itself: a small message goes there and back, to a mere echo.
+"""Measure the cost of the relay's host side alone, with a small message to an echo process and back.
 
 The echo stands in the guest's place: a process that returns the link's frames. In turns, a message goes through
 the relay (client's socket, relay, pipe, echo, and all the way back) and straight through an echo's pipes; what the

@@ -83,7 +83,7 @@ async def hoard(manager: SandboxManager, size: int, folder: Path, local: bool) -
 
 
 async def ask(process: GuestProcess, question: str) -> str:
-    """What the process in the sandbox answers."""
+    """Send a line to the process in the sandbox and return its answer. Raises SandboxError if it failed."""
     await process.write(f"{question}\n".encode())
     piece = await anext(process.stream())
     if piece.stream != "stdout":
@@ -92,7 +92,7 @@ async def ask(process: GuestProcess, question: str) -> str:
 
 
 async def watch(name: str, action: Callable[[], Awaitable[object]]) -> dict[str, float]:
-    """How long ``action`` takes, and how far this process's memory rises above what it was."""
+    """Return the seconds that ``action`` takes, and by how much this process's memory peaks above its value before."""
     forget_peak()
     idle, begun = memory("VmRSS"), time.perf_counter()
     await action()
@@ -100,7 +100,7 @@ async def watch(name: str, action: Callable[[], Awaitable[object]]) -> dict[str,
 
 
 def forget_peak() -> None:
-    """Let VmHWM begin anew; where that is not allowed it is of the whole process, which is no less."""
+    """Reset VmHWM. Where that is not allowed, it stays the peak since the process started, which is no lower."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -98,7 +98,7 @@ def compare(loads: Sequence[Load], folder: Path) -> None:
 
 
 def run_hoarder(folder: Path, *arguments: object) -> dict[str, float]:
-    """What the server of one round saw. Whatever happens, nothing of it runs on."""
+    """Run one round in a new server process and return its measurements. Leaves no process and no sandbox."""
     command = [sys.executable, str(HOARDER), str(folder), *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
         try:

@@ -49,7 +49,7 @@ CONTENDERS = (PLAIN, DIRECT, OURS)
 
 
 class Execution(NamedTuple):
-    """What one cell took, and what it printed, counted at the client."""
+    """The duration of one cell and the bytes that it printed, measured at the client."""
 
     seconds: float
     printed: int

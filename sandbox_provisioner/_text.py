@@ -36,7 +36,7 @@ def excerpt(error: Exception) -> str:
 
 
 def json_object(text: bytes | str) -> dict[str, Any]:
-    """Return the JSON object in a text; an empty one if there is none."""
+    """Parse a text as a JSON object. Return an empty dict if it is anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

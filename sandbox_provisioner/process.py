@@ -153,7 +153,7 @@ class LocalProcess(Process):
     async def run(
         cls, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
     ) -> tuple[int | None, bytes, bytes]:
-        """Run a command and return status, stdout and stderr. After a timeout the status is None, the output empty."""
+        """Run a command and return its status, stdout and stderr: None and no output after a timeout."""
         process = cls.start(argv, env=env)
         try:
             out, err = await asyncio.wait_for(process.read(), timeout)

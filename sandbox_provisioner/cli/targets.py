@@ -85,7 +85,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Reach:
-    """The ``storage`` and the ``servers`` of one command; ``storage`` is None with ``--server``."""
+    """The storage and the servers that one command may use. With ``--server`` it uses no storage (None)."""
 
     storage: Persistence | None
     servers: Sequence[Server]

@@ -34,7 +34,7 @@ class SnapshotStorage:
 
 @dataclass(frozen=True)
 class Stores:
-    """The stores, leases and signer for persistent sandboxes. A store is None if this server has none of that kind."""
+    """The stores, leases and signer for persistent sandboxes. A store that is not configured is None."""
 
     kind: str
     """Kind of the metadata store, which records refer to: ``local``, ``mounted`` or ``gcs``."""

@@ -41,7 +41,7 @@ FAILED_FOR = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class TemplateMatch:
-    """A possible start as a copy of ``template``, in a sandbox of ``spec``; the template is None until it is built."""
+    """A start that could be a copy of ``template``, which is None if it is not built, in a sandbox with ``spec``."""
 
     recipe: Recipe
     spec: BundleSpec
