@@ -1,6 +1,6 @@
 """Measure the cost of the relay's host side alone, with a small message to an echo process and back.
 
-The echo stands in the guest's place: a process that returns the link's frames. In turns, a message goes through
+The echo stands in the guest's place: a process that returns the connection's frames. In turns, a message goes through
 the relay (client's socket, relay, pipe, echo, and all the way back) and straight through an echo's pipes; what the
 first takes longer is the relay's.
 """
@@ -27,7 +27,7 @@ from sandbox_provisioner.mux.connection import GuestConnection
 
 MOST = 2000
 MESSAGE = b"x" * (WINDOW // MOST)
-"""The echo never renews the link's credit, so that one run may bounce this MOST times."""
+"""The echo never renews the connection's credit, so that one run may bounce this MOST times."""
 
 
 def relay_cpu_time() -> float:
@@ -109,17 +109,17 @@ class Relayed(Echo):
         super().__exit__()
 
     async def _connect(self) -> None:
-        self._link = GuestConnection()
-        await self._link.attach(os.dup(self._to_echo), os.dup(self._from_echo))
-        self._link._send_at_once(op="hello", version=VERSION, processes=[])
-        await self._link.greeted()
+        self._connection = GuestConnection()
+        await self._connection.attach(os.dup(self._to_echo), os.dup(self._from_echo))
+        self._connection._send_at_once(op="hello", version=VERSION, processes=[])
+        await self._connection.greeted()
         await self._relay.reserve_ipc(self._paths)
         await self._relay.listen()
-        self._relay.connect(self._link, dict.fromkeys(CHANNELS, "unix:/echo"))
+        self._relay.connect(self._connection, dict.fromkeys(CHANNELS, "unix:/echo"))
 
     async def _disconnect(self) -> None:
         await self._relay.close()
-        self._link.detach()
+        self._connection.detach()
 
     def bounce(self) -> None:
         """Through the client's socket, the relay, the pipes, and back."""
@@ -130,7 +130,7 @@ class Relayed(Echo):
 
 
 def serve() -> None:
-    """Be the echo: return bytes and control messages, which is enough for a link to greet itself."""
+    """Be the echo: return bytes and control messages, which is enough for a connection to greet itself."""
     decoder = Decoder()
     while data := os.read(0, MAX_PAYLOAD):
         for kind, stream, payload in decoder.feed(data):

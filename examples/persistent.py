@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 
 async def tell(handle: SandboxHandle, line: str) -> str:
-    process = handle.instance.link.process(handle.contents["process"])
+    process = handle.instance.connection.process(handle.contents["process"])
     if process is None:
         raise SandboxError("The process in the sandbox has ended.", "Delete the sandbox and start again.")
     await process.write(f"{line}\n".encode())

@@ -23,7 +23,7 @@ PROGRESS_EVERY = 0.1
 """Shortest time between two progress events of the same work, in seconds."""
 
 
-class What(StrEnum):
+class EventKind(StrEnum):
     """The kinds of events."""
 
     CREATED = "created"
@@ -53,7 +53,7 @@ class Entry:
     """
 
     sandbox_id: str
-    what: What
+    what: EventKind
     seconds: float | None = None
     size: int | None = None
     doing: str = ""
@@ -67,8 +67,8 @@ Listener = Callable[[Entry], None]
 """Called in the thread of the event, so it must be quick and must not raise."""
 
 
-class Journal:
-    """The event bus of this process: the instance ``JOURNAL``. Any thread."""
+class EventBus:
+    """The event bus of this process: the instance ``EVENT_BUS``. Any thread."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -87,7 +87,7 @@ class Journal:
 
     def write(self, entry: Entry) -> None:
         """Log an event, unless it is progress, and pass it to all listeners."""
-        if entry.what != What.PROGRESS:
+        if entry.what != EventKind.PROGRESS:
             log.info("%s %s", entry.sandbox_id, _sentence(entry))
         self._tell(entry)
 
@@ -95,7 +95,7 @@ class Journal:
         """Log that the work for ``entry`` failed, and publish a FAILED event with the name of the exception."""
         known = isinstance(error, SandboxError)
         reason = type(error).__name__ if known else "InternalError"
-        failed = replace(entry, what=What.FAILED, doing=str(entry.what), reason=reason)
+        failed = replace(entry, what=EventKind.FAILED, doing=str(entry.what), reason=reason)
         log.error(
             "%s %s: %s", entry.sandbox_id, _sentence(failed), printable(str(error)) if known else repr(type(error))
         )
@@ -119,11 +119,11 @@ class Journal:
 
 
 class Work:
-    """Work in progress, from ``Journal.doing``. ``size`` is the final size for the event; set it in the block."""
+    """Work in progress, from ``EventBus.doing``. ``size`` is the final size for the event; set it in the block."""
 
-    def __init__(self, journal: Journal, entry: Entry) -> None:
+    def __init__(self, bus: EventBus, entry: Entry) -> None:
         self.size: int | None = None
-        self._journal = journal
+        self._bus = bus
         self._entry = entry
         self._guard = threading.Lock()
         self._moved = 0
@@ -137,8 +137,8 @@ class Work:
             if now < self._next:
                 return
             self._next = now + PROGRESS_EVERY
-        entry = replace(self._entry, what=What.PROGRESS, doing=str(self._entry.what), size=moved, time=_now())
-        self._journal.write(entry)
+        entry = replace(self._entry, what=EventKind.PROGRESS, doing=str(self._entry.what), size=moved, time=_now())
+        self._bus.write(entry)
 
 
 def _now() -> str:
@@ -150,7 +150,7 @@ def _since(began: float) -> float:
 
 
 def _sentence(entry: Entry) -> str:
-    words = [f"was not {_readable(entry.doing)}" if entry.what == What.FAILED else _readable(entry.what)]
+    words = [f"was not {_readable(entry.doing)}" if entry.what == EventKind.FAILED else _readable(entry.what)]
     if entry.seconds is not None:
         words.append(f"in {entry.seconds:.3f} s")
     if entry.size is not None:
@@ -162,4 +162,4 @@ def _readable(name: str) -> str:
     return name.replace("_", " ")
 
 
-JOURNAL = Journal()
+EVENT_BUS = EventBus()

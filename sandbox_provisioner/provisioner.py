@@ -235,9 +235,9 @@ class SandboxProvisioner(KernelOperations):
         self._handle = await self._manager.open(request)
         self._handle.observer = self._kernel
 
-    def _serve(self, link: GuestConnection) -> None:
+    def _serve(self, connection: GuestConnection) -> None:
         """Serve the guest's requests and watch the activity of a new or restored kernel. Called in the I/O thread."""
-        attend(link, NotebookActions(self._kernel, self._client_side.session))
+        attend(connection, NotebookActions(self._kernel, self._client_side.session))
         if self._handle:
             self._client_side.watch(self._handle.touch)
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from ..client import AsyncSandboxClient
 from ..errors import SandboxError
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..setup.progress import Note, Progress, Step
 from .output import SHORT_ID, plain, reported, size
 from .targets import Found, Server
@@ -41,7 +41,7 @@ def watched(
         if server:
             stack.enter_context(_server_watched(server, sandbox_id, moved))
         else:
-            stack.callback(JOURNAL.subscribe(lambda entry: _on_entry(entry, sandbox_id, moved)))
+            stack.callback(EVENT_BUS.subscribe(lambda entry: _on_entry(entry, sandbox_id, moved)))
         yield step
 
 
@@ -59,7 +59,7 @@ def _noter(note: Note, total: int | None) -> Moved:
 
 
 def _on_entry(entry: Entry, sandbox_id: str, moved: Moved) -> None:
-    if entry.what == What.PROGRESS and entry.sandbox_id == sandbox_id:
+    if entry.what == EventKind.PROGRESS and entry.sandbox_id == sandbox_id:
         moved(entry.size or 0)
 
 
@@ -90,5 +90,5 @@ def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
 async def _follow(url: str, token: str, sandbox_id: str, moved: Moved) -> None:
     async with AsyncSandboxClient(url, token) as client:
         async for event in client.events():
-            if event.what == What.PROGRESS and event.id == sandbox_id:
+            if event.what == EventKind.PROGRESS and event.id == sandbox_id:
                 moved(event.size or 0)

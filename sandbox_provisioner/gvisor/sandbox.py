@@ -42,9 +42,11 @@ class GVisorSandbox:
         self.spec = spec
         self.runsc = runsc
         self.platform = platform
-        self.link = GuestConnection()
-        self.link.on_closed = self._connection_closed
-        self.link.on_hook_failed = lambda reason: log.warning("Sandbox %s: hook failed: %s", self.sandbox_id, reason)
+        self.connection = GuestConnection()
+        self.connection.on_closed = self._connection_closed
+        self.connection.on_hook_failed = lambda reason: log.warning(
+            "Sandbox %s: hook failed: %s", self.sandbox_id, reason
+        )
         self._state = State.INITIALIZED
         self._lock = asyncio.Lock()
         self._container: Container | None = None
@@ -59,7 +61,7 @@ class GVisorSandbox:
     ) -> GVisorSandbox:
         """Return a running sandbox whose server was killed: it can only be checkpointed or deleted."""
         sandbox = cls(sandbox_id, spec, runsc, platform)
-        sandbox.link.close(LinkClosedError("its server died."))
+        sandbox.connection.close(LinkClosedError("its server died."))
         container = sandbox._container = Container(runsc, spec, platform)
         container.id, container.folder, container.reachable = container_id, folder, False
         sandbox._state = State.RUNNING
@@ -99,9 +101,11 @@ class GVisorSandbox:
             after(self.sandbox_id, Action.START, self._state)
             try:
                 if template:
-                    await self._launch(lambda: self.link.reattach(hooks=False), "restore", f"--image-path={template}")
+                    await self._launch(
+                        lambda: self.connection.reattach(hooks=False), "restore", f"--image-path={template}"
+                    )
                 else:
-                    await self._launch(self.link.greeted, "run")
+                    await self._launch(self.connection.greeted, "run")
             except BaseException:
                 self._enter(Action.FAIL)
                 raise
@@ -116,7 +120,7 @@ class GVisorSandbox:
                     f"Sandbox {self.sandbox_id} was saved without its help, and cannot go on with its old connections.",
                     "Open the notebook again: its saved state is restored then.",
                 )
-            greet = self.link.reattach if self.link.state is ConnectionState.NEW else self.link.resume
+            greet = self.connection.reattach if self.connection.state is ConnectionState.NEW else self.connection.resume
             await self._launch(greet, "restore", f"--image-path={image}")
             self._enter(Action.RESTORE)
 
@@ -139,7 +143,7 @@ class GVisorSandbox:
                     await finished(bulk(shutil.rmtree, folder, ignore_errors=True))
                 raise
             self._enter(Action.CHECKPOINT)
-            self.link.detach()
+            self.connection.detach()
             await self._end()
 
     async def copy(self, image: Path) -> None:
@@ -182,7 +186,7 @@ class GVisorSandbox:
         after(self.sandbox_id, Action.EXECUTE, self._state)
         environment = dict(self.spec.environment) | dict(env or {})
         cwd = cwd or self.spec.home
-        return await self.link.spawn(argv, environment, cwd, stdin=stdin, files=files, expect=expect)
+        return await self.connection.spawn(argv, environment, cwd, stdin=stdin, files=files, expect=expect)
 
     def hurry(self) -> None:
         """Stop waiting for a sandbox that does not answer after a checkpoint. Called when the server stops."""
@@ -195,19 +199,19 @@ class GVisorSandbox:
             await self._container.kill_now()  # the operation that holds the lock fails at once
         async with self._lock:
             self._enter(Action.DELETE)
-            self.link.close(LinkClosedError("it was deleted."))
+            self.connection.close(LinkClosedError("it was deleted."))
             await self._end()
 
     async def _launch(self, greet: Callable[[], Awaitable[None]], command: str, *arguments: str) -> None:
         container = self._container = Container(self.runsc, self.spec, self.platform)
         try:
             await finished(control(container.prepare, self.spec, self._note))
-            await container.run(self.link, command, *arguments)
+            await container.run(self.connection, command, *arguments)
             if self._deleting:
                 raise LinkClosedError(f"Sandbox {self.sandbox_id} was deleted while it started.")
-            await container.started(greet, self.link.hooks.seconds)
+            await container.started(greet, self.connection.hooks.seconds)
         except BaseException:
-            self.link.detach()
+            self.connection.detach()
             await asyncio.shield(self._end())
             raise
         self._watch = asyncio.create_task(self._watch_main(container))
@@ -218,7 +222,7 @@ class GVisorSandbox:
         await container.main.wait()
         if self._state == State.RUNNING and not self._lock.locked():
             self._enter(Action.EXIT)
-            self.link.close(LinkClosedError("it ended by itself."))
+            self.connection.close(LinkClosedError("it ended by itself."))
 
     def _connection_closed(self, error: Exception) -> None:
         """Kill a running guest whose connection is closed. Called by the connection."""
@@ -227,7 +231,7 @@ class GVisorSandbox:
 
     def _pause(self) -> Pause:
         assert self._container is not None
-        return Pause(self.sandbox_id, self._container, self.link)
+        return Pause(self.sandbox_id, self._container, self.connection)
 
     async def _resume(self) -> None:
         """Let a paused sandbox go on after a failed checkpoint or a copy. End it if that fails."""
@@ -236,7 +240,7 @@ class GVisorSandbox:
         except (SandboxError, TimeoutError) as error:
             log.error("Sandbox %s is lost: it did not go on after a checkpoint: %s", self.sandbox_id, error)
             self._enter(Action.FAIL)
-            self.link.close(LinkClosedError(f"it did not go on after a checkpoint: {error}"))
+            self.connection.close(LinkClosedError(f"it did not go on after a checkpoint: {error}"))
             await self._end()
         finally:
             self._hurried.clear()

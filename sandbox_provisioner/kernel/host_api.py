@@ -94,22 +94,22 @@ class Askable(Protocol):
         """Keep the kernel awake and return a sentence that states for how long."""
 
 
-def attend(link: GuestConnection, kernel: Askable) -> None:
-    """Answer the requests that arrive on ``link``, one at a time, by calling ``kernel``. Call in the link's loop."""
+def attend(connection: GuestConnection, kernel: Askable) -> None:
+    """Answer the requests that arrive on ``connection``, one at a time, by calling ``kernel``. I/O thread only."""
     turn = asyncio.Lock()
     serving: set[asyncio.Task[None]] = set()
 
     async def reply(number: int, request: Mapping[str, Any]) -> None:
         async with turn:
-            if not link.error:  # otherwise the guest that sent the request is gone
-                link.host_api.answer(number, await serve(request, kernel))
+            if not connection.error:  # otherwise the guest that sent the request is gone
+                connection.host_api.answer(number, await serve(request, kernel))
 
     def on_ask(number: int, request: Mapping[str, Any]) -> None:
         task = asyncio.create_task(reply(number, request))
         serving.add(task)
         task.add_done_callback(serving.discard)
 
-    link.host_api.listen(on_ask)
+    connection.host_api.listen(on_ask)
 
 
 async def serve(request: Mapping[str, Any], kernel: Askable) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from signal import SIGKILL
 from typing import Any
 
 from ..errors import LinkClosedError, SandboxError, StateError
-from ..events import JOURNAL, What
+from ..events import EVENT_BUS, EventKind
 from ..gvisor.runtime_dir import sweep
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
@@ -60,7 +60,7 @@ class SandboxedKernel(HandleObserver):
 
     Owned by the provisioner; observes the handle of its sandbox. The first request of a client wakes a hibernated
     kernel while ``may_wake`` returns True; if that fails, ``on_wake_failed`` gets the error. ``on_connected`` gets the
-    link of each new sandbox, ``on_gone`` the reason why this server no longer has it. All run in the I/O thread.
+    connection of each new sandbox, ``on_gone`` the reason why this server no longer has it. All run in the I/O thread.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class SandboxedKernel(HandleObserver):
         self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._wake_for_client
         self.on_wake_failed: Callable[[SandboxError], None] = lambda error: None
-        self.on_connected: Callable[[GuestConnection], None] = lambda link: None
+        self.on_connected: Callable[[GuestConnection], None] = lambda connection: None
         self.on_gone: Callable[[str], None] = lambda reason: None
         self.may_wake: Callable[[], bool] = lambda: True
         self.handle: SandboxHandle | None = None
@@ -194,7 +194,7 @@ class SandboxedKernel(HandleObserver):
         assert self._life is not None
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
-        self._process = handle.instance.link.process(handle.contents["process"])
+        self._process = handle.instance.connection.process(handle.contents["process"])
         if self._process is None:
             self.relay.disconnect()
             self._ending.close()
@@ -205,9 +205,9 @@ class SandboxedKernel(HandleObserver):
             self.activity.reset(handle.contents)
             self._life = asyncio.create_task(self._run(handle, self._process, self._ending))
             signing = _signing(handle.contents)
-            await self.relay.reconnect(handle.instance.link, handle.contents["targets"], signing, *messages)
-            self.on_connected(handle.instance.link)  # last: reconnect() must not wait for its connections
-        before.link.close(LinkClosedError("it was rewound."))
+            await self.relay.reconnect(handle.instance.connection, handle.contents["targets"], signing, *messages)
+            self.on_connected(handle.instance.connection)  # last: reconnect() must not wait for its connections
+        before.connection.close(LinkClosedError("it was rewound."))
 
     def _note_activity(self) -> None:
         """Record the kernel's unfinished requests for the server that restores it."""
@@ -259,8 +259,8 @@ class SandboxedKernel(HandleObserver):
         self.status, self.restored = None, restored
         self.activity.reset(handle.contents if restored else None)
         self._ending = ending
-        self.on_connected(handle.instance.link)
-        self.relay.connect(handle.instance.link, targets, _signing(handle.contents))
+        self.on_connected(handle.instance.connection)
+        self.relay.connect(handle.instance.connection, targets, _signing(handle.contents))
         self._life = asyncio.create_task(self._run(handle, self._process, ending))
 
     # -- called by the handle ----------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class SandboxedKernel(HandleObserver):
     def saved(self) -> None:
         """Wake the kernel if a request arrived while it was saved; the image may contain that request."""
         asked = self.relay.called or self.relay.sent > self._answered
-        if asked or (self.handle and self.handle.instance.link.control_waits):
+        if asked or (self.handle and self.handle.instance.connection.control_waits):
             self._wake_for_client()
 
     def gone(self, reason: str) -> None:
@@ -349,11 +349,11 @@ class SandboxedKernel(HandleObserver):
         self.activity.reset()
         self.relay.disconnect()
         await sandbox.delete()
-        JOURNAL.write(handle.entry(What.ENDED))
+        EVENT_BUS.write(handle.entry(EventKind.ENDED))
 
 
 def _restored_process(handle: SandboxHandle) -> GuestProcess:
-    process = handle.instance.link.process(handle.contents["process"])
+    process = handle.instance.connection.process(handle.contents["process"])
     if process is None:
         raise SandboxError(
             f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",

@@ -59,7 +59,7 @@ class ChannelRelay:
         self._servers: dict[str, asyncio.Server] = {}
         self._addresses: dict[str, str | int] = {}
         self._clients: set[ClientConnection] = set()
-        self._link: GuestConnection | None = None
+        self._connection: GuestConnection | None = None
         self._targets: Mapping[str, str] = {}
 
     async def reserve_tcp(self, ip: str, ports: Mapping[str, int]) -> dict[str, int]:
@@ -114,20 +114,20 @@ class ChannelRelay:
         self._reserved[channel] = listener
 
     def connect(
-        self, link: GuestConnection, targets: Mapping[str, str], signing: tuple[bytes, str] | None = None
+        self, connection: GuestConnection, targets: Mapping[str, str], signing: tuple[bytes, str] | None = None
     ) -> None:
-        """Join every client, waiting or future, to the kernel behind ``link``, at its channel's target.
+        """Join every client, waiting or future, to the kernel behind ``connection``, at its channel's target.
 
         ``signing`` is the kernel's key and signature scheme; without it, messages cannot be checked and all count.
         """
-        self._link, self._targets, self._signing = link, targets, signing
+        self._connection, self._targets, self._signing = connection, targets, signing
         self.sent = self.answered = 0
         for client in list(self._clients):
             client.join()
 
     def disconnect(self) -> None:
         """Close the connections to a kernel that has ended, as its own sockets would; the listeners stay open."""
-        self._link = None
+        self._connection = None
         for stream in list(self.lingering):
             stream.end()
         for client in list(self._clients):
@@ -136,12 +136,12 @@ class ChannelRelay:
     @property
     def asleep(self) -> bool:
         """True while the kernel is hibernated."""
-        return self._link is not None and self._link.asleep
+        return self._connection is not None and self._connection.asleep
 
     @property
     def resting(self) -> bool:
         """True while the kernel is hibernated, being hibernated or waking: it cannot answer heartbeats."""
-        return self._link is not None and self._link.resting
+        return self._connection is not None and self._connection.resting
 
     def awake(self) -> None:
         """Make clients reconnect their heartbeats to the kernel. Called after it was woken."""
@@ -165,7 +165,7 @@ class ChannelRelay:
 
     async def reconnect(
         self,
-        link: GuestConnection,
+        connection: GuestConnection,
         targets: Mapping[str, str],
         signing: tuple[bytes, str] | None,
         private: bytes,
@@ -177,7 +177,7 @@ class ChannelRelay:
         """
         expected = Counter(client.channel for client in self._clients if client.joined)
         self.disconnect()
-        self.connect(link, targets, signing)
+        self.connect(connection, targets, signing)
         with suppress(TimeoutError):
             async with asyncio.timeout(RECONNECT):
                 while expected - Counter(client.channel for client in self._clients if client.ready):
@@ -199,7 +199,7 @@ class ChannelRelay:
 
     async def drained(self) -> None:
         """Wait until the kernel has closed all its connections, so that its last messages have been passed on."""
-        self._link = None  # new connections wait for the next kernel
+        self._connection = None  # new connections wait for the next kernel
         while any(client.joined for client in self._clients):
             await asyncio.sleep(0.01)
 
@@ -244,7 +244,11 @@ class ChannelRelay:
 
         It is ended at once if its kernel is gone or too many streams are kept.
         """
-        if self._link is None or left.stream.connection is not self._link or len(self.lingering) >= MAX_LINGERING:
+        if (
+            self._connection is None
+            or left.stream.connection is not self._connection
+            or len(self.lingering) >= MAX_LINGERING
+        ):
             left.end()
             return
         self.lingering.add(left)
@@ -267,10 +271,10 @@ class ChannelRelay:
 
     def open(self, channel: str) -> GuestStream | None:
         """Return a new stream to a channel; None without a kernel. Raises ConnectionError if too many are open."""
-        if self._link is None or self._link.error:
+        if self._connection is None or self._connection.error:
             return None
         try:
-            return self._link.open(self._targets[channel])
+            return self._connection.open(self._targets[channel])
         except GuestError as error:
             raise ConnectionError(errno.EMFILE, str(error)) from error
 

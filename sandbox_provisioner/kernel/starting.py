@@ -66,7 +66,7 @@ async def _execute(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
 
 async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
     """Turn the kernel of a template's copy into the requested one. Raises GuestError if the copy has no kernel."""
-    process, folder = sandbox.link.process(FIRST_PROCESS), start.folder
+    process, folder = sandbox.connection.process(FIRST_PROCESS), start.folder
     if process is None or folder is None:
         raise GuestError("The copy of a template has no kernel in it any more.")
     orders = {
@@ -76,7 +76,7 @@ async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
         "cwd": start.cwd,
     }
     await activate(
-        sandbox.link,
+        sandbox.connection,
         orders,
         folder=folder.destination,
         files=start.files,

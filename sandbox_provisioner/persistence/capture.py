@@ -29,7 +29,7 @@ async def prepare(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, Any
     """
     if not sandbox.reachable:
         return {}
-    await sandbox.link.call_hook(BEFORE_CHECKPOINT)
+    await sandbox.connection.call_hook(BEFORE_CHECKPOINT)
     try:
         async with asyncio.timeout(INVENTORY):
             files = await compatibility.inventory(sandbox, digests)
@@ -37,7 +37,7 @@ async def prepare(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, Any
             raise UnsaveableError(sandbox.sandbox_id, reasons)
         return await asyncio.to_thread(_bounded, sandbox.sandbox_id, compatibility.to_json(files))
     except BaseException as error:
-        await asyncio.shield(sandbox.link.call_hook(AFTER_RESTORE))
+        await asyncio.shield(sandbox.connection.call_hook(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
             raise UnsaveableError(sandbox.sandbox_id, ["it does not report the files that it depends on"]) from error
         raise

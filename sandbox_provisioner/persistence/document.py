@@ -19,7 +19,7 @@ from ..errors import (
     SandboxNotFoundError,
     UnsaveableError,
 )
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..lock.base import Lease
 from ..storage.base import NEW, ObjectInfo, ObjectStore
 from . import metadata
@@ -72,7 +72,7 @@ class Document:
             written = await asyncio.to_thread(encode_and_write)
         except ConflictError as error:
             raise SandboxExistsError(first.sandbox_id, store.where) from error
-        JOURNAL.write(Entry(first.sandbox_id, What.CREATED, kernel_name=first.kernel_name, user=first.user))
+        EVENT_BUS.write(Entry(first.sandbox_id, EventKind.CREATED, kernel_name=first.kernel_name, user=first.user))
         return cls(store, signer, name, lease, ours, written)
 
     @classmethod

@@ -17,7 +17,7 @@ from ..errors import (
     SignatureError,
     StateError,
 )
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..lock.base import Lease, Owner
 from ..persistence import checkpoints, snapshots
 from ..persistence import document as ledger
@@ -149,7 +149,9 @@ async def fork_persistent(
         source = current.savepoint(savepoint) if savepoint else current.checkpoint
         if source is None:
             raise StateError(sandbox_id, "fork", "empty: nothing was saved of it")
-        with JOURNAL.doing(Entry(sandbox_id, What.FORKED, kernel_name=first.kernel_name, user=first.user)) as work:
+        with EVENT_BUS.doing(
+            Entry(sandbox_id, EventKind.FORKED, kernel_name=first.kernel_name, user=first.user)
+        ) as work:
             work.size = source.size
             await found_persistent(
                 stores, first, owner, lambda name: copy_checkpoint(stores, sandbox_id, source, name, work.advance)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SandboxNotFoundError
-from ..events import Entry, What
+from ..events import Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.restore_plan import Grant
 from ..gvisor.runsc import Runsc
@@ -34,7 +34,7 @@ from .memory import SandboxMemory, planned_spec
 from .registration import Registration
 from .stored_state import StoredState
 
-UNPLANNED = BundleSpec(python=sys.executable, home="/home", user="user")
+PLACEHOLDER_SPEC = BundleSpec(python=sys.executable, home="/home", user="user")
 """Spec of an unstarted sandbox; ``permit`` or ``replace_instance`` replaces it before a start or restore."""
 
 
@@ -159,7 +159,7 @@ class SandboxHandle:
             if source:
                 stores.required_checkpoints()
                 spec = await planned_spec(stored.metadata, source, runsc, stores, grant)
-        return _persistent(spec or UNPLANNED, runsc, platform, stored, source, grant)
+        return _persistent(spec or PLACEHOLDER_SPEC, runsc, platform, stored, source, grant)
 
     @classmethod
     async def rescue(
@@ -228,8 +228,8 @@ class SandboxHandle:
         """Set the description of the processes inside, which is stored with each checkpoint and in the rescue note."""
         self.memory.describe(contents)
 
-    def entry(self, what: What) -> Entry:
-        """Return a journal entry that reports the event ``what``."""
+    def entry(self, what: EventKind) -> Entry:
+        """Return an entry for the event bus that reports the event ``what``."""
         return self.memory.entry(what)
 
     async def change(self, **fields: Any) -> None:

@@ -22,7 +22,7 @@ from ..errors import (
     SignatureError,
     StateError,
 )
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.runsc import Runsc
 from ..gvisor.state import State
@@ -32,7 +32,7 @@ from ..persistence.backends import Stores, open_snapshot_storage, open_stores, s
 from ..persistence.names import lock_name, valid_id
 from ..workers import control, finished
 from . import detached, user_sandboxes
-from .handle import UNPLANNED, Identity, SandboxHandle
+from .handle import PLACEHOLDER_SPEC, Identity, SandboxHandle
 from .recovery import Recovered, Recovery
 from .registration import Registration, derived, facts, identities, known
 from .start_request import Features, StartRequest
@@ -166,7 +166,7 @@ class SandboxManager:
             return await self.attach(sandbox_id, None, request.features, patience=request.patience)
         except SandboxNotFoundError:
             try:
-                return await self.create(sandbox_id, UNPLANNED, about, request.features)
+                return await self.create(sandbox_id, PLACEHOLDER_SPEC, about, request.features)
             except SandboxExistsError:  # another server has just created it
                 return await self.attach(sandbox_id, None, request.features, patience=request.patience)
 
@@ -227,7 +227,7 @@ class SandboxManager:
             except SandboxNotFoundError:
                 raise
             except SandboxError as error:
-                JOURNAL.fail(Entry(sandbox_id, What.WOKEN), error)
+                EVENT_BUS.fail(Entry(sandbox_id, EventKind.WOKEN), error)
                 raise
             return self._keep(handle, features)
 
@@ -243,7 +243,7 @@ class SandboxManager:
         """Store a new sandbox with the memory of this one, current or at a savepoint; this one continues to run."""
         first = identity.document(valid_id(new_id))
         async with handle.exclusive():
-            with JOURNAL.doing(handle.entry(What.FORKED)) as work:
+            with EVENT_BUS.doing(handle.entry(EventKind.FORKED)) as work:
                 made = await detached.found_persistent(
                     self.stores, first, self.owner(), lambda name: handle.memory.copy(name, savepoint, work.advance)
                 )
@@ -259,7 +259,7 @@ class SandboxManager:
             if handle.closed:
                 return
             if save:
-                with JOURNAL.doing(handle.entry(What.HANDED_OFF)) as work:
+                with EVENT_BUS.doing(handle.entry(EventKind.HANDED_OFF)) as work:
                     if handle.can_save and handle.instance.state == State.RUNNING:
                         work.size = (await finished(handle.memory.checkpoint())).size
                     await self._drop(handle)
@@ -278,8 +278,8 @@ class SandboxManager:
         """End it, delete everything stored for it and return the freed bytes. It need not be open in this manager."""
         async with self._lock(sandbox_id):
             handle = self.handles.get(sandbox_id)
-            entry = handle.entry(What.DELETED) if handle else Entry(sandbox_id, What.DELETED)
-            with JOURNAL.doing(entry) as work:
+            entry = handle.entry(EventKind.DELETED) if handle else Entry(sandbox_id, EventKind.DELETED)
+            with EVENT_BUS.doing(entry) as work:
                 if handle:
                     await self._drop(handle)
                     if not handle.persistent:
@@ -291,7 +291,7 @@ class SandboxManager:
 
     async def _lose(self, handle: SandboxHandle, reason: str) -> None:
         """Release a sandbox that another server has taken."""
-        JOURNAL.write(handle.entry(What.LOST))
+        EVENT_BUS.write(handle.entry(EventKind.LOST))
         log.error("Sandbox %s is lost to this server: %s", handle.sandbox_id, reason)
         async with handle.lock:
             await self._drop(handle)
@@ -318,7 +318,7 @@ class SandboxManager:
         self.handles[handle.sandbox_id] = handle
         handle.lock = self._lock(handle.sandbox_id)
         if features:
-            handle.instance.link.hooks = Hooks(features.hook_timeout, features.reseed)
+            handle.instance.connection.hooks = Hooks(features.hook_timeout, features.reseed)
             handle.idle_timeout = features.idle_timeout if features.enable_checkpoint_at_idle else None
             handle.hands_over = features.enable_handoff
             hand_over = self._hand_over if features.enable_handoff else None

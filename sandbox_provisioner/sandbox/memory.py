@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptObjectError, IncompatibleError, SandboxError, SavepointExistsError, StateError
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec, Mount
 from ..gvisor.mounts import require_itself
 from ..gvisor.restore_plan import Grant, derive
@@ -76,8 +76,8 @@ class SandboxMemory:
             note = Note(self._sandbox_id, where, spec, platform, contents, token, document.last)
             self.instance.leave_note(asdict(note))
 
-    def entry(self, what: What) -> Entry:
-        """Return a journal entry that reports the event ``what``."""
+    def entry(self, what: EventKind) -> Entry:
+        """Return an entry for the event bus that reports the event ``what``."""
         if self._stored is None:
             return Entry(self._sandbox_id, what)
         document = self._stored.metadata
@@ -91,24 +91,24 @@ class SandboxMemory:
         ``grant`` is for later restores of other checkpoints; without it the current one is kept.
         """
         self._grant = grant or self._grant
-        hooks, runsc = self.instance.link.hooks, self.instance.runsc
+        hooks, runsc = self.instance.connection.hooks, self.instance.runsc
         outlives = self._stored is not None and self._stored.stores.checkpoints is not None
         self.instance = GVisorSandbox(self._sandbox_id, replace(spec, outlives=outlives), runsc, platform)
-        self.instance.link.hooks = hooks
+        self.instance.connection.hooks = hooks
         self._adopted = False
         self.describe({})
 
     def adopt(self, sandbox: GVisorSandbox) -> None:
         """Use a running copy of a template as the instance; ``start`` then only records that it runs."""
         sandbox.sandbox_id, sandbox.spec = self._sandbox_id, self.instance.spec
-        sandbox.link.hooks = self.instance.link.hooks
+        sandbox.connection.hooks = self.instance.connection.hooks
         self.instance = sandbox
         self._adopted = True
         self.describe(self.contents)
 
     async def start(self, template: Path | None = None) -> None:
         """Start the instance without saved state, or as a copy of ``template``, and record that it runs."""
-        with JOURNAL.doing(self.entry(What.STARTED if self._stored else What.CREATED)):
+        with EVENT_BUS.doing(self.entry(EventKind.STARTED if self._stored else EventKind.CREATED)):
             if not self._adopted:
                 await self.instance.start(template)
             self._adopted = False
@@ -127,7 +127,7 @@ class SandboxMemory:
         async def record(made: Checkpoint) -> None:
             garbage.update(await stored.change(lambda document: document.saved(made, now())))
 
-        with JOURNAL.doing(self.entry(What.HIBERNATED)) as work:
+        with EVENT_BUS.doing(self.entry(EventKind.HIBERNATED)) as work:
             made = await images.checkpoint(self.instance, lambda: self.contents, record, insist, work.advance)
             work.size = made.size
         self.source = made
@@ -140,7 +140,7 @@ class SandboxMemory:
         if valid_id(name) in stored.metadata.savepoints:
             raise SavepointExistsError(self._sandbox_id, name)
         stored.require_room()
-        with JOURNAL.doing(self.entry(What.SAVED)) as work:
+        with EVENT_BUS.doing(self.entry(EventKind.SAVED)) as work:
             made = self.source if self.instance.state == State.CHECKPOINTED else None
             made = made or await self.copy(self._sandbox_id, advance=work.advance)
             work.size = made.size
@@ -157,7 +157,7 @@ class SandboxMemory:
 
     async def save_snapshot(self, storage: SnapshotStorage, name: str) -> GCSArtifact:
         """Save the files, without the memory, as the snapshot ``name``; the instance runs on."""
-        with JOURNAL.doing(self.entry(What.SAVED)) as work:
+        with EVENT_BUS.doing(self.entry(EventKind.SAVED)) as work:
             made = await snapshots.save(storage, snapshot_prefix(self._sandbox_id, name), self.instance, work.advance)
             work.size = made.size
         return made
@@ -177,7 +177,7 @@ class SandboxMemory:
                 await self.require_fit(self.source)
                 self._plan_restore(self.source)
         except SandboxError as error:
-            JOURNAL.fail(Entry(self._sandbox_id, What.WOKEN), error)
+            EVENT_BUS.fail(Entry(self._sandbox_id, EventKind.WOKEN), error)
             raise
 
     async def require_fit(self, source: Checkpoint) -> None:
@@ -199,7 +199,7 @@ class SandboxMemory:
         for mount in filter(None, (self._working_folder(), *self._required_grant().watched)):
             require_itself(mount)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self._sandbox_id))
-        with JOURNAL.doing(self.entry(What.WOKEN)) as work:
+        with EVENT_BUS.doing(self.entry(EventKind.WOKEN)) as work:
             async with staging(stored.stores.staging) as folder:
                 work.size = source.size
                 store = stored.stores.required_checkpoints()
@@ -218,7 +218,7 @@ class SandboxMemory:
         If that fails, the current state is restored and the error raised.
         """
         stored = self.stored
-        with JOURNAL.doing(self.entry(What.REWOUND)) as work:
+        with EVENT_BUS.doing(self.entry(EventKind.REWOUND)) as work:
             work.size = target.size
             present = stored.metadata.checkpoint
             if self.instance.state == State.RUNNING:
@@ -248,14 +248,14 @@ class SandboxMemory:
     @contextmanager
     def _reseeding(self) -> Iterator[None]:
         """Reseed a fork at its first restore: the original sandbox has the same random state."""
-        link = self.instance.link
-        hooks = link.hooks
+        connection = self.instance.connection
+        hooks = connection.hooks
         if self.contents.get(RESEED):
-            link.hooks = Hooks(max(hooks.seconds, RESEED_SECONDS), reseed=True)
+            connection.hooks = Hooks(max(hooks.seconds, RESEED_SECONDS), reseed=True)
         try:
             yield
         finally:
-            link.hooks = hooks
+            connection.hooks = hooks
         if self.contents.get(RESEED):
             self.describe({name: value for name, value in self.contents.items() if name != RESEED})
 

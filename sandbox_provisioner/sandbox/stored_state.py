@@ -18,7 +18,7 @@ from ..errors import (
     TooManySavepointsError,
     UnsaveableError,
 )
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
 from ..lock.base import Owner
@@ -221,4 +221,4 @@ async def _undo(creating: asyncio.Task[Document], stores: Stores) -> None:
     made = document.metadata
     with suppress(StorageError):  # an empty sandbox is left, which can be opened
         await control(stores.metadata.delete, metadata_name(made.sandbox_id), document.generation)
-        JOURNAL.write(Entry(made.sandbox_id, What.DELETED, kernel_name=made.kernel_name, user=made.user))
+        EVENT_BUS.write(Entry(made.sandbox_id, EventKind.DELETED, kernel_name=made.kernel_name, user=made.user))

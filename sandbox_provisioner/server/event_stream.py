@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from types import TracebackType
 
-from ..events import JOURNAL, Entry
+from ..events import EVENT_BUS, Entry
 
 MOST = 1000
 """Maximum queued entries per reader; the oldest are dropped."""
@@ -21,7 +21,7 @@ class Subscription:
         self._news = asyncio.Event()
 
     def __enter__(self) -> Subscription:
-        self._end = JOURNAL.subscribe(self._tell)
+        self._end = EVENT_BUS.subscribe(self._tell)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

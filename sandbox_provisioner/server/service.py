@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from .. import __version__
 from ..errors import SandboxError, StateError
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.runsc import find
 from ..io_thread import IO
 from ..persistence.records import SandboxRecord
@@ -211,7 +211,7 @@ class Sandboxes:
         kept = await self._inventory.kept()
         if not await asyncio.to_thread(recorded, kept, record.id):
             return 0
-        with JOURNAL.doing(Entry(record.sandbox_id, What.DELETED, kernel_name=record.kernel_name)) as work:
+        with EVENT_BUS.doing(Entry(record.sandbox_id, EventKind.DELETED, kernel_name=record.kernel_name)) as work:
             work.size = await asyncio.to_thread(delete, kept, record.id, unverified)
             return work.size
 

@@ -20,11 +20,11 @@ from prometheus_client.registry import Collector
 from tornado.ioloop import IOLoop
 
 from ..errors import subclasses
-from ..events import JOURNAL, Entry, What
+from ..events import EVENT_BUS, Entry, EventKind
 from ..templates.warm_pool import WARM_POOL
 from .kernel_manager import sandboxed_kernels
 
-EVENTS = (What.CREATED, What.HIBERNATED, What.WOKEN, What.HANDED_OFF, What.FAILED)
+EVENTS = (EventKind.CREATED, EventKind.HIBERNATED, EventKind.WOKEN, EventKind.HANDED_OFF, EventKind.FAILED)
 """Entries that are emitted as Jupyter events; each has a schema in ``event_schemas``."""
 
 SCHEMAS = Path(__file__).with_name("event_schemas")
@@ -53,7 +53,7 @@ def attach(serverapp: ServerApp, kernel_manager: Any) -> None:
     _start_telling(events, serverapp.io_loop)
 
 
-def schema_id(what: What) -> str:
+def schema_id(what: EventKind) -> str:
     """Return the ``$id`` of an event's schema."""
     return f"urn:sandbox-provisioner:{what}:v1"
 
@@ -80,13 +80,13 @@ def _start_telling(logger: EventLogger, loop: IOLoop) -> None:
         elif entry.what in EVENTS:
             loop.add_callback(logger.emit, schema_id=schema_id(entry.what), data=event(entry))
 
-    end = JOURNAL.subscribe(tell)
+    end = EVENT_BUS.subscribe(tell)
 
 
 def event(entry: Entry) -> dict[str, Any]:
     """Return the data of an entry's event: sandbox, kernel, user, failure, duration and size if known."""
     data: dict[str, Any] = {"sandbox_id": entry.sandbox_id, "kernel_name": entry.kernel_name, "user": entry.user}
-    if entry.what == What.FAILED:
+    if entry.what == EventKind.FAILED:
         data |= {"doing": entry.doing, "reason": entry.reason}
     known = {"seconds": entry.seconds, "size": entry.size}
     return data | {name: value for name, value in known.items() if value is not None}
@@ -125,9 +125,9 @@ def _start_counting() -> None:
     failures = Counter("jupyter_sandbox_failures", "Failed operations on sandboxes, by error.", ["doing", "reason"])
 
     def count(entry: Entry) -> None:
-        if entry.what == What.PROGRESS:
+        if entry.what == EventKind.PROGRESS:
             return
-        if entry.what == What.FAILED:
+        if entry.what == EventKind.FAILED:
             failures.labels(*failure(entry)).inc()
             return
         transitions.labels(entry.what).inc()
@@ -136,11 +136,11 @@ def _start_counting() -> None:
         if entry.size is not None:
             size.labels(entry.what).inc(entry.size)
 
-    JOURNAL.subscribe(count)
+    EVENT_BUS.subscribe(count)
 
 
 def failure(entry: Entry) -> tuple[str, str]:
     """Return the labels of a failure: what failed, and the name of the SandboxError, both from fixed sets."""
-    doing = entry.doing if entry.doing in set(What) else OTHER
+    doing = entry.doing if entry.doing in set(EventKind) else OTHER
     reasons = {INTERNAL, *(error.__name__ for error in subclasses())}
     return doing, entry.reason if entry.reason in reasons else OTHER

@@ -177,7 +177,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
                 left_out[name] = reason
             if end.done() and left_out:
                 return {"unfit": "", "left_out": left_out, "files": []}
-        found = await tell(sandbox.link, op="preload", modules=[])
+        found = await tell(sandbox.connection, op="preload", modules=[])
     finally:
         end.cancel()
         await asyncio.gather(end, return_exceptions=True)
@@ -190,7 +190,7 @@ async def _preload(sandbox: GVisorSandbox, name: str) -> str:
     """Make the kernel import a module. Return why the module cannot be part of a template, or an empty string."""
     try:
         async with asyncio.timeout(PRELOADING):
-            said = await tell(sandbox.link, op="preload", modules=[name])
+            said = await tell(sandbox.connection, op="preload", modules=[name])
     except TimeoutError:
         raise SandboxError(f"{name} could not be imported within {PRELOADING:g} seconds.") from None
     except LinkClosedError:
@@ -202,7 +202,7 @@ async def _preload(sandbox: GVisorSandbox, name: str) -> str:
 
 async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tuple[bytes, bytes]]) -> str:
     """Return why the kernel cannot be frozen: its own report, its end, or that it already serves; empty if it can."""
-    answer = asyncio.create_task(tell(sandbox.link, op="report"))
+    answer = asyncio.create_task(tell(sandbox.connection, op="report"))
     serving = asyncio.create_task(_serves(sandbox, recipe))
     try:
         watched: set[asyncio.Future[Any]] = {answer, end, serving}
@@ -222,7 +222,7 @@ async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tup
 async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
     """Return when the kernel must be serving: SERVING after its shell socket answers, after STARTING in any case."""
     up = asyncio.Event()
-    stream = sandbox.link.open(targets(recipe.connection)["shell"])
+    stream = sandbox.connection.open(targets(recipe.connection)["shell"])
     stream.on_data = lambda data: up.set()
     try:
         async with asyncio.timeout(STARTING):

@@ -170,14 +170,14 @@ class WarmPool:
         for _ in range(IDENTIFY_TRIES):
             expected = identity(folder._replace(destination=CARRIED))
             try:
-                await sandbox.link.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
+                await sandbox.connection.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
                 break
             except GuestError as error:
                 if error.errno != errno.ESTALE:  # ESTALE: a write of others changed the time that identifies the folder
                     raise
         else:
             raise replaced(folder)
-        await tell(sandbox.link, op="report")
+        await tell(sandbox.connection, op="report")
 
     async def _end(self, copies: list[Copy]) -> None:
         for copy in copies:

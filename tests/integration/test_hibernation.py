@@ -315,7 +315,7 @@ def test_interrupt_during_hibernate_is_delivered(notebook: Notebook) -> None:
     provisioner = notebook.km.provisioner
 
     async def interrupt() -> None:
-        while not provisioner.sandbox.link.quiet:
+        while not provisioner.sandbox.connection.quiet:
             await asyncio.sleep(0.001)
         await provisioner.send_signal(signal.SIGINT)
 

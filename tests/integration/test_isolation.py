@@ -579,8 +579,8 @@ async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_s
     with bounded_memory():
         process = await sandbox.execute(argv)
         assert await asyncio.wait_for(process.wait(), PATIENCE) == -9
-    assert isinstance(sandbox.link.error, ProtocolError)
-    assert len(str(sandbox.link.error)) < 1000
+    assert isinstance(sandbox.connection.error, ProtocolError)
+    assert len(str(sandbox.connection.error)) < 1000
     await asyncio.wait_for(stopped(sandbox), PATIENCE)
     assert await answers(neighbour)
 

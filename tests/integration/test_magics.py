@@ -100,7 +100,7 @@ def clerk() -> Clerk:
 @pytest.fixture
 def notebook(open_notebook: Open, clerk: Clerk) -> Notebook:
     opened = open_notebook()
-    attend(opened.km.provisioner.sandbox.link, clerk)
+    attend(opened.km.provisioner.sandbox.connection, clerk)
     return opened
 
 
@@ -157,7 +157,7 @@ class Waiting(Clerk):
 @runsc_
 def test_waiting_magic_can_be_interrupted(open_notebook: Open) -> None:
     notebook, clerk = open_notebook(), Waiting()
-    attend(notebook.km.provisioner.sandbox.link, clerk)
+    attend(notebook.km.provisioner.sandbox.connection, clerk)
     request = notebook.kc.execute("print('waits', flush=True)\n%sandbox savepoint before")
     assert "waits" in next(notebook.outputs(request))
     while not clerk.begun.is_set():
@@ -239,7 +239,7 @@ async def said(process: GuestProcess) -> str:
 async def started(make: Make, **changes: Any) -> tuple[GVisorSandbox, Waiting]:
     sandbox, clerk = make(**changes), Waiting()
     await asyncio.wait_for(sandbox.start(), LONG)
-    attend(sandbox.link, clerk)
+    attend(sandbox.connection, clerk)
     return sandbox, clerk
 
 
@@ -268,10 +268,10 @@ async def test_restored_copy_knows_it_is_the_savepoint(make: Make, tmp_path: Pat
     assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel runs on."
     heir = make()
     await heir.restore(tmp_path / "image")
-    adopted = heir.link.process(process.number)
+    adopted = heir.connection.process(process.number)
     assert adopted is not None
     assert await said(adopted) == "Restored from savepoint before."
-    attend(heir.link, Clerk())
+    attend(heir.connection, Clerk())
     assert "nb-1" in await said(await asking(heir, "status"))
 
 
@@ -283,12 +283,12 @@ async def test_request_learns_that_its_server_was_killed(make: Make, tmp_path: P
     await asyncio.wait_for(clerk.begun.wait(), LONG)
     assert sandbox._container and sandbox._container.folder
     folder = sandbox._container.folder
-    sandbox.link.detach()
+    sandbox.connection.detach()
     orphan = GVisorSandbox.orphan("asking", sandbox.spec, sandbox.runsc, "systrap", folder, sandbox.container_id)
     await orphan.checkpoint(tmp_path / "image")
     heir = make(outlives=True)
     await heir.restore(tmp_path / "image")
-    attend(heir.link, Clerk())
+    attend(heir.connection, Clerk())
     waiting = await heir.execute(["sh", "-c", "until test -e /tmp/done; do sleep 0.1; done; cat /tmp/said"])
     assert "The server ended before it answered." in await said(waiting)
     assert "nb-1" in await said(await asking(heir, "status"))

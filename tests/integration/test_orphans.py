@@ -94,7 +94,7 @@ async def test_orphan_can_be_saved_and_restored(
     restored = GVisorSandbox("box", replace(spec, outlives=True), runsc)
     try:
         await asyncio.wait_for(restored.restore(tmp_path / "image"), LONG)
-        process = restored.link.process(1)
+        process = restored.connection.process(1)
         assert process is not None
         heard: list[int] = []
         async for piece in process.stream():

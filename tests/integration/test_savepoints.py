@@ -19,7 +19,7 @@ from sandbox_provisioner.errors import (
     SavepointNotFoundError,
     TooManySavepointsError,
 )
-from sandbox_provisioner.events import JOURNAL, Entry, What
+from sandbox_provisioner.events import EVENT_BUS, Entry, EventKind
 from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.persistence.metadata import GCSSandboxMetadata
 from sandbox_provisioner.sandbox import stored_state
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 def entries() -> Any:
     """The events that are published during the test."""
     told: list[Entry] = []
-    end = JOURNAL.subscribe(told.append)
+    end = EVENT_BUS.subscribe(told.append)
     yield told
     end()
 
@@ -66,9 +66,9 @@ def test_savepoint_and_rewind(open_notebook: Open, entries: list[Entry]) -> None
     assert set(document(notebook).savepoints) == {"one", kept}
     rewind(notebook, kept)
     assert notebook.run("print(x, next(numbers))") == "2 2\n"
-    happened = [entry.what for entry in entries if entry.what != What.PROGRESS]
-    assert happened.count(What.SAVED) == 1
-    assert happened.count(What.REWOUND) == 2
+    happened = [entry.what for entry in entries if entry.what != EventKind.PROGRESS]
+    assert happened.count(EventKind.SAVED) == 1
+    assert happened.count(EventKind.REWOUND) == 2
 
 
 def test_rewound_kernel_hibernates_wakes_and_ends(open_notebook: Open) -> None:

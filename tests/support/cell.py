@@ -35,7 +35,7 @@ async def start_cell(handle: SandboxHandle) -> None:
 
 async def tell(handle: SandboxHandle, line: str) -> str:
     """Send ``line`` to the program. Return its value afterwards."""
-    process = handle.instance.link.process(handle.contents["cell"])
+    process = handle.instance.connection.process(handle.contents["cell"])
     assert process is not None, "the cell has ended"
     await process.write(f"{line}\n".encode())
     answer = b""

@@ -34,20 +34,20 @@ INIT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='init')['Init'](
 
 @asynccontextmanager
 async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestConnection, LocalProcess]]:
-    """The sandbox's init as a child on the host, and the link to it; its socket for asks, if it is to have one."""
+    """Run the sandbox's PID 1 as a child on the host, and yield the connection to it and the process."""
     guest_in, to_guest = os.pipe()
     from_guest, guest_out = os.pipe()
-    link = GuestConnection()
-    await link.attach(to_guest, from_guest)
+    connection = GuestConnection()
+    await connection.attach(to_guest, from_guest)
     argv = [sys.executable, "-I", "-S", "-B", *(["-c", INIT, str(GUEST), str(asks)] if asks else [str(GUEST)])]
     init = LocalProcess.start(argv, stdin=guest_in, stdout=guest_out)
     os.close(guest_in)
     os.close(guest_out)
     try:
-        await asyncio.wait_for(link.greeted(), LIMIT)
-        yield link, init
+        await asyncio.wait_for(connection.greeted(), LIMIT)
+        yield connection, init
     finally:
-        link.close(LinkClosedError("the test is over."))
+        connection.close(LinkClosedError("the test is over."))
         words = await asyncio.wait_for(init.read(), LIMIT)
         await init.stop()
         init.close()
@@ -57,10 +57,10 @@ async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestConne
 class ScriptedGuest:
     """The guest's end of the byte stream, of which a test writes every byte."""
 
-    def __init__(self, link: GuestConnection) -> None:
-        self.link = link
+    def __init__(self, connection: GuestConnection) -> None:
+        self.connection = connection
         self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self.link.on_closed = self._on_lost
+        self.connection.on_closed = self._on_lost
         self._decoder = Decoder()
         self._frames: list[Frame] = []
 
@@ -73,7 +73,7 @@ class ScriptedGuest:
         from_guest, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
-        await self.link.attach(to_guest, from_guest)
+        await self.connection.attach(to_guest, from_guest)
 
     def close(self) -> None:
         os.close(self._reader)
@@ -82,7 +82,7 @@ class ScriptedGuest:
     async def send(self, *frames: bytes) -> None:
         """Write all frames, unless the connection has failed."""
         view = memoryview(b"".join(frames))
-        while view and not self.link.error:
+        while view and not self.connection.error:
             try:
                 view = view[os.write(self._writer, view) :]
             except BlockingIOError:
@@ -96,7 +96,7 @@ class ScriptedGuest:
 
     async def hello(self, *processes: int) -> None:
         await self.say(op="hello", version=VERSION, processes=list(processes))
-        await asyncio.wait_for(self.link.greeted(), LIMIT)
+        await asyncio.wait_for(self.connection.greeted(), LIMIT)
 
     def arrived(self) -> list[Frame]:
         """Return the frames that are in the pipe, without waiting."""
@@ -137,11 +137,11 @@ async def scripted_guest() -> AsyncIterator[ScriptedGuest]:
     await guest.attach()
     try:
         yield guest
-        guest.link.close(LinkClosedError("the test is over."))
+        guest.connection.close(LinkClosedError("the test is over."))
         await asyncio.sleep(0)
         assert escaped == []
     finally:
-        guest.link.close(LinkClosedError("the test is over."))
+        guest.connection.close(LinkClosedError("the test is over."))
         guest.close()
 
 

@@ -20,11 +20,11 @@ IP = "127.0.0.1"
 
 @asynccontextmanager
 async def kernel(folder: Path, serve: Serve = echo) -> AsyncIterator[tuple[GuestConnection, dict[str, str]]]:
-    """A sandbox in which something listens on five sockets: the link to it, and the targets."""
+    """A sandbox in which something listens on five sockets: the connection to it, and the targets."""
     async with AsyncExitStack() as stack:
         targets = {channel: await stack.enter_async_context(server(folder / channel, serve)) for channel in CHANNELS}
-        link, _ = await stack.enter_async_context(real_guest())
-        yield link, targets
+        connection, _ = await stack.enter_async_context(real_guest())
+        yield connection, targets
 
 
 class Client:

@@ -129,8 +129,8 @@ async def python(sandbox: GVisorSandbox, code: str) -> Any:
 async def require_obedient(sandbox: GVisorSandbox) -> None:
     """Fail unless PID 1 starts a process, comes to rest and goes on."""
     assert await python(sandbox, "print(6 * 7)") == "42\n"
-    await asyncio.wait_for(sandbox.link.quiesce(), LONG)
-    await asyncio.wait_for(sandbox.link.resume(), LONG)
+    await asyncio.wait_for(sandbox.connection.quiesce(), LONG)
+    await asyncio.wait_for(sandbox.connection.resume(), LONG)
     assert await python(sandbox, "print(6 * 7)") == "42\n"
 
 

@@ -38,7 +38,7 @@ async def test_it_is_given_arguments_and_input_and_heard_to_the_end(sandbox: GVi
         assert await asyncio.wait_for(words, LONG) == "well | done"
     async with GuestTool.run(sandbox, "The task", "tool.py", "end") as tool:
         assert b"".join([piece async for piece in tool.output()]) == b"end"
-    assert sandbox.link._processes == {}
+    assert sandbox.connection._processes == {}
 
 
 async def test_its_failure_is_told_with_the_end_of_its_words(sandbox: GVisorSandbox) -> None:
@@ -61,13 +61,13 @@ async def test_it_does_not_outlive_the_block_nor_stand_still_for_ever(
     async with GuestTool.run(sandbox, "The task", "tool.py") as tool:
         async for _ in tool.output():
             break
-    assert sandbox.link._processes == {}
+    assert sandbox.connection._processes == {}
     await put(sandbox, "time.sleep(1000)")
     with pytest.raises(GuestError, match="no input or output for 1 seconds"):
         async with GuestTool.run(sandbox, "The task", "tool.py", stdin=True) as tool:
             while True:
                 await tool.write(bytes(1 << 16))
-    assert sandbox.link._processes == {}
+    assert sandbox.connection._processes == {}
 
 
 async def test_one_that_does_not_read_its_input_is_no_error_before_its_end_says_so(sandbox: GVisorSandbox) -> None:

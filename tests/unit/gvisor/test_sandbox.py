@@ -470,11 +470,11 @@ async def test_connections_to_a_server_inside_outlive_a_checkpoint(sandbox: GVis
         socketserver.ThreadingUnixStreamServer("/run/echo", Echo).serve_forever()
         """,
     )
-    tap = Tap(sandbox.link.open("unix:/run/echo"))
+    tap = Tap(sandbox.connection.open("unix:/run/echo"))
     tap.stream.write(b"before ")
     await sandbox.checkpoint(tmp_path / "image")
     tap.stream.write(b"while it sleeps ")
-    early = Tap(sandbox.link.open("unix:/run/echo"))
+    early = Tap(sandbox.connection.open("unix:/run/echo"))
     early.stream.write(b"a newcomer\n")
     await sandbox.restore(tmp_path / "image")
     tap.stream.write(b"after\n")
@@ -495,7 +495,7 @@ async def test_another_object_can_restore_an_image_and_adopts_what_runs_in_it(ma
     heirs = [make(), make()]
     for bonus, heir in enumerate(heirs):
         await asyncio.wait_for(heir.restore(image), LONG)
-        adopted = heir.link.process(counter.number)
+        adopted = heir.connection.process(counter.number)
         assert adopted is not None
         assert await add(adopted, bonus) == 7 + bonus
         fresh = await heir.execute(["sh", "-c", "exit 3"])
@@ -673,7 +673,7 @@ async def test_a_restore_that_fails_changes_nothing_and_can_be_tried_again(
     assert {path.name: path.stat().st_size for path in image.iterdir()} == files
     fake.failing = False
     await asyncio.wait_for(sandbox.restore(image), LONG)
-    counter = sandbox.link.process(number) if fresh else counter
+    counter = sandbox.connection.process(number) if fresh else counter
     assert counter
     assert await add(counter, 4) == 7
 
@@ -779,7 +779,7 @@ async def test_delete_ends_what_was_waited_for(sandbox: GVisorSandbox) -> None:
     await asyncio.gather(sandbox.delete(), sandbox.delete())
     assert await asyncio.wait_for(waiting, LIMIT) == -signal.SIGKILL
     assert await asyncio.wait_for(reading, LIMIT) == (b"", b"")
-    assert isinstance(sandbox.link.error, LinkClosedError)
+    assert isinstance(sandbox.connection.error, LinkClosedError)
 
 
 @pytest.mark.parametrize("state", State)

@@ -162,7 +162,7 @@ async def test_an_error_of_ours_is_told_and_another_only_logged(clerk: Clerk, ca
     assert "a secret" in caplog.text
 
 
-# -- over a link -----------------------------------------------------------------------------------------------
+# -- over a connection -----------------------------------------------------------------------------------------------
 
 
 class Slow(Clerk):
@@ -183,7 +183,7 @@ async def test_a_kernels_asks_are_answered_one_after_another_in_their_order() ->
     async with scripted_guest() as guest:
         await guest.hello()
         slow = Slow()
-        attend(guest.link, slow)
+        attend(guest.connection, slow)
         for number, name in enumerate(("first", "second"), 1):
             await guest.say(op="ask", number=number, request={"op": "savepoint", "name": name})
         async with asyncio.timeout(LIMIT):
@@ -202,12 +202,12 @@ async def test_a_guest_that_goes_away_while_it_is_served_harms_nobody() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         slow = Slow()
-        attend(guest.link, slow)
+        attend(guest.connection, slow)
         await guest.say(op="ask", number=1, request={"op": "savepoint", "name": "before"})
         async with asyncio.timeout(LIMIT):
             while not slow.begun:
                 await asyncio.sleep(0)
-        guest.link.close(SandboxError("it ended."))
+        guest.connection.close(SandboxError("it ended."))
         slow.go.set()
         async with asyncio.timeout(LIMIT):
             while not slow.made:

@@ -146,8 +146,8 @@ async def test_every_channel_leads_to_its_own_target(
     async def name_yourself(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(Path(writer.get_extra_info("sockname")).name.encode())
 
-    async with kernel(tmp_path, name_yourself) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path, name_yourself) as (connection, targets):
+        relay.connect(connection, targets)
         for channel, port in ports.items():
             assert await (await dial(port)).rest() == channel.encode()
 
@@ -159,8 +159,8 @@ async def test_clients_that_come_early_are_held_and_then_served(
     for client in clients:
         await client.send(b"early")
     await until(lambda: len(relay._clients) == len(clients))
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         for client in clients:
             assert await client.receive(5) == b"early"
             await client.send(b"late")
@@ -176,8 +176,8 @@ async def test_much_that_comes_early_is_held_back_and_not_lost(
     await until(lambda: any(len(early._early) >= MAX_EARLY for early in relay._clients))
     assert not sending.done()
     assert sum(len(early._early) for early in relay._clients) < WINDOW
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         assert await client.receive(len(data)) == data
         await sending
 
@@ -186,8 +186,8 @@ async def test_large_transfers_both_ways_are_exact(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     data = os.urandom(1 << 20) * 12
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         clients = [await dial(ports["shell"]), await dial(ports["iopub"])]
         sending = [asyncio.create_task(client.send(data)) for client in clients]
         for client in clients:
@@ -198,8 +198,8 @@ async def test_large_transfers_both_ways_are_exact(
 async def test_many_clients_at_once_are_kept_apart(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         clients = {os.urandom(4) * 2500: await dial(port) for port in ports.values() for _ in range(40)}
         await asyncio.gather(*(client.send(data) for data, client in clients.items()))
         for data, client in clients.items():
@@ -218,8 +218,8 @@ async def test_a_client_that_does_not_read_delays_nobody_and_costs_about_the_win
                 await writer.drain()
         await echo(reader, writer)
 
-    async with kernel(tmp_path, flood_or_echo) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path, flood_or_echo) as (connection, targets):
+        relay.connect(connection, targets)
         brisk = await dial(ports["shell"])
         await brisk.send(b"hello")
         tracemalloc.start()
@@ -267,14 +267,14 @@ async def test_a_client_that_hangs_up_before_there_is_a_kernel_frees_its_socket(
 async def test_a_client_that_hangs_up_before_its_target_listens_frees_its_stream(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
-    async with real_guest() as (link, init):
+    async with real_guest() as (connection, init):
         held = descriptors(init.pid)
-        relay.connect(link, {channel: f"unix:{tmp_path}/{channel}" for channel in CHANNELS})
+        relay.connect(connection, {channel: f"unix:{tmp_path}/{channel}" for channel in CHANNELS})
         for _ in range(20):
             client = await dial(ports["shell"])
             await client.send(b"greeting")
             await client.close()
-        await until(lambda: not relay._clients and not link._streams)
+        await until(lambda: not relay._clients and not connection._streams)
         assert descriptors(init.pid) == held
 
 
@@ -287,13 +287,13 @@ async def test_when_a_client_hangs_up_its_kernel_side_does_too(
         assert await reader.read() == b"bye"
         noticed.set()
 
-    async with kernel(tmp_path, notice) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path, notice) as (connection, targets):
+        relay.connect(connection, targets)
         client = await dial(ports["control"])
         await client.send(b"bye")
         await client.close()
         await asyncio.wait_for(noticed.wait(), LIMIT)
-        await until(lambda: not relay._clients and not link._streams)
+        await until(lambda: not relay._clients and not connection._streams)
 
 
 async def test_what_a_client_sent_before_it_hung_up_still_arrives(
@@ -308,15 +308,15 @@ async def test_what_a_client_sent_before_it_hung_up_still_arrives(
         await reading.wait()
         arrived.set_result(await reader.read())
 
-    async with kernel(tmp_path, read_slowly) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path, read_slowly) as (connection, targets):
+        relay.connect(connection, targets)
         client = await dial(ports["shell"])
         client._writer.write(data)
         client._writer.close()
-        await until(lambda: bool(link._streams))
+        await until(lambda: bool(connection._streams))
         await until(lambda: not relay._clients)
-        await link.quiesce()  # so that the guest has all of it, and knows that the client is gone
-        await link.resume()
+        await connection.quiesce()  # so that the guest has all of it, and knows that the client is gone
+        await connection.resume()
         reading.set()
         assert await asyncio.wait_for(arrived, LIMIT) == data
 
@@ -331,8 +331,8 @@ async def test_when_the_kernel_closes_its_client_gets_everything_first(
         writer.write(data)
         await writer.drain()
 
-    async with kernel(tmp_path, last_words) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path, last_words) as (connection, targets):
+        relay.connect(connection, targets)
         client = await dial(ports["iopub"])
         await client.send(b"go")
         assert await client.rest() == data
@@ -347,8 +347,8 @@ async def test_another_kernel_takes_over_behind_the_same_ports(
         folder.mkdir()
         early = await dial(ports["shell"])
         await until(lambda: len(relay._clients) == 1)
-        async with kernel(folder) as (link, targets):
-            relay.connect(link, targets)
+        async with kernel(folder) as (connection, targets):
+            relay.connect(connection, targets)
             late = await dial(ports["shell"])
             for client in (early, late):
                 await client.send(generation.encode())
@@ -362,20 +362,20 @@ async def test_another_kernel_takes_over_behind_the_same_ports(
 async def test_a_kernel_that_is_lost_takes_its_clients_and_leaves_the_listeners(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         client = await dial(ports["shell"])
         await client.send(b"x")
         await client.receive(1)
-        link.close(LinkClosedError("it crashed."))
+        connection.close(LinkClosedError("it crashed."))
         assert await client.rest() == b""
         held = await dial(ports["shell"])
         await held.send(b"patience")
         await until(lambda: len(relay._clients) == 1)
     folder = tmp_path / "next"
     folder.mkdir()
-    async with kernel(folder) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(folder) as (connection, targets):
+        relay.connect(connection, targets)
         assert await held.receive(8) == b"patience"
 
 
@@ -386,8 +386,8 @@ async def test_close_does_not_wait_for_a_client_that_does_not_read(
         writer.write(bytes(24 << 20))
         await reader.read()
 
-    async with kernel(tmp_path, flood) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path, flood) as (connection, targets):
+        relay.connect(connection, targets)
         with socket.create_connection((IP, ports["iopub"])):
             await until(lambda: any(client._unsent > WINDOW // 2 for client in relay._clients))
             await asyncio.wait_for(relay.close(), LIMIT)
@@ -427,8 +427,8 @@ async def test_where_no_stream_is_left_a_client_is_turned_away(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sandbox_provisioner.mux.stream.MAX_STREAMS", 2)
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         clients = [await dial(ports["shell"]) for _ in range(2)]
         for client in clients:
             await client.send(b"x")
@@ -446,14 +446,14 @@ async def test_clients_notice_nothing_of_a_quiet_time(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     data = os.urandom(1 << 20) * 6
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         client = await dial(ports["iopub"])
         sending = asyncio.create_task(client.send(data))
         receiving = asyncio.create_task(client.receive(len(data)))
         for _ in range(10):
-            await asyncio.wait_for(link.quiesce(), LIMIT)
-            await asyncio.wait_for(link.resume(), LIMIT)
+            await asyncio.wait_for(connection.quiesce(), LIMIT)
+            await asyncio.wait_for(connection.resume(), LIMIT)
         assert await receiving == data
         await sending
 
@@ -461,20 +461,20 @@ async def test_clients_notice_nothing_of_a_quiet_time(
 async def test_clients_that_come_and_go_in_a_quiet_time_are_served_and_forgotten(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
-    async with kernel(tmp_path) as (link, targets):
-        relay.connect(link, targets)
+    async with kernel(tmp_path) as (connection, targets):
+        relay.connect(connection, targets)
         staying = await dial(ports["shell"])
         await staying.send(b"x")
         await staying.receive(1)
-        await asyncio.wait_for(link.quiesce(), LIMIT)
+        await asyncio.wait_for(connection.quiesce(), LIMIT)
         newcomer, passing = await dial(ports["shell"]), await dial(ports["hb"])
         for client in (newcomer, passing, staying):
             await client.send(b"patience")
         await passing.close()
-        await asyncio.wait_for(link.resume(), LIMIT)
+        await asyncio.wait_for(connection.resume(), LIMIT)
         for client in (newcomer, staying):
             assert await client.receive(8) == b"patience"
-        await until(lambda: len(link._streams) == len(relay._clients) == 2)
+        await until(lambda: len(connection._streams) == len(relay._clients) == 2)
 
 
 GREETING, READY = bytes(64), b"\x04\x06\x05READY"
@@ -485,25 +485,25 @@ QUESTION = b"\x01\x01a\x00\x01b"
 async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
     channel: str, ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
-    async with kernel(tmp_path) as (link, targets):
+    async with kernel(tmp_path) as (connection, targets):
         client, listener = await dial(ports[channel]), await dial(ports["iopub"])
-        relay.connect(link, targets)
+        relay.connect(connection, targets)
         await client.send(GREETING)
         await client.receive(len(GREETING))
         await client.send(READY)
         await client.receive(len(READY))
         assert not relay.waited_for
-        link.state = ConnectionState.QUIESCED
+        connection.state = ConnectionState.QUIESCED
         await client.send(QUESTION * 3)
         await until(lambda: relay.sent == 3)
         assert relay.waited_for
-        link._flow()
+        connection._flow()
         await client.receive(3 * len(QUESTION))
         assert not relay.waited_for
-        link.state = ConnectionState.QUIESCED
+        connection.state = ConnectionState.QUIESCED
         await client.send(QUESTION)
         await until(lambda: relay.sent == 4)
-        link.state = ConnectionState.OPEN
+        connection.state = ConnectionState.OPEN
         await listener.send(GREETING + READY)
         await listener.receive(len(GREETING + READY))
         assert relay.waited_for  # a handshake is no word of the kernel's
@@ -515,11 +515,11 @@ async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
 async def test_what_a_client_said_before_there_was_a_kernel_counts_once(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
-    async with kernel(tmp_path) as (link, targets):
+    async with kernel(tmp_path) as (connection, targets):
         client = await dial(ports["shell"])
         await client.send(GREETING + READY + QUESTION)
         await until(lambda: any(early._early for early in relay._clients))
-        relay.connect(link, targets)
+        relay.connect(connection, targets)
         assert relay.sent == 1
         await client.send(QUESTION)
         await client.receive(len(GREETING + READY + QUESTION + QUESTION))

@@ -48,9 +48,9 @@ class Kernel:
 async def joined(relay: ChannelRelay, folder: Path) -> AsyncIterator[tuple[Kernel, Any]]:
     """A relay that is joined to such a kernel, with its key."""
     end = Kernel()
-    async with kernel(folder, end.serve) as (link, targets):
-        relay.connect(link, targets, SIGNING)
-        yield end, link
+    async with kernel(folder, end.serve) as (connection, targets):
+        relay.connect(connection, targets, SIGNING)
+        yield end, connection
 
 
 def message(kind: str = "execute_request", key: bytes = KEY, **content: Any) -> tuple[str, bytes]:
@@ -101,17 +101,17 @@ async def test_unsigned_messages_neither_count_nor_wake(
     calls: list[None] = []
     relay.on_call = lambda: calls.append(None)
     data = {"another key": message(key=b"another key")[1], "not a message": encode([b"x" * 100]), "one byte": b"\x00"}
-    async with joined(relay, tmp_path) as (end, link):
+    async with joined(relay, tmp_path) as (end, connection):
         client = await dial(ports[channel])
         await client.send(CLIENT)
         await until(lambda: end.heard[channel] == CLIENT)
         end.writers[0].write(KERNEL)
         await client.receive(len(KERNEL))
-        link.state = ConnectionState.QUIESCED
+        connection.state = ConnectionState.QUIESCED
         await client.send(data[bad])
         await until(lambda: any(one.held() for one in relay._clients))
         assert not relay.waited_for and not relay.activity.busy
-        link._flow()
+        connection._flow()
         await until(lambda: end.heard[channel] == CLIENT + data[bad])  # it still passes
         assert relay.sent == 0 and calls == []
 
@@ -119,26 +119,26 @@ async def test_unsigned_messages_neither_count_nor_wake(
 async def test_usage_requests_do_not_wake(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
-    async with joined(relay, tmp_path) as (end, link):
+    async with joined(relay, tmp_path) as (end, connection):
         client = await dial(ports["control"])
         await client.send(CLIENT)
         await until(lambda: end.heard["control"] == CLIENT)
         end.writers[0].write(KERNEL)
         await client.receive(len(KERNEL))
-        link.state = ConnectionState.QUIESCED
+        connection.state = ConnectionState.QUIESCED
         await client.send(message("usage_request")[1])
         await until(lambda: any(one.held() for one in relay._clients))
         assert not relay.called
         await client.send(message("debug_request")[1])
         await until(lambda: relay.called)
-        link._flow()
+        connection._flow()
 
 
 async def test_a_client_that_connects_while_the_kernel_rests_gets_its_handshake(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
-    async with joined(relay, tmp_path) as (end, link):
-        link.state = ConnectionState.QUIESCED
+    async with joined(relay, tmp_path) as (end, connection):
+        connection.state = ConnectionState.QUIESCED
         client = await dial(ports["shell"])
         await client.send(CLIENT)
         assert await client.receive(len(KERNEL)) == KERNEL
@@ -146,7 +146,7 @@ async def test_a_client_that_connects_while_the_kernel_rests_gets_its_handshake(
         msg_id, request = message()
         await client.send(request)
         await until(lambda: relay.called)
-        link._flow()
+        connection._flow()
         await until(lambda: end.heard["shell"] == GREETING)
         end.writers[0].write(KERNEL)  # the kernel greets, too; the client has heard that
         await until(lambda: end.heard["shell"] == CLIENT + request)
@@ -158,8 +158,8 @@ async def test_a_client_that_connects_while_the_kernel_rests_gets_its_handshake(
 async def test_held_requests_are_answered_without_the_handshake(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
-    async with joined(relay, tmp_path) as (end, link):
-        link.state = ConnectionState.QUIESCED
+    async with joined(relay, tmp_path) as (end, connection):
+        connection.state = ConnectionState.QUIESCED
         client = await dial(ports["shell"])
         msg_id, request = message()
         await client.send(CLIENT + request)
@@ -175,7 +175,7 @@ async def test_held_requests_are_answered_without_the_handshake(
         assert held == [request]
         await client.receive(len(reply(msg_id)))
         assert not relay.called and not relay.activity.busy
-        link._flow()
+        connection._flow()
         await until(lambda: end.heard["shell"] == GREETING)
         end.writers[0].write(KERNEL)
         await until(lambda: end.heard["shell"] == CLIENT)
@@ -184,7 +184,7 @@ async def test_held_requests_are_answered_without_the_handshake(
 async def test_a_cell_goes_on_when_its_client_leaves(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
-    async with joined(relay, tmp_path) as (end, link):
+    async with joined(relay, tmp_path) as (end, connection):
         client = await dial(ports["shell"])
         msg_id, request = message()
         await client.send(CLIENT + request)
@@ -196,7 +196,7 @@ async def test_a_cell_goes_on_when_its_client_leaves(
         assert relay.activity.busy and relay.waited_for and end.closed == 0
         end.writers[0].write(reply(msg_id))
         await until(lambda: not relay.activity.busy and not relay.waited_for)
-        await until(lambda: end.closed == 1 and not link._streams and not relay.lingering)
+        await until(lambda: end.closed == 1 and not connection._streams and not relay.lingering)
 
 
 async def test_a_client_that_leaves_without_a_request_leaves_the_kernel(
@@ -273,8 +273,8 @@ async def test_an_endless_multipart_message_is_cut_off(
 async def test_heartbeats_that_are_not_read_are_not_kept(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
-    async with joined(relay, tmp_path) as (_, link):
-        link.state = ConnectionState.QUIESCED
+    async with joined(relay, tmp_path) as (_, connection):
+        connection.state = ConnectionState.QUIESCED
         client = await dial(ports["hb"])
         client._writer.transport.set_write_buffer_limits(1 << 16)
         beat = encode([b"", b"x" * 60_000])
@@ -296,8 +296,8 @@ async def test_other_users_cannot_wake_or_crowd_out(
     relay.on_call = lambda: calls.append(None)
     monkeypatch.setattr(relay_module, "MAX_FOREIGN", 3)
     monkeypatch.setattr(relay_client, "trusted_peer", lambda connection: False)
-    async with joined(relay, tmp_path) as (_, link):
-        link.state = ConnectionState.QUIESCED
+    async with joined(relay, tmp_path) as (_, connection):
+        connection.state = ConnectionState.QUIESCED
         foreign = [await dial(ports["shell"]) for _ in range(4)]
         await until(lambda: len(relay._clients) == 3)
         await foreign[0].send(GREETING)
@@ -317,16 +317,16 @@ async def test_a_real_client_talks_to_a_kernel_that_it_met_asleep(relay: Channel
     router.bind(f"ipc://{tmp_path}/shell")
     ports = await relay.reserve_tcp(IP, ANY)
     await relay.listen()
-    async with real_guest() as (link, _):
-        relay.connect(link, dict.fromkeys(CHANNELS, f"unix:{tmp_path}/shell"), SIGNING)
-        link.state = ConnectionState.QUIESCED
+    async with real_guest() as (connection, _):
+        relay.connect(connection, dict.fromkeys(CHANNELS, f"unix:{tmp_path}/shell"), SIGNING)
+        connection.state = ConnectionState.QUIESCED
         dealer = context.socket(zmq.DEALER)
         dealer.connect(f"tcp://{IP}:{ports['shell']}")
         session = Session(key=KEY)
         request = session.msg("execute_request", {"code": "x" * 300_000})
         await dealer.send_multipart(session.serialize(request))
         await until(lambda: relay.called)
-        link._flow()
+        connection._flow()
         identity, *_ = await asyncio.wait_for(router.recv_multipart(), LIMIT)
         answer = Session(key=KEY).msg("execute_reply", {}, parent=request["header"])
         await router.send_multipart([identity, *Session(key=KEY).serialize(answer)])

@@ -65,30 +65,30 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 async def test_a_stream_carries_bytes_to_a_unix_socket_and_back(tmp_path: Path) -> None:
-    async with server(tmp_path / "echo", echo) as target, real_guest() as (link, _):
-        tap = Tap(link.open(target))
+    async with server(tmp_path / "echo", echo) as target, real_guest() as (connection, _):
+        tap = Tap(connection.open(target))
         tap.stream.write(b"there and back")
         assert await tap.size(14) == b"there and back"
 
 
 async def test_a_stream_carries_bytes_to_a_tcp_port_and_back() -> None:
-    async with server(0, echo) as target, real_guest() as (link, _):
-        tap = Tap(link.open(target))
+    async with server(0, echo) as target, real_guest() as (connection, _):
+        tap = Tap(connection.open(target))
         tap.stream.write(b"there and back")
         assert await tap.size(14) == b"there and back"
 
 
 async def test_large_transfers_both_ways_at_once_are_exact(tmp_path: Path) -> None:
     data = os.urandom(1 << 20) * 16
-    async with server(tmp_path / "echo", echo) as target, real_guest() as (link, _):
-        tap = Tap(link.open(target))
+    async with server(tmp_path / "echo", echo) as target, real_guest() as (connection, _):
+        tap = Tap(connection.open(target))
         await pour(tap.stream, data)
         assert hashlib.sha256(await tap.size(len(data))).digest() == hashlib.sha256(data).digest()
 
 
 async def test_many_streams_at_once_are_kept_apart(tmp_path: Path) -> None:
-    async with server(tmp_path / "echo", echo) as target, real_guest() as (link, _):
-        taps = {os.urandom(8) * 5000: Tap(link.open(target)) for _ in range(150)}
+    async with server(tmp_path / "echo", echo) as target, real_guest() as (connection, _):
+        taps = {os.urandom(8) * 5000: Tap(connection.open(target)) for _ in range(150)}
         for data, tap in taps.items():
             tap.stream.write(data)
         for data, tap in taps.items():
@@ -96,10 +96,10 @@ async def test_many_streams_at_once_are_kept_apart(tmp_path: Path) -> None:
 
 
 async def test_a_stream_may_be_opened_and_written_to_before_its_target_listens(tmp_path: Path) -> None:
-    async with real_guest() as (link, _):
-        tap = Tap(link.open(f"unix:{tmp_path / 'late'}"))
+    async with real_guest() as (connection, _):
+        tap = Tap(connection.open(f"unix:{tmp_path / 'late'}"))
         tap.stream.write(b"early bird")
-        await Tap(link.open("process:99:output")).end()  # the guest has seen the first OPEN by now
+        await Tap(connection.open("process:99:output")).end()  # the guest has seen the first OPEN by now
         async with server(tmp_path / "late", echo):
             assert await tap.size(10) == b"early bird"
             tap.stream.reset()
@@ -109,10 +109,10 @@ async def test_a_target_that_accepts_nobody_delays_nobody_else(tmp_path: Path) -
     with socket.socket(socket.AF_UNIX) as full:
         full.bind(str(tmp_path / "full"))
         full.listen(0)
-        async with server(tmp_path / "echo", echo) as target, real_guest() as (link, init):
+        async with server(tmp_path / "echo", echo) as target, real_guest() as (connection, init):
             for _ in range(3):
-                link.open(f"unix:{tmp_path / 'full'}")
-            tap = Tap(link.open(target))
+                connection.open(f"unix:{tmp_path / 'full'}")
+            tap = Tap(connection.open(target))
             tap.stream.write(b"still here")
             try:
                 assert await tap.size(10) == b"still here"
@@ -128,8 +128,12 @@ async def test_a_stream_that_is_not_consumed_stops_at_the_window_and_delays_nobo
         writer.write(data)
         await reader.read()
 
-    async with server(tmp_path / "g", gush) as gusher, server(tmp_path / "e", echo) as e, real_guest() as (link, _):
-        slow, brisk = Tap(link.open(gusher), consume=False), Tap(link.open(e))
+    async with (
+        server(tmp_path / "g", gush) as gusher,
+        server(tmp_path / "e", echo) as e,
+        real_guest() as (connection, _),
+    ):
+        slow, brisk = Tap(connection.open(gusher), consume=False), Tap(connection.open(e))
         await slow.size(WINDOW)
         await pour(brisk.stream, data)
         assert await brisk.size(len(data)) == data
@@ -146,8 +150,12 @@ async def test_a_target_that_does_not_read_is_owed_no_more_than_the_window(tmp_p
         await reading.wait()
         await echo(reader, writer)
 
-    async with server(tmp_path / "s", sullen) as target, server(tmp_path / "e", echo) as e, real_guest() as (link, _):
-        tap, other = Tap(link.open(target)), Tap(link.open(e))
+    async with (
+        server(tmp_path / "s", sullen) as target,
+        server(tmp_path / "e", echo) as e,
+        real_guest() as (connection, _),
+    ):
+        tap, other = Tap(connection.open(target)), Tap(connection.open(e))
         data = os.urandom(1 << 16) * 48
         written = 0
         while tap.stream.ready:
@@ -167,8 +175,8 @@ async def test_a_target_that_closes_ends_the_stream_after_its_last_byte(tmp_path
         writer.write(data)
         await writer.drain()
 
-    async with server(tmp_path / "s", last_words) as target, real_guest() as (link, _):
-        tap = Tap(link.open(target))
+    async with server(tmp_path / "s", last_words) as target, real_guest() as (connection, _):
+        tap = Tap(connection.open(target))
         assert await tap.end() == data
         assert tap.ended == 1
 
@@ -181,8 +189,8 @@ async def test_a_reset_closes_the_connection_in_the_sandbox(tmp_path: Path) -> N
         await reader.read()
         hung_up.set()
 
-    async with server(tmp_path / "s", notice) as target, real_guest() as (link, _):
-        tap = Tap(link.open(target))
+    async with server(tmp_path / "s", notice) as target, real_guest() as (connection, _):
+        tap = Tap(connection.open(target))
         await tap.size(5)
         tap.stream.reset()
         await asyncio.wait_for(hung_up.wait(), LIMIT)
@@ -192,17 +200,17 @@ async def test_a_reset_closes_the_connection_in_the_sandbox(tmp_path: Path) -> N
 
 
 async def test_ended_streams_are_forgotten_on_both_sides(tmp_path: Path) -> None:
-    async with server(tmp_path / "echo", echo) as target, real_guest() as (link, init):
+    async with server(tmp_path / "echo", echo) as target, real_guest() as (connection, init):
         held = descriptors(init.pid)
         for _ in range(5):
-            taps = [Tap(link.open(target)) for _ in range(50)]
+            taps = [Tap(connection.open(target)) for _ in range(50)]
             for tap in taps:
                 tap.stream.write(b"x")
                 await tap.size(1)
                 tap.stream.reset()
             for tap in taps:
                 await tap.end()
-        assert link._streams == {}
+        assert connection._streams == {}
         assert descriptors(init.pid) == held
 
 
@@ -210,9 +218,9 @@ async def test_there_is_a_limit_to_streams() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         for _ in range(MAX_STREAMS):
-            guest.link.open("unix:/x")
+            guest.connection.open("unix:/x")
         with pytest.raises(GuestError, match=str(MAX_STREAMS)):
-            guest.link.open("unix:/x")
+            guest.connection.open("unix:/x")
 
 
 # -- quiesce and resume ----------------------------------------------------------------------------------------
@@ -220,16 +228,16 @@ async def test_there_is_a_limit_to_streams() -> None:
 
 async def test_quiescing_again_and_again_loses_nothing_in_either_direction(tmp_path: Path) -> None:
     data = os.urandom(1 << 20) * 6
-    async with server(tmp_path / "echo", echo) as target, real_guest() as (link, _):
-        tap = Tap(link.open(target))
+    async with server(tmp_path / "echo", echo) as target, real_guest() as (connection, _):
+        tap = Tap(connection.open(target))
         pouring = asyncio.create_task(pour(tap.stream, data))
         for step in range(1, 11):
             await tap.size(step * len(data) // 12)
-            await asyncio.wait_for(link.quiesce(), LIMIT)
+            await asyncio.wait_for(connection.quiesce(), LIMIT)
             at_rest = len(tap.data)
             await asyncio.sleep(0.01)
             assert len(tap.data) == at_rest
-            await asyncio.wait_for(link.resume(), LIMIT)
+            await asyncio.wait_for(connection.resume(), LIMIT)
         await pouring
         assert await tap.size(len(data)) == data
 
@@ -238,10 +246,10 @@ async def test_while_quiet_nothing_at_all_is_sent_and_afterwards_everything() ->
     """Between the guest's "quiesced" and the end of the sandbox, a byte in the pipe would be a byte lost."""
     async with scripted_guest() as guest:
         await guest.hello()
-        link = guest.link
-        stream = link.open("unix:/early")
+        connection = guest.connection
+        stream = connection.open("unix:/early")
         await guest.expect(OPEN, 1)
-        spawning = asyncio.create_task(link.spawn(["sleep"], {}, "/"))
+        spawning = asyncio.create_task(connection.spawn(["sleep"], {}, "/"))
         number = (await guest.told("spawn"))["process"]
         await guest.say(op="started", process=number)
         process = await spawning
@@ -251,14 +259,14 @@ async def test_while_quiet_nothing_at_all_is_sent_and_afterwards_everything() ->
 
         stream.write(b"held")
         stream.consumed(WINDOW)
-        late = link.open("unix:/late")
+        late = connection.open("unix:/late")
         late.write(b"also held")
         process.send_signal(signal.SIGINT)
-        another = asyncio.create_task(link.spawn(["true"], {}, "/"))
+        another = asyncio.create_task(connection.spawn(["true"], {}, "/"))
         await asyncio.sleep(0.01)
         assert guest.arrived() == []
 
-        resuming = asyncio.create_task(link.resume())
+        resuming = asyncio.create_task(connection.resume())
         await guest.told("resume")
         await guest.say(op="resumed")
         await resuming
@@ -275,16 +283,16 @@ async def test_while_quiet_nothing_at_all_is_sent_and_afterwards_everything() ->
 async def test_streams_live_on_over_a_change_of_pipes() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
-        kept, ending = guest.link.open("unix:/kept"), guest.link.open("unix:/ending")
+        kept, ending = guest.connection.open("unix:/kept"), guest.connection.open("unix:/ending")
         tap = Tap(kept)
         await quiesce(guest)
-        guest.link.detach()
+        guest.connection.detach()
         guest.close()
         kept.write(b"written while nobody was there")
         ending.reset()
-        opened = guest.link.open("unix:/opened")
+        opened = guest.connection.open("unix:/opened")
         await guest.attach()
-        resuming = asyncio.create_task(guest.link.resume())
+        resuming = asyncio.create_task(guest.connection.resume())
         await guest.told("resume")
         await guest.say(op="resumed")
         await resuming
@@ -303,19 +311,19 @@ async def test_an_answer_that_comes_after_the_patience_has_ended_is_no_crime() -
     async with scripted_guest() as guest:
         await guest.hello()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(guest.link.quiesce(), 0.01)
-        resuming = asyncio.create_task(guest.link.resume())
+            await asyncio.wait_for(guest.connection.quiesce(), 0.01)
+        resuming = asyncio.create_task(guest.connection.resume())
         await guest.told("quiesce")
         await guest.say(op="quiesced")
         await guest.told("resume")
         await guest.say(op="resumed")
         await asyncio.wait_for(resuming, LIMIT)
-        assert not guest.link.error
+        assert not guest.connection.error
         await quiesce(guest)
 
 
 async def quiesce(guest: ScriptedGuest) -> None:
-    resting = asyncio.create_task(guest.link.quiesce())
+    resting = asyncio.create_task(guest.connection.quiesce())
     while (await guest.frame())[0] != CONTROL:
         pass
     await guest.say(op="quiesced")
@@ -326,36 +334,36 @@ async def quiesce(guest: ScriptedGuest) -> None:
 
 
 async def test_the_end_of_the_guest_is_told_to_everybody_once(tmp_path: Path) -> None:
-    async with server(tmp_path / "echo", echo) as target, real_guest() as (link, init):
+    async with server(tmp_path / "echo", echo) as target, real_guest() as (connection, init):
         lost: list[Exception] = []
-        link.on_closed = lost.append
-        tap = Tap(link.open(target))
-        process = await link.spawn(["cat"], ENV, "/")
+        connection.on_closed = lost.append
+        tap = Tap(connection.open(target))
+        process = await connection.spawn(["cat"], ENV, "/")
         init.send_signal(signal.SIGKILL)
         await tap.end()
         assert await asyncio.wait_for(process.wait(), LIMIT) == -signal.SIGKILL
         assert await asyncio.wait_for(process.read(), LIMIT) == (b"", b"")
         assert tap.ended == 1
         assert [type(error) for error in lost] == [LinkClosedError]
-        await assert_useless(link, process)
+        await assert_useless(connection, process)
 
 
-async def assert_useless(link: GuestConnection, process: GuestProcess) -> None:
-    """Everything that is asked of a lost link is refused, and nothing hangs."""
+async def assert_useless(connection: GuestConnection, process: GuestProcess) -> None:
+    """Everything that is asked of a lost connection is refused, and nothing hangs."""
     with pytest.raises(LinkClosedError):
-        link.open("unix:/x")
+        connection.open("unix:/x")
     with pytest.raises(LinkClosedError):
-        await link.spawn(["true"], {}, "/")
+        await connection.spawn(["true"], {}, "/")
     with pytest.raises(LinkClosedError):
-        await link.quiesce()
+        await connection.quiesce()
     with pytest.raises(LinkClosedError):
-        await link.resume()
+        await connection.resume()
     with pytest.raises(BrokenPipeError):
         await process.write(b"x")
     process.send_signal(signal.SIGTERM)
     process.close_stdin()
-    link.close(LinkClosedError("again."))
-    link.detach()
+    connection.close(LinkClosedError("again."))
+    connection.detach()
 
 
 @pytest.mark.parametrize("pending", ["greeted", "spawn", "quiesce"])
@@ -364,9 +372,9 @@ async def test_whoever_waits_for_a_guest_that_goes_away_hears_of_it(pending: str
         if pending in ("spawn", "quiesce"):
             await guest.hello()
         calls: dict[str, Callable[[], Awaitable[object]]] = {
-            "greeted": guest.link.greeted,
-            "spawn": lambda: guest.link.spawn(["true"], {}, "/"),
-            "quiesce": guest.link.quiesce,
+            "greeted": guest.connection.greeted,
+            "spawn": lambda: guest.connection.spawn(["true"], {}, "/"),
+            "quiesce": guest.connection.quiesce,
         }
         waiting = asyncio.ensure_future(calls[pending]())
         await asyncio.sleep(0)
@@ -381,28 +389,28 @@ async def test_a_pipe_that_breaks_during_a_restore_is_the_restores_failure_and_t
     fresh: bool,
 ) -> None:
     async with scripted_guest() as guest:
-        link = guest.link
+        connection = guest.connection
         if not fresh:
             await guest.hello()
             await quiesce(guest)
-            link.detach()
+            connection.detach()
             guest.close()
             await guest.attach()
-        attempt = asyncio.create_task(link.reattach() if fresh else link.resume())
+        attempt = asyncio.create_task(connection.reattach() if fresh else connection.resume())
         await asyncio.sleep(0)
         await guest.send(encode(CONTROL, 0, b"{}")[:5])  # a sandbox that dies in the middle of a word
         guest.close()
         await asyncio.sleep(0.01)
         assert not attempt.done()
         attempt.cancel()
-        link.detach()
-        assert not link.error
+        connection.detach()
+        assert not connection.error
         await guest.attach()
-        again = asyncio.create_task(link.reattach() if fresh else link.resume())
+        again = asyncio.create_task(connection.reattach() if fresh else connection.resume())
         await guest.told("adopt" if fresh else "resume")
         await guest.say(**({"op": "hello", "version": VERSION, "processes": [4]} if fresh else {"op": "resumed"}))
         await asyncio.wait_for(again, LIMIT)
-        assert bool(link.process(4)) is fresh
+        assert bool(connection.process(4)) is fresh
 
 
 # -- a guest that breaks the rules -----------------------------------------------------------------------------
@@ -411,17 +419,17 @@ async def test_a_pipe_that_breaks_during_a_restore_is_the_restores_failure_and_t
 async def situation(guest: ScriptedGuest) -> tuple[Tap, GuestProcess]:
     """Stream 1 is open and was sent 5 bytes, stream 3 is over, process 1 runs (streams 5 and 7); nobody reads it."""
     await guest.hello()
-    tap = Tap(guest.link.open("unix:/one"), consume=False)
+    tap = Tap(guest.connection.open("unix:/one"), consume=False)
     tap.stream.write(b"12345")
-    over = Tap(guest.link.open("unix:/three"))
+    over = Tap(guest.connection.open("unix:/three"))
     over.stream.reset()
     await guest.send(encode(RESET, 3))
     await over.end()
-    spawning = asyncio.create_task(guest.link.spawn(["x"], {}, "/"))
+    spawning = asyncio.create_task(guest.connection.spawn(["x"], {}, "/"))
     await asyncio.sleep(0)
     await guest.say(op="started", process=1)
     process = await asyncio.wait_for(spawning, LIMIT)
-    assert sorted(guest.link._streams) == [1, 5, 7]
+    assert sorted(guest.connection._streams) == [1, 5, 7]
     return tap, process
 
 
@@ -513,13 +521,13 @@ async def test_a_breach_costs_the_guest_its_link_and_nobody_anything_else(breach
         await guest.send(breach)
         error = await asyncio.wait_for(guest.lost, LIMIT)
         assert type(error) is ProtocolError
-        assert guest.link.error is error
+        assert guest.connection.error is error
         assert len(str(error)) < 1000
         assert tap.ended == 1
         assert len(tap.data) <= WINDOW
         await asyncio.wait_for(process.wait(), LIMIT)
         await asyncio.wait_for(process.read(), LIMIT)
-        await assert_useless(guest.link, process)
+        await assert_useless(guest.connection, process)
 
 
 HELLOS: dict[str, dict[str, Any]] = {
@@ -539,19 +547,19 @@ HELLOS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS.keys())
 async def test_a_first_word_that_makes_no_sense_is_the_last(hello: dict[str, Any]) -> None:
     async with scripted_guest() as guest:
-        adopting = asyncio.create_task(guest.link.reattach())
+        adopting = asyncio.create_task(guest.connection.reattach())
         await asyncio.sleep(0)
         await guest.say(op="hello", **hello)
         with pytest.raises(ProtocolError):
             await asyncio.wait_for(adopting, LIMIT)
         assert type(await asyncio.wait_for(guest.lost, LIMIT)) is ProtocolError
-        assert len(str(guest.link.error)) < 1000
+        assert len(str(guest.connection.error)) < 1000
 
 
 async def test_a_fresh_guest_has_no_processes() -> None:
     """Only one that was restored can bring any; PID 1 of a fresh sandbox was given none."""
     async with scripted_guest() as guest:
-        greeted = asyncio.create_task(guest.link.greeted())
+        greeted = asyncio.create_task(guest.connection.greeted())
         await guest.say(op="hello", version=VERSION, processes=[1])
         with pytest.raises(ProtocolError):
             await asyncio.wait_for(greeted, LIMIT)
@@ -570,20 +578,20 @@ async def test_a_few_refused_streams_are_answered_and_forgiven() -> None:
         for number in range(2, 2 * MAX_REFUSED, 2):
             await guest.send(encode(OPEN, number, b"file:/etc/shadow"))
             await guest.expect(RESET, number)
-        assert not guest.link.error
+        assert not guest.connection.error
 
 
 async def test_frames_that_crossed_our_own_reset_are_no_breach() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
-        tap = Tap(guest.link.open("unix:/x"))
+        tap = Tap(guest.connection.open("unix:/x"))
         tap.stream.write(bytes(WINDOW))
         tap.stream.reset()
         credit = encode_credit(1, WINDOW // 2)
         await guest.send(encode(DATA, 1, b"late"), credit, encode(RESET, 1), credit)
         await tap.end()
         await asyncio.sleep(0)
-        assert not guest.link.error
+        assert not guest.connection.error
         assert tap.data == b""
 
 
@@ -593,10 +601,10 @@ async def test_frames_that_crossed_our_own_reset_are_no_breach() -> None:
 async def asking(guest: ScriptedGuest, *numbers: int) -> list[tuple[int, dict[str, Any]]]:
     """Ask under these numbers; what arrived of it."""
     asked: list[tuple[int, dict[str, Any]]] = []
-    guest.link.host_api.listen(lambda number, request: asked.append((number, request)))
+    guest.connection.host_api.listen(lambda number, request: asked.append((number, request)))
     await guest.send(*(control({"op": "ask", "number": number, "request": {"op": "status"}}) for number in numbers))
     async with asyncio.timeout(LIMIT):
-        while len(asked) < len(numbers) and not guest.link.error:
+        while len(asked) < len(numbers) and not guest.connection.error:
             await asyncio.sleep(0)
     return asked
 
@@ -606,10 +614,10 @@ async def test_an_ask_is_answered_under_its_number_and_once() -> None:
         await guest.hello()
         assert await asking(guest, 7) == [(7, {"op": "status"})]
         for answer in ({"first": 1}, {"second": 2}):
-            guest.link.host_api.answer(7, answer)
+            guest.connection.host_api.answer(7, answer)
         assert await guest.told("answer") == {"op": "answer", "number": 7, "answer": {"first": 1}}
         await guest.say(op="answered", number=7)
-        guest.link.host_api.answer(8, {"nobody": "asked"})
+        guest.connection.host_api.answer(8, {"nobody": "asked"})
         assert await asking(guest, 7)
         assert guest.arrived() == []
 
@@ -627,11 +635,11 @@ async def test_an_ask_that_comes_before_somebody_answers_asks_waits() -> None:
         await guest.hello()
         await guest.say(op="ask", number=1, request={"op": "early"})
         async with asyncio.timeout(LIMIT):
-            while not guest.link.host_api._early:
+            while not guest.connection.host_api._early:
                 await asyncio.sleep(0)
         assert await asking(guest) == [(1, {"op": "early"})]
-        guest.link.host_api._refuse_early()  # which comes later, and is for those that nobody has taken on
-        guest.link.host_api.answer(1, {"slow": "but sure"})
+        guest.connection.host_api._refuse_early()  # which comes later, and is for those that nobody has taken on
+        guest.connection.host_api.answer(1, {"slow": "but sure"})
         assert (await guest.told("answer"))["answer"] == {"slow": "but sure"}
 
 
@@ -639,12 +647,12 @@ async def test_an_ask_is_open_until_its_answer_has_arrived() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         await asking(guest, *range(1, MAX_OPEN + 1))
-        guest.link.host_api.answer(1, {})
+        guest.connection.host_api.answer(1, {})
         await guest.told("answer")
         await guest.say(op="answered", number=1)
         assert await asking(guest, 1)
         for number in range(1, MAX_OPEN + 1):
-            guest.link.host_api.answer(number, {})
+            guest.connection.host_api.answer(number, {})
         await guest.say(op="ask", number=MAX_OPEN + 1, request={})
         assert type(await asyncio.wait_for(guest.lost, LIMIT)) is ProtocolError
 
@@ -664,16 +672,16 @@ async def test_nothing_can_be_asked_before_the_first_word() -> None:
 
 async def test_an_answer_to_one_that_sleeps_waits_for_it_and_is_no_reason_to_wake_it() -> None:
     async with scripted_guest() as guest:
-        link = guest.link
+        connection = guest.connection
         await guest.hello()
         await asking(guest, 1)
         await quiesce(guest)
-        link.host_api.answer(1, {"it": "is so"})
-        assert not link.control_waits
-        link.detach()
+        connection.host_api.answer(1, {"it": "is so"})
+        assert not connection.control_waits
+        connection.detach()
         guest.close()
         await guest.attach()
-        resuming = asyncio.create_task(link.resume())
+        resuming = asyncio.create_task(connection.resume())
         await guest.told("resume")
         assert guest.arrived() == []
         await guest.say(op="resumed")
@@ -685,8 +693,8 @@ async def test_an_answer_to_one_that_is_gone_is_dropped() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         await asking(guest, 1)
-        guest.link.close(LinkClosedError("it ended."))
-        guest.link.host_api.answer(1, {})
+        guest.connection.close(LinkClosedError("it ended."))
+        guest.connection.host_api.answer(1, {})
         assert guest.arrived() == []
 
 
@@ -714,10 +722,10 @@ async def test_output_in_crumbs_that_nobody_reads_costs_its_bytes_and_not_an_obj
         flood = encode(DATA, 5, b"x") * crumbs
         async with growth_below(1_500_000):
             await guest.send(flood)
-            while process._size < crumbs and not guest.link.error:
+            while process._size < crumbs and not guest.connection.error:
                 await asyncio.sleep(0)
-        assert not guest.link.error
-        guest.link.close(LinkClosedError("the test is over."))
+        assert not guest.connection.error
+        guest.connection.close(LinkClosedError("the test is over."))
         assert await process.read() == (b"x" * crumbs, b"")
 
 
@@ -734,7 +742,7 @@ async def test_output_that_nobody_reads_costs_the_window() -> None:
 async def test_a_guest_that_reads_nothing_costs_the_window_for_each_stream() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
-        streams = [guest.link.open("unix:/x") for _ in range(4)]
+        streams = [guest.connection.open("unix:/x") for _ in range(4)]
         piece = bytes(1 << 16)
         async with growth_below(6 * WINDOW):
             for _ in range(200):
@@ -743,7 +751,7 @@ async def test_a_guest_that_reads_nothing_costs_the_window_for_each_stream() -> 
                         stream.write(piece)
                 await asyncio.sleep(0)
         assert not any(stream.ready for stream in streams)
-        assert not guest.link.error
+        assert not guest.connection.error
 
 
 async def test_a_frame_that_never_ends_costs_its_length() -> None:
@@ -753,20 +761,20 @@ async def test_a_frame_that_never_ends_costs_its_length() -> None:
             await guest.send(HEADER.pack(DATA, 1, MAX_PAYLOAD))
             for _ in range(MAX_PAYLOAD // 1024 - 1):
                 await guest.send(bytes(1024))
-        assert not guest.link.error
+        assert not guest.connection.error
 
 
 async def test_a_guest_that_talks_on_without_reading_costs_next_to_nothing() -> None:
     """It draws credit for what it sends and never takes it: that is all that waits for it here."""
     async with scripted_guest() as guest:
         await guest.hello()
-        tap = Tap(guest.link.open("unix:/x"))
+        tap = Tap(guest.connection.open("unix:/x"))
         frame = encode(DATA, 1, bytes(MAX_PAYLOAD))
         async with growth_below(8 * MAX_PAYLOAD):
             for _ in range(300):
                 await guest.send(frame)
                 tap.data.clear()
-        assert not guest.link.error
+        assert not guest.connection.error
 
 
 async def test_the_loop_goes_on_turning_under_a_flood() -> None:
@@ -779,5 +787,5 @@ async def test_the_loop_goes_on_turning_under_a_flood() -> None:
             await asyncio.sleep(0)
             turns += 1
         assert turns > 20
-        assert not guest.link.error
+        assert not guest.connection.error
         assert process._size > 0

@@ -268,7 +268,7 @@ async def test_too_much_is_refused_and_leaves_no_file(start: Start, tmp_path: Pa
     with pytest.raises(SnapshotError, match=r"box-0 is larger than 3,000,000 bytes.*Delete"):
         await asyncio.wait_for(archive.save(sandbox, tmp_path / "snapshot", 3_000_000), LONG)
     assert os.listdir(tmp_path) == []
-    assert sandbox.link._processes == {}
+    assert sandbox.connection._processes == {}
     assert await python(sandbox, "print(json.dumps('usable'))") == "usable"
 
 
@@ -295,7 +295,7 @@ async def test_a_sandbox_that_sends_something_else_gets_an_error_and_leaves_no_f
         with pytest.raises(kind, match=words):
             await asyncio.wait_for(archive.save(sandbox, tmp_path / "snapshot", ENOUGH), LONG)
         assert os.listdir(tmp_path) == []
-    assert sandbox.link._processes == {}
+    assert sandbox.connection._processes == {}
 
 
 @pytest.mark.runsc
@@ -348,7 +348,7 @@ async def test_a_damaged_snapshot_is_refused(start: Start, tmp_path: Path) -> No
         with pytest.raises((SnapshotError, GuestError)) as failure:
             await asyncio.wait_for(archive.load(sandbox, tmp_path / "snapshot"), LONG)
         assert len(str(failure.value)) < 500
-    assert sandbox.link._processes == {}
+    assert sandbox.connection._processes == {}
 
 
 WAYS_OUT = [

@@ -583,4 +583,4 @@ async def test_a_sandbox_that_lies_about_its_files_gets_an_error_and_no_more(
         assert await (await sandbox.execute(change)).wait() == 0
         with pytest.raises(GuestError, match=words):
             await asyncio.wait_for(inventory(sandbox, machine.prints), LONG)
-    assert sandbox.link._processes == {}
+    assert sandbox.connection._processes == {}

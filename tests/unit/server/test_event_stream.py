@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from sandbox_provisioner.events import JOURNAL, Entry, What
+from sandbox_provisioner.events import EVENT_BUS, Entry, EventKind
 from sandbox_provisioner.server.event_stream import MOST, Subscription
 
 SOON = 10.0
 
 
 def write(name: str) -> None:
-    JOURNAL.write(Entry(name, What.PROGRESS))
+    EVENT_BUS.write(Entry(name, EventKind.PROGRESS))
 
 
 async def test_entries_of_another_thread_keep_their_order() -> None:
@@ -34,18 +34,18 @@ async def test_slow_reader_loses_oldest_entries() -> None:
 
 
 async def test_closed_subscription_receives_nothing() -> None:
-    before = JOURNAL._listeners
+    before = EVENT_BUS._listeners
     with Subscription():
-        assert len(JOURNAL._listeners) == len(before) + 1
-    assert before == JOURNAL._listeners
+        assert len(EVENT_BUS._listeners) == len(before) + 1
+    assert before == EVENT_BUS._listeners
 
 
 def test_closed_loop_receives_nothing() -> None:
-    before = JOURNAL._listeners
+    before = EVENT_BUS._listeners
 
     async def leave() -> None:
         Subscription().__enter__()
 
     asyncio.run(leave())
     write("to nobody")
-    assert before == JOURNAL._listeners
+    assert before == EVENT_BUS._listeners

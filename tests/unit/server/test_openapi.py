@@ -10,7 +10,7 @@ from jupyter_server.base.handlers import APIHandler
 from openapi_spec_validator import validate
 
 from sandbox_provisioner.errors import BadRequestError, subclasses
-from sandbox_provisioner.events import What
+from sandbox_provisioner.events import EventKind
 from sandbox_provisioner.server import openapi
 from sandbox_provisioner.server.handlers import AUTH_RESOURCE, ROUTES, OperationHandler, SandboxHandler
 from sandbox_provisioner.server.openapi import check, read_body, read_query
@@ -66,7 +66,9 @@ def test_every_operation_describes_403() -> None:
 
 
 def test_events_match_the_event_bus() -> None:
-    assert openapi.spec()["components"]["schemas"]["Event"]["properties"]["what"]["enum"] == [str(one) for one in What]
+    assert openapi.spec()["components"]["schemas"]["Event"]["properties"]["what"]["enum"] == [
+        str(one) for one in EventKind
+    ]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from notebooks import Notebook, until
 from prometheus_client import REGISTRY
 from servers import Server
 
-from sandbox_provisioner.events import JOURNAL, Entry, What
+from sandbox_provisioner.events import EVENT_BUS, Entry, EventKind
 from sandbox_provisioner.server import telemetry
 from sandbox_provisioner.server.telemetry import EVENTS, attach, schema_id
 
@@ -30,11 +30,11 @@ Sandboxed = Callable[..., str]
 MakeApp = Callable[[], ServerApp]
 
 ENTRIES = {
-    What.CREATED: Entry("box", What.CREATED, kernel_name="python3", user="me"),
-    What.HIBERNATED: Entry("box", What.HIBERNATED, 0.5, 1024, kernel_name="python3", user="me"),
-    What.WOKEN: Entry("box", What.WOKEN, 0.25, 1024, kernel_name="python3", user="me"),
-    What.HANDED_OFF: Entry("box", What.HANDED_OFF, 1.5, 2048, kernel_name="python3", user="me"),
-    What.FAILED: Entry("box", What.FAILED, 3.0, None, "woken", "IncompatibleError", "python3", "me"),
+    EventKind.CREATED: Entry("box", EventKind.CREATED, kernel_name="python3", user="me"),
+    EventKind.HIBERNATED: Entry("box", EventKind.HIBERNATED, 0.5, 1024, kernel_name="python3", user="me"),
+    EventKind.WOKEN: Entry("box", EventKind.WOKEN, 0.25, 1024, kernel_name="python3", user="me"),
+    EventKind.HANDED_OFF: Entry("box", EventKind.HANDED_OFF, 1.5, 2048, kernel_name="python3", user="me"),
+    EventKind.FAILED: Entry("box", EventKind.FAILED, 3.0, None, "woken", "IncompatibleError", "python3", "me"),
 }
 CULLING = (
     "--MappingKernelManager.cull_idle_timeout=1",
@@ -80,23 +80,23 @@ def metric(name: str, **labels: str) -> float:
 
 
 @pytest.mark.parametrize("what", EVENTS)
-async def test_event_data(make_app: MakeApp, what: What) -> None:
+async def test_event_data(make_app: MakeApp, what: EventKind) -> None:
     app, entry = make_app(), ENTRIES[what]
-    JOURNAL.write(entry)
+    EVENT_BUS.write(entry)
     await settled()
     (event,) = emitted(app)
     assert (event.pop("__schema__"), event.pop("__schema_version__")) == (schema_id(what), "1")
     about = {"sandbox_id": "box", "kernel_name": "python3", "user": "me"}
     measured = {"seconds": entry.seconds, "size": entry.size}
-    failure = {"doing": "woken", "reason": "IncompatibleError"} if what == What.FAILED else {}
+    failure = {"doing": "woken", "reason": "IncompatibleError"} if what == EventKind.FAILED else {}
     known = {name: value for name, value in measured.items() if value is not None}
     assert {name: value for name, value in event.items() if not name.startswith("__")} == about | known | failure
 
 
 async def test_other_entries_emit_no_event(make_app: MakeApp) -> None:
     app = make_app()
-    for what in set(What) - set(EVENTS):
-        JOURNAL.write(Entry("box", what))
+    for what in set(EventKind) - set(EVENTS):
+        EVENT_BUS.write(Entry("box", what))
     await settled()
     assert emitted(app) == []
 
@@ -120,8 +120,8 @@ async def test_events_are_emitted_on_the_server_loop(make_app: MakeApp) -> None:
         heard.set()
 
     assert app.event_logger is not None
-    app.event_logger.add_listener(schema_id=schema_id(What.WOKEN), listener=listen)
-    await asyncio.to_thread(JOURNAL.write, ENTRIES[What.WOKEN])
+    app.event_logger.add_listener(schema_id=schema_id(EventKind.WOKEN), listener=listen)
+    await asyncio.to_thread(EVENT_BUS.write, ENTRIES[EventKind.WOKEN])
     await asyncio.wait_for(heard.wait(), 60)
     assert threads == [threading.current_thread()]
 
@@ -130,7 +130,7 @@ async def test_transition_metrics(make_app: MakeApp) -> None:
     make_app()
     names = ("transitions_total", "transition_seconds_count", "transition_seconds_sum", "bytes_total")
     before = [metric(name, what="hibernated") for name in names]
-    JOURNAL.write(ENTRIES[What.HIBERNATED])
+    EVENT_BUS.write(ENTRIES[EventKind.HIBERNATED])
     after = [metric(name, what="hibernated") for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == pytest.approx([1, 1, 0.5, 1024])
 
@@ -138,14 +138,14 @@ async def test_transition_metrics(make_app: MakeApp) -> None:
 async def test_failure_metrics(make_app: MakeApp) -> None:
     make_app()
     before = metric("failures_total", doing="woken", reason="IncompatibleError")
-    JOURNAL.write(ENTRIES[What.FAILED])
+    EVENT_BUS.write(ENTRIES[EventKind.FAILED])
     assert metric("failures_total", doing="woken", reason="IncompatibleError") == before + 1
 
 
 async def test_labels_are_from_fixed_sets(make_app: MakeApp) -> None:
     make_app()
-    JOURNAL.write(Entry("box", What.FAILED, doing="/home/me", reason="a secret"))
-    JOURNAL.write(Entry("box", What.FAILED, doing="hibernated", reason="InternalError"))
+    EVENT_BUS.write(Entry("box", EventKind.FAILED, doing="/home/me", reason="a secret"))
+    EVENT_BUS.write(Entry("box", EventKind.FAILED, doing="hibernated", reason="InternalError"))
     assert metric("failures_total", doing="other", reason="other") >= 1
     assert metric("failures_total", doing="hibernated", reason="InternalError") >= 1
     labels = {value for family in REGISTRY.collect() for sample in family.samples for value in sample.labels.values()}
@@ -154,7 +154,7 @@ async def test_labels_are_from_fixed_sets(make_app: MakeApp) -> None:
 
 async def test_progress_is_not_counted(make_app: MakeApp) -> None:
     make_app()
-    JOURNAL.write(Entry("box", What.PROGRESS, size=5, doing="woken"))
+    EVENT_BUS.write(Entry("box", EventKind.PROGRESS, size=5, doing="woken"))
     assert metric("transitions_total", what="progress") == 0
 
 
@@ -162,7 +162,7 @@ async def test_two_servers_share_the_metrics(make_app: MakeApp) -> None:
     apps = [make_app(), make_app()]
     attach(apps[0], apps[0].kernel_manager)
     before = metric("transitions_total", what="woken")
-    JOURNAL.write(ENTRIES[What.WOKEN])
+    EVENT_BUS.write(ENTRIES[EventKind.WOKEN])
     await settled()
     assert [len(emitted(app)) for app in apps] == [1, 1]
     assert metric("transitions_total", what="woken") == before + 1
@@ -172,12 +172,12 @@ def test_stopped_server_emits_no_events(make_app: MakeApp) -> None:
     async def make() -> ServerApp:
         return make_app()
 
-    JOURNAL.write(ENTRIES[What.WOKEN])  # for the servers of other tests, which have ended
+    EVENT_BUS.write(ENTRIES[EventKind.WOKEN])  # for the servers of other tests, which have ended
     app = asyncio.run(make())
-    known = len(JOURNAL._listeners)
-    JOURNAL.write(ENTRIES[What.WOKEN])
+    known = len(EVENT_BUS._listeners)
+    EVENT_BUS.write(ENTRIES[EventKind.WOKEN])
     assert emitted(app) == []
-    assert len(JOURNAL._listeners) == known - 1
+    assert len(EVENT_BUS._listeners) == known - 1
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def test_log_lines_are_in_the_server_log_once(server_log: tuple[logging.Logger, 
     with logging_to():
         telemetry._show_log(log)
         telemetry._show_log(log)
-        JOURNAL.write(Entry("box", What.WOKEN))
+        EVENT_BUS.write(Entry("box", EventKind.WOKEN))
     assert text.getvalue() == "box woken\n"
 
 
@@ -214,7 +214,7 @@ def test_configured_logging_is_kept(server_log: tuple[logging.Logger, io.StringI
     log, text = server_log
     with logging_to(logging.StreamHandler(theirs := io.StringIO())):
         telemetry._show_log(log)
-        JOURNAL.write(Entry("box", What.WOKEN))
+        EVENT_BUS.write(Entry("box", EventKind.WOKEN))
     assert (theirs.getvalue(), text.getvalue()) == ("box woken\n", "")
 
 
@@ -280,7 +280,7 @@ def test_hibernate_and_wake_in_events_metrics_and_log(
 
     lines = [line.partition("] ")[2] for line in server.log.read_text().splitlines()]
     begins = Counter(" ".join(line.split()[:2]) for line in lines if line.startswith(told[0]["sandbox_id"]))
-    for what in (What.CREATED, What.HIBERNATED, What.WOKEN):
+    for what in (EventKind.CREATED, EventKind.HIBERNATED, EventKind.WOKEN):
         counted = sum(event["__schema__"] == schema_id(what) for event in told)
         assert begins[f"{told[0]['sandbox_id']} {what}"] == counted >= 1
     assert "not to be told" not in events.read_text() + server.log.read_text()
@@ -298,7 +298,7 @@ def test_failed_hibernation_is_reported_with_reason(
     library.unlink()  # what is mapped is lost with the sandbox
     name = 'jupyter_sandbox_failures_total{doing="hibernated",reason="UnsaveableError"}'
     until(lambda: name in scrape(server))
-    failed = [event for event in happened(events) if event["__schema__"] == schema_id(What.FAILED)]
+    failed = [event for event in happened(events) if event["__schema__"] == schema_id(EventKind.FAILED)]
     assert (failed[0]["doing"], failed[0]["reason"]) == ("hibernated", "UnsaveableError")
     assert scrape(server)['jupyter_sandbox_sandboxes{state="running"}'] == 1
     assert server.ask("DELETE", f"sessions/{notebook.session['id']}")[0] == 204
