@@ -1,12 +1,21 @@
 """Code that runs inside the sandbox: standard library only, copied in as flat files.
 
-- ``__main__``: PID 1: the event loop, its pipe to the host, and the host's control messages
-- ``frames``: the codec of that pipe, used on both sides
+In PID 1, in its event loop:
+
+- ``__main__``: the loop, the pipe to the host, and the host's requests
+- ``frames``: the codec of that pipe, also used on the host
 - ``streams``: connect the host's streams to sockets and process pipes; ``processes``: start, signal and reap processes
 - ``host_api``: forward requests from processes in the sandbox to the host
 - ``seccomp`` and ``capabilities``: restrict PID 1 and its children
-- ``entrypoint``: start a Python kernel with hooks, the magic ``%sandbox`` and a larger call stack chunk
+
+In the kernel's process:
+
+- ``entrypoint``: start a Python kernel with the following modules
+- ``hooks``: run a notebook's functions around a checkpoint; PID 1 calls them
+- ``magics``: the magic ``%sandbox`` and the module ``jupyter_sandbox``
 - ``zygote``: stop a template's kernel before it serves, and give each copy its identity
-- ``hooks``, ``magics``: functions around a checkpoint; ``%sandbox`` and the module ``jupyter_sandbox``
+
+As processes of their own, which the host starts:
+
 - ``open_files``: list the files that processes use; ``archive``: pack and unpack the files of a snapshot
 """

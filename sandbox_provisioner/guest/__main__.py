@@ -1,9 +1,12 @@
-"""PID 1 of the sandbox: starts and reaps processes and connects their sockets and pipes to the host's pipe.
+"""PID 1 of the sandbox. Runs inside the sandbox, in one thread with one epoll loop.
 
-One thread, one epoll. The host is trusted and always reads, so writing to it may block; nothing else may block. File
-descriptors 0 and 1 are the pipes from and to the host and are never closed: a restored sandbox gets new ones in their
-place. With the argument ``outlive`` PID 1 does not exit when the host does, but waits to be checkpointed and restored.
-With the argument ``template`` it receives ``outlive`` and the path of its folder when a copy of it is activated.
+``Init`` reads the host's frames. It passes streams to ``streams`` and executes control messages in ``Init.control``,
+which lists all requests of the host. The host is trusted and always reads, so writing to it may block; nothing else
+may block. File descriptors 0 and 1 are the pipes from and to the host and are never closed: a restored sandbox gets
+new ones in their place.
+
+Arguments: with ``outlive`` PID 1 does not exit when the host does, but waits to be checkpointed and restored. With
+``template`` the sandbox is a template, and each copy gets its folder and ``outlive`` by the request "activate".
 """
 
 from __future__ import annotations
@@ -14,20 +17,22 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
-from capabilities import CARRIED, bind, renounce
+from capabilities import CARRIED, bind, drop_capabilities
 from frames import CONTROL, MAX_PAYLOAD, OPEN, VERSION, Decoder, encode
-from hooks import call
+from hooks import call_hook
 from host_api import PATH, RESTORED, HostApi
-from processes import Processes, failure, prepare
+from processes import Processes, failure, write_files
 from seccomp import confine
 from streams import CONNECT_RETRY, Streams
 
 HOST_IN, HOST_OUT = 0, 1
-ORPHAN_TURN = 0.1
-SETTLING = 1.0
-"""Seconds after a restore during which a signal first waits for the process's main thread to settle."""
+NEW_HOST_POLL = 0.1
+"""Seconds between two checks whether a new host has sent data."""
+RESTORE_GRACE = 1.0
+"""Seconds after a restore during which a signal first waits until the process's main thread sleeps."""
 
 
 class HostGone(Exception):
@@ -35,15 +40,15 @@ class HostGone(Exception):
 
 
 class Init:
-    """The event loop of PID 1, its pipe to the host, and the host's control messages."""
+    """PID 1: the event loop, the pipe to the host, and the host's requests. Runs in the sandbox, in its only thread."""
 
     def __init__(self, outlive: bool, api_path: str, template: bool = False) -> None:
         self.outlive = outlive
         self.template = template
         self.api_path = api_path
-        self.orphaned = False
+        self.has_host = True
         self.quiesced = False
-        self.resumed = 0.0
+        self.resumed_at = 0.0
         self.epoll = select.epoll()
         self.host_api = HostApi(self.epoll, self.tell)
         self.processes = Processes(self.tell)
@@ -51,6 +56,8 @@ class Init:
         self.decoder = Decoder()
         self.inbox = memoryview(bytearray(MAX_PAYLOAD))
         self.child_exits, self.wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    # -- the event loop ----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve until the host closes the pipe; then wait for a new host if ``outlive`` is set, else exit.
@@ -65,17 +72,17 @@ class Init:
         self.epoll.register(HOST_IN, select.EPOLLIN)
         if self.api_path:
             self.host_api.listen(self.api_path)
-        self.greet()
+        self.say_hello()
         while True:
             try:
-                self.turn()
+                self.wait_and_handle()
             except HostGone:
                 if not self.outlive:
                     os._exit(0)
-                self.wait_for_adoption()
+                self.wait_for_new_host()
 
-    def turn(self) -> None:
-        """Wait for events and handle them. While quiesced, only the host is read."""
+    def wait_and_handle(self) -> None:
+        """Wait for events and handle them. While quiesced, only read the host. Raises HostGone."""
         if self.quiesced:
             self.read_host()
             return
@@ -90,53 +97,44 @@ class Init:
                 self.streams.serve(fd, events)
         self.streams.connect_pending()
 
-    def wait_for_adoption(self) -> None:
+    def wait_for_new_host(self) -> None:
         """Keep the processes, drop all streams and requests, and return when a new host has sent data."""
-        self.orphaned = True
-        self.close_streams()
+        self.has_host = False
+        self.drop_streams()
         self.host_api.stop()
         self.epoll.unregister(HOST_IN)
         while not (data := os.read(HOST_IN, MAX_PAYLOAD)):
-            if self.epoll.poll(ORPHAN_TURN):
+            if self.epoll.poll(NEW_HOST_POLL):
                 self.reap()
         self.epoll.register(HOST_IN, select.EPOLLIN)
-        self.orphaned = False
+        self.has_host = True
         self.host_api.accept()
         self.decoder = Decoder()
-        self.take(data)
+        self.handle_frames(data)
 
     def reap(self) -> None:
         """Report the processes that have exited."""
-        try:
+        with suppress(BlockingIOError):
             os.read(self.child_exits, 4096)
-        except BlockingIOError:
-            pass
         self.processes.reap()
 
-    def close_streams(self) -> None:
-        """Close all streams, because the host has changed. Its successor knows the processes, but not the streams."""
-        self.streams.close_all()
-        self.quiesced = False
-
-    # -- the host ----------------------------------------------------------------------------------------------
+    # -- the pipe to the host ----------------------------------------------------------------------------------
 
     def send(self, frame: bytes | memoryview) -> None:
         """Send a frame to the host, if there is one. Raises HostGone."""
-        if self.orphaned:
-            return
         view = memoryview(frame)
-        while view:
+        while view and self.has_host:
             try:
                 view = view[os.write(HOST_OUT, view) :]
             except OSError as error:
                 raise HostGone from error
 
     def tell(self, **message: Any) -> None:
-        """Send a control message to the host."""
+        """Send a control message to the host. Raises HostGone."""
         self.send(encode(CONTROL, 0, json.dumps(message).encode()))
 
-    def greet(self) -> None:
-        """Send the hello message with the running processes."""
+    def say_hello(self) -> None:
+        """Tell the host the protocol version and the running processes."""
         self.tell(op="hello", version=VERSION, processes=self.processes.running())
 
     def read_host(self) -> None:
@@ -147,10 +145,10 @@ class Init:
             raise HostGone from error
         if not data:
             raise HostGone
-        self.take(data)
+        self.handle_frames(data)
 
-    def take(self, data: bytes) -> None:
-        """Handle the frames in ``data``."""
+    def handle_frames(self, data: bytes) -> None:
+        """Handle the frames that ``data`` completes."""
         for kind, stream, payload in self.decoder.feed(data):
             if kind == CONTROL:
                 self.control(json.loads(payload))
@@ -159,45 +157,52 @@ class Init:
             else:
                 self.streams.receive(stream, kind, payload)
 
+    # -- the host's requests -----------------------------------------------------------------------------------
+
     def control(self, message: dict[str, Any]) -> None:
         """Execute a control message. Unknown operations are ignored."""
-        op = message["op"]
-        if op == "spawn":
-            self.processes.spawn(message, drop_capabilities=self.template)
-        elif op == "signal":
-            self.processes.signal(message["process"], message["signal"], settle_until=self.resumed + SETTLING)
-        elif op == "hook":
-            self.tell(op="hooked", trouble=call(message["request"], message["seconds"]))
-        elif op == "quiesce":
-            self.quiesced = True
-            self.tell(op="quiesced")
-        elif op == "resume":
-            self.quiesced = False
-            self.resumed = time.monotonic()
-            self.tell(op="resumed")
-        elif op == "adopt":
-            self.close_streams()
-            self.host_api.answer_all(RESTORED)
-            self.greet()
-        elif op == "activate":
-            self.activate(message)
-        elif op == "answer":
-            self.host_api.answer(message["number"], message["answer"])
+        match message["op"]:
+            case "spawn":
+                self.processes.spawn(message, without_capabilities=self.template)
+            case "signal":
+                self.processes.signal(message["process"], message["signal"], self.resumed_at + RESTORE_GRACE)
+            case "hook":
+                self.tell(op="hooked", trouble=call_hook(message["request"], message["seconds"]))
+            case "quiesce":
+                self.quiesced = True
+                self.tell(op="quiesced")
+            case "resume":
+                self.quiesced = False
+                self.resumed_at = time.monotonic()
+                self.tell(op="resumed")
+            case "adopt":
+                self.drop_streams()
+                self.host_api.answer_all(RESTORED)
+                self.say_hello()
+            case "activate":
+                self.activate(message)
+            case "answer":
+                self.host_api.answer(message["number"], message["answer"])
+
+    def drop_streams(self) -> None:
+        """Close all streams and end the quiesced state: a new host knows the processes, but not the streams."""
+        self.streams.close_all()
+        self.quiesced = False
 
     def activate(self, message: dict[str, Any]) -> None:
         """Turn this copy of a template into a normal sandbox: bind its folder and give up all capabilities."""
         try:
-            prepare(message["expect"], message["files"])
+            write_files(message["files"], message["expect"])
             if self.template:
                 if message["folder"]:
                     bind(CARRIED, message["folder"])
-                renounce()
+                drop_capabilities()
                 self.template = False
             self.outlive = message["outlive"]
         except (OSError, ValueError) as error:
             self.tell(op="activated", **failure(error))
-            return
-        self.tell(op="activated", errno=0, filename="")
+        else:
+            self.tell(op="activated", errno=0, filename="")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     archive.py create NAME=FOLDER...     archive.py extract NAME=FOLDER...
 
-Each place, such as home=/home/ada, is a file system of the sandbox's own. Its part of the tar is NAME/..., so that it
-can be unpacked where the folder has another path. Mounts inside a place are neither packed nor written to. Of an
-overlay, only the upper layer is packed: unchanged files of the lower layer and deletions are not recorded. A folder
-follows its contents in the tar, so that its mode and time are set when it is complete.
+Runs in the sandbox as a process of its own. Each place, such as home=/home/ada, is a folder that is not mounted from
+the host. Its members in the tar are named NAME/..., so that it can be unpacked where the folder has another path.
+Mounts inside a place are neither packed nor written to. Of an overlay, only the upper layer is packed: unchanged files
+of the lower layer and deletions are not recorded. A folder follows its contents in the tar, so that its mode and time
+are set when it is complete.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-OURS = os.path.dirname(os.path.abspath(__file__))
+GUEST_FOLDER = os.path.dirname(os.path.abspath(__file__))
 BUFFER = 1 << 18
 NOTES_SHOWN = 20
 FATAL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO)
-DEEPEST = 10_000
-"""Recursion limit: two frames for each folder in the longest possible path, and some more."""
+"""Errors that end the unpacking; others concern only one file."""
+RECURSION_LIMIT = 10_000
+"""Two frames for each folder in the longest possible path, and some more."""
 
 
 class Refused(Exception):
@@ -32,13 +34,13 @@ class Refused(Exception):
 
 
 class Place:
-    """A file system of the sandbox's own, identified by the devices of its folders and files."""
+    """A folder that is not mounted from the host. Its files are recognized by their devices."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.device = os.stat(folder).st_dev
-        self.others = mounted() - {self.device}
-        self.lower = os.stat(__file__).st_dev
+        self.other_mounts = mounted_devices() - {self.device}
+        self.lower_layer = os.stat(__file__).st_dev
 
     def has(self, found: os.stat_result) -> bool:
         """Return True if a file or folder with this status is in this place.
@@ -47,14 +49,14 @@ class Place:
         """
         if stat.S_ISDIR(found.st_mode):
             return found.st_dev == self.device
-        return found.st_dev not in self.others
+        return found.st_dev not in self.other_mounts
 
     def written(self, found: os.stat_result) -> bool:
-        """Return True if the sandbox has written the file; also for any folder of this place."""
-        return self.has(found) and (stat.S_ISDIR(found.st_mode) or found.st_dev != self.lower)
+        """Return True if the sandbox has written this file of the place. Folders always count as written."""
+        return stat.S_ISDIR(found.st_mode) or found.st_dev != self.lower_layer
 
 
-def mounted() -> set[int]:
+def mounted_devices() -> set[int]:
     """Return the devices of all mounts."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         numbers = [line.split(" ", 3)[2].partition(":") for line in file]
@@ -113,12 +115,8 @@ class Packer:
         self._notes = notes
         self._linked: dict[tuple[int, int], str] = {}
 
-    def pack(self, name: str, folder: str) -> None:
-        """Pack one place as ``name``."""
-        self._folder(name, folder, Place(folder))
-
-    def _folder(self, name: str, path: str, place: Place) -> bool:
-        """Pack everything that was written in a folder.
+    def pack(self, name: str, path: str, place: Place) -> bool:
+        """Pack everything in the folder ``path`` of a place that the sandbox has written.
 
         Return False if a mount lies inside; the folder then exists in every new sandbox and gets no member.
         """
@@ -127,25 +125,26 @@ class Packer:
         except OSError as error:
             self._notes.add(name, f"cannot be read: {error.strerror}")
             return True
-        own = True
+        complete = True
         for entry in entries:
-            own &= self._entry(f"{name}/{entry}", os.path.join(path, entry), place)
-        return own
+            complete &= self._entry(f"{name}/{entry}", os.path.join(path, entry), place)
+        return complete
 
     def _entry(self, name: str, path: str, place: Place) -> bool:
+        """Pack a file, a link, or a folder and its contents. Return False if it is or contains a mount."""
         try:
             found = os.lstat(path)
             if not place.has(found):
                 return False
-            if path == OURS or not place.written(found):
+            if path == GUEST_FOLDER or not place.written(found):
                 return True
             if not stat.S_ISDIR(found.st_mode):
-                self._other(name, path, found)
+                self._file_or_link(name, path, found)
                 return True
-            own = self._folder(name, path, place)
-            if own:
-                self._tar.addfile(self._header(name, found, tarfile.DIRTYPE))
-            return own
+            if not self.pack(name, path, place):
+                return False
+            self._tar.addfile(self._header(name, found, tarfile.DIRTYPE))
+            return True
         except BrokenPipeError:
             raise
         except FileNotFoundError:
@@ -154,7 +153,7 @@ class Packer:
             self._notes.add(name, f"cannot be packed: {error.strerror}")
             return True
 
-    def _other(self, name: str, path: str, found: os.stat_result) -> None:
+    def _file_or_link(self, name: str, path: str, found: os.stat_result) -> None:
         identity = found.st_dev, found.st_ino
         if identity in self._linked:
             self._tar.addfile(self._header(name, found, tarfile.LNKTYPE, self._linked[identity]))
@@ -203,7 +202,7 @@ class Unpacker:
                     os.chmod(folder, member.mode & 0o7777)
                     os.utime(folder, (member.mtime, member.mtime))
                 return
-            self._make_room(place, parent, name)
+            self._remove_existing(place, parent, name)
             if member.issym():
                 os.symlink(member.linkname, name, dir_fd=parent)
                 os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
@@ -244,7 +243,7 @@ class Unpacker:
         finally:
             os.close(folder)
 
-    def _make_room(self, place: Place, parent: int, name: str) -> None:
+    def _remove_existing(self, place: Place, parent: int, name: str) -> None:
         try:
             found = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
@@ -274,7 +273,7 @@ def create(places: dict[str, str], notes: Notes) -> None:
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", bufsize=BUFFER, **options) as tar:  # type: ignore[call-overload]
         packer = Packer(tar, notes)
         for name, folder in places.items():
-            packer.pack(name, folder)
+            packer.pack(name, folder, Place(folder))
 
 
 def extract(places: dict[str, str], notes: Notes) -> None:
@@ -296,10 +295,9 @@ def extract(places: dict[str, str], notes: Notes) -> None:
 
 def main(command: str, *places: str) -> None:
     """Run ``command``, "create" or "extract", on places of the form NAME=FOLDER."""
-    sys.setrecursionlimit(DEEPEST)
+    sys.setrecursionlimit(RECURSION_LIMIT)
     notes = Notes()
-    named = dict(place.split("=", 1) for place in places)
-    {"create": create, "extract": extract}[command](named, notes)
+    {"create": create, "extract": extract}[command](dict(place.split("=", 1) for place in places), notes)
     notes.end()
 
 

@@ -1,8 +1,8 @@
 """Bind the notebook's folder to its path in a copy of a template, and give up all capabilities permanently.
 
-A template cannot know the path of the notebook's folder, and a restore cannot move a mount. So the folder is mounted at
-a fixed path, and bound to its own path when that is known. From then on no process in the sandbox has a capability, as
-in a sandbox that was not made from a template.
+PID 1 calls this in the sandbox. A template cannot know the path of the notebook's folder, and a restore cannot move a
+mount. So the folder is mounted at a fixed path, and bound to its own path when that is known. From then on no process
+in the sandbox has a capability, as in a sandbox that was not made from a template.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def bind(source: str, target: str) -> None:
     os.makedirs(target, exist_ok=True)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(MS_BIND), None):
-        raise OSError(ctypes.get_errno(), "not bound", target)
+        raise OSError(ctypes.get_errno(), "the folder could not be bound", target)
 
 
-def renounce() -> None:
+def drop_capabilities() -> None:
     """Give up all capabilities of this process and its children, permanently: the bounding set is emptied too.
 
     Raises OSError if the system refuses.

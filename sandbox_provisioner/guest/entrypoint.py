@@ -1,18 +1,17 @@
 """Run a module like ``python -m MODULE ...``, but with hooks, the magic ``%sandbox`` and a larger call stack chunk.
 
 The command is ``python entrypoint.py MODULE ...``. With ``--frozen`` before MODULE the kernel stops before it serves
-(``zygote``). Runs in the kernel's own Python, of any version.
+(``zygote``). Runs in the kernel's process in the sandbox, with any version of Python.
 
 The working folder is searched for modules last, not first: a file ``ipykernel_launcher.py`` or ``pathlib.py`` in a
-notebook's folder does not run in place of the kernel's own. A flag like ``-P`` is no solution: older versions of Python
-do not have it, and processes started by cells would inherit an environment variable. IPython itself adds the folder,
-before the installed packages, when the kernel has been imported; so ``ipykernel_launcher`` needs no entry at all.
+notebook's folder must not run instead of the kernel's own. The flag ``-P`` does not exist in older versions of Python,
+and its environment variable would also affect processes that cells start. For ``ipykernel_launcher`` the folder is left
+out: IPython itself adds it when the kernel has been imported.
 
-CPython keeps frames in chunks of 16 KiB. A function that is called repeatedly just where one chunk ends has a chunk
-mapped and unmapped for every call (python/cpython#142183), which takes microseconds on a host and a millisecond under
-gVisor: the first completion in a notebook took 70 seconds instead of 3. A frame that needs more than 16 KiB gets a
-chunk of the next power of two, and later frames use the rest of it. Therefore the bottom frame requests slightly more
-than half of 1 MiB.
+CPython keeps call frames in chunks of 16 KiB. If a function is called repeatedly where a chunk ends, each call maps and
+unmaps a chunk (python/cpython#142183). That takes microseconds on a host and a millisecond under gVisor: the first
+completion in a notebook took 70 seconds instead of 3. A frame that needs more than 16 KiB gets a chunk of the next
+power of two, and later frames use the rest of it. Therefore the bottom frame requests slightly more than half of 1 MiB.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ def main() -> None:
         del sys.path[0]
         if sys.argv[1] != "ipykernel_launcher":
             sys.path.append(os.getcwd())
-    run: Callable[[str], None] = runpy._run_module_as_main  # type: ignore[attr-defined]
-    module, begin = sys.argv.pop(1), in_large_frame
-    begin.__code__ = begin.__code__.replace(co_stacksize=STACK_SIZE)
+    run_module: Callable[[str], None] = runpy._run_module_as_main  # type: ignore[attr-defined]
+    module, call = sys.argv.pop(1), in_large_frame
+    call.__code__ = call.__code__.replace(co_stacksize=STACK_SIZE)
     names = globals()
     for name in [name for name in names if not name.startswith("__")]:
         del names[name]
-    begin(run, module)
+    call(run_module, module)
 
 
 if __name__ == "__main__":

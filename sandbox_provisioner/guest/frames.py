@@ -1,4 +1,4 @@
-"""Encode and decode the frames on the pipe between host and guest; both sides use this file.
+"""Encode and decode the frames on the pipe between host and guest. Runs in PID 1, and on the host's I/O loop.
 
 A frame is a kind (1 byte), a stream id (4), a length (4) and that many bytes. Stream 0 is the connection itself
 and carries CONTROL messages, which are JSON objects with an "op". Every other stream is a pair of byte flows:
@@ -26,7 +26,7 @@ MAX_PAYLOAD = 1 << 18
 WINDOW = 1 << 20
 """Bytes that one side may send on a stream before it receives more credit."""
 SMALLEST_CREDIT = WINDOW // 4
-"""Smallest CREDIT in bytes; less is accumulated before it is sent."""
+"""Smallest amount of a CREDIT in bytes: a receiver that has consumed less waits before it sends one."""
 
 
 class FrameError(ValueError):
@@ -54,17 +54,16 @@ class Decoder:
         if self._rest:
             data = self._rest + data
             self._rest = b""
-        position, end = 0, len(data)
+        position = 0
         try:
-            while end - position >= HEADER.size:
+            while len(data) - position >= HEADER.size:
                 kind, stream, length = HEADER.unpack_from(data, position)
                 if length > MAX_PAYLOAD or not OPEN <= kind <= CONTROL:
                     raise FrameError(f"frame of kind {kind} and length {length}")
-                if end - position < HEADER.size + length:
+                start, end = position + HEADER.size, position + HEADER.size + length
+                if len(data) < end:
                     break
-                position += HEADER.size
-                payload = data[position : position + length]
-                position += length
-                yield kind, stream, payload
+                position = end
+                yield kind, stream, data[start:end]
         finally:
             self._rest = data[position:]

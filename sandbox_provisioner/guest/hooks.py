@@ -1,7 +1,8 @@
-"""Run a notebook's own functions before its kernel is checkpointed and after it is restored.
+"""Run a notebook's own functions before its kernel is checkpointed and after it is restored. Runs in the sandbox.
 
-``entrypoint`` calls ``listen`` in the kernel's process, in any version of Python; PID 1 uses ``call`` to run a hook. A
-hook runs in the main thread, as a cell does, unless a cell keeps that thread busy.
+PID 1 calls ``call_hook``. The kernel's process, of any version of Python, serves the calls in a thread that
+``entrypoint`` starts by ``listen``. The hook itself runs in the kernel's main thread, as a cell does, unless a cell
+keeps that thread busy.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MAX_MESSAGE = 1000
 """Bytes of a request, and of an answer."""
 
 
-def call(request: dict[str, Any], seconds: float) -> str:
-    """Send a request to the kernel and wait for its answer, at most ``seconds``. Called by PID 1.
+def call_hook(request: dict[str, Any], seconds: float) -> str:
+    """Send a request to the kernel and wait for its answer, at most ``seconds``. Runs in PID 1.
 
     Return the error, which is empty if the hook succeeded or the kernel has no hooks.
     """
@@ -47,7 +48,7 @@ def call(request: dict[str, Any], seconds: float) -> str:
 
 
 def listen() -> None:
-    """Serve the requests of ``call`` in a daemon thread that debuggers do not trace."""
+    """Serve PID 1's calls in a daemon thread of the kernel, which debuggers do not trace."""
     server = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(PATH):
@@ -70,35 +71,37 @@ def _serve(server: socket.socket) -> None:
                 request = b""
                 while len(request) < MAX_MESSAGE and (piece := peer.recv(MAX_MESSAGE)):
                     request += piece
-                peer.sendall(_run_hook(**json.loads(request)).encode("utf-8", "replace"))
+                peer.sendall(_handle(**json.loads(request)).encode("utf-8", "replace"))
             except Exception:
                 pass  # The caller stopped waiting, the caller is not PID 1, or IPython is only partly imported.
 
 
-def _run_hook(name: str, reseed: bool) -> str:
+def _handle(name: str, reseed: bool) -> str:
+    """Reseed the random number generators if requested, and run the notebook's function ``name`` if there is one."""
     if reseed:
-        _reseed()
+        reseed_generators()
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is None or not shells.InteractiveShell.initialized():
         return ""
     shell = shells.InteractiveShell.instance()
     hook = shell.user_ns.get(name)
-    return _execute(shell, hook) if callable(hook) else ""
+    return _run_hook(shell, hook) if callable(hook) else ""
 
 
-def _execute(shell: Any, hook: Callable[[], object]) -> str:
-    claim, started, ended = threading.Lock(), threading.Event(), threading.Event()
-    trouble = ""
+def _run_hook(shell: Any, hook: Callable[[], object]) -> str:
+    """Run a hook once, in the main thread if that is free soon, else in this thread. Return its error."""
+    first, started, ended = threading.Lock(), threading.Event(), threading.Event()
+    error = ""
 
     def run() -> None:
-        nonlocal trouble
-        if not claim.acquire(blocking=False):
+        nonlocal error
+        if not first.acquire(blocking=False):
             return
         started.set()
         try:
             hook()
-        except BaseException as error:
-            trouble = f"{type(error).__name__}: {error}"
+        except BaseException as exception:
+            error = f"{type(exception).__name__}: {exception}"
             shell.showtraceback()
         ended.set()
 
@@ -108,10 +111,10 @@ def _execute(shell: Any, hook: Callable[[], object]) -> str:
         started.wait(MAIN_THREAD_FREE)
     run()
     ended.wait()
-    return trouble
+    return error
 
 
-def _reseed() -> None:
+def reseed_generators() -> None:
     """Reseed the random number generators, so that this process differs from other copies of it."""
     random.seed()
     if "numpy.random" in sys.modules:

@@ -1,7 +1,8 @@
-"""Forward requests from processes in the sandbox to the host. PID 1 serves them on a unix socket in its epoll loop.
+"""Forward requests from processes in the sandbox to the host. Runs in PID 1, in its event loop.
 
-A connection carries one request, a JSON object that ends with the end of the input, and then one answer of the same
-form. PID 1 itself refuses a request that is too large or malformed, and one over the limit of open connections.
+The processes connect to a unix socket. A connection carries one request, a JSON object that ends with the end of the
+input, and then one answer of the same form. PID 1 itself refuses a request that is too large or malformed, and one over
+the limit of open connections.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ GONE = {"problem": "The server ended before it answered."}
 
 
 class Client:
-    """A connection: the bytes received so far, and the part of the answer that is still to be sent."""
+    """A connection of a process: the request received so far, and the part of the answer that is still to be sent.
+
+    ``number`` identifies the request to the host, and is 0 until the request is complete.
+    """
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
@@ -34,7 +38,10 @@ class Client:
 
 
 class HostApi:
-    """All connections. ``tell`` sends a request to the host with a number, which the host's answer repeats."""
+    """All connections. ``tell`` sends the host a control message.
+
+    A request is sent with a number, which the host's answer repeats. ``pending`` maps it to the connection that waits.
+    """
 
     def __init__(self, epoll: select.epoll, tell: Callable[..., None]) -> None:
         self.epoll = epoll
@@ -64,7 +71,7 @@ class HostApi:
             self.epoll.register(self.listener, select.EPOLLIN)
 
     def stop(self) -> None:
-        """Send pending requests an error, close all connections and accept none until ``accept``. The host is gone."""
+        """Send pending requests an error, close all connections and accept none until ``accept``: the host is gone."""
         if self.listener:
             self.epoll.unregister(self.listener)
         self.answer_all(GONE)
@@ -109,15 +116,15 @@ class HostApi:
         if len(client.received) > MAX_REQUEST:
             self._reply(client, {"problem": f"The request is longer than {MAX_REQUEST} bytes."})
         elif not piece:
-            self._pass_on(client)
+            self._forward(client)
 
-    def _pass_on(self, client: Client) -> None:
+    def _forward(self, client: Client) -> None:
         try:
             request = json.loads(client.received)
-            fits = isinstance(request, dict) and len(json.dumps(request)) <= MAX_REQUEST
+            valid = isinstance(request, dict) and len(json.dumps(request)) <= MAX_REQUEST
         except (ValueError, RecursionError):
-            fits = False
-        if not fits:
+            valid = False
+        if not valid:
             self._reply(client, {"problem": "The request is not a JSON object, or is too large."})
             return
         self._watch(client, 0)
@@ -127,16 +134,13 @@ class HostApi:
         self.tell(op="ask", number=client.number, request=request)
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
-        """Pass on an answer from the host, and confirm its arrival.
-
-        The host limits the number of requests whose answers are unconfirmed.
-        """
+        """Forward an answer from the host, and confirm its arrival: the host limits the unconfirmed requests."""
         self.tell(op="answered", number=number)
         if number in self.pending:
             self._reply(self.pending[number], answer)
 
     def answer_all(self, answer: dict[str, Any]) -> None:
-        """Send this answer to every request that waits for the host, because the current host does not know it."""
+        """Answer all requests that wait for the host: the current host does not know them."""
         for client in list(self.pending.values()):
             self._reply(client, answer)
 
@@ -163,7 +167,7 @@ class HostApi:
         client.socket.close()
 
     def _watch(self, client: Client, events: int) -> None:
-        """Set the epoll events of a connection. While the host has the request there are none, not even a hang-up."""
+        """Watch a connection for ``events``. For 0 it is not even watched for a hang-up: the host has the request."""
         if client.watched:
             self.epoll.unregister(client.socket)
         if events:

@@ -1,7 +1,7 @@
 """Provide the magic ``%sandbox`` and the module ``jupyter_sandbox``, with which a notebook controls its own sandbox.
 
-``entrypoint`` calls ``install`` in the kernel's process before the kernel imports anything. The code must run on any
-version of Python that a kernel may use. A kernel without IPython gets only the module.
+Runs in the kernel's process in the sandbox, in the thread of the cell that uses it, with any version of Python.
+``entrypoint`` calls ``install`` before the kernel imports anything. A kernel without IPython gets only the module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -25,7 +25,7 @@ USAGE = """\
 %sandbox status           show the id of this kernel's sandbox and its saved state
 %sandbox savepoint NAME   save the kernel's memory as a savepoint; the kernel runs on
 %sandbox savepoints       list the savepoints
-%sandbox rewind NAME      go back to a savepoint; the present state is kept as another
+%sandbox rewind NAME      go back to a savepoint; the present state is kept as another savepoint
 %sandbox keep-awake [on|off|DURATION]
                           do not hibernate while threads or subprocesses work; a duration is such as 90s, 30m or 2h
 """
@@ -48,27 +48,18 @@ def install() -> None:
 def keep_awake(seconds: float | None = None) -> Iterator[None]:
     """Do not hibernate this kernel as idle while the body runs, for at most ``seconds``.
 
-    Use it in a thread or around a subprocess that works while no cell is running. Raises RuntimeError if the sandbox
+    Use it in a thread or around a subprocess that works while no cell is running. Raises RuntimeError if the host
     refuses.
     """
-    name = f"with-{os.urandom(8).hex()}"
-    _request_keep_awake(name, seconds)
+    request = {"op": "keep-awake", "name": f"with-{os.urandom(8).hex()}", "seconds": seconds}
     try:
-        yield
-    finally:
-        _request_keep_awake(name, 0)
-
-
-def _request_keep_awake(name: str, seconds: float | None) -> None:
-    request = {"op": "keep-awake", "name": name, "seconds": seconds}
-    try:
-        answer = ask(request)
-        while answer.get("outcome") == "restored":
-            answer = ask(request)
+        ask(request)
+        try:
+            yield
+        finally:
+            ask({**request, "seconds": 0})
     except Problem as problem:
         raise RuntimeError(str(problem)) from None
-    if "problem" in answer:
-        raise RuntimeError(answer["problem"])
 
 
 class _ShellFinder:
@@ -97,21 +88,22 @@ def _patch_after_import(spec: ModuleSpec) -> None:
     loader.exec_module = exec_module
 
 
-def _patch_shell(kind: Any) -> None:
-    init_magics = kind.init_magics
+def _patch_shell(shell_class: Any) -> None:
+    """Let the first shell of this class register the magic, and then restore the class."""
+    original = shell_class.init_magics
 
-    def with_ours(shell: Any) -> None:
-        kind.init_magics = init_magics
-        init_magics(shell)
+    def init_magics(shell: Any) -> None:
+        shell_class.init_magics = original
+        original(shell)
         shell.register_magic_function(_magic(shell), "line", "sandbox")
 
-    kind.init_magics = with_ours
+    shell_class.init_magics = init_magics
 
 
 def _magic(shell: Any) -> Callable[[str], None]:
     def sandbox(line: str) -> None:
         try:
-            print(run(line, lambda: _cell(shell)), end="")
+            print(run(line, lambda: _current_cell(shell)), end="")
         except Problem as problem:
             raise sys.modules["IPython.core.error"].UsageError(str(problem)) from None
 
@@ -119,8 +111,8 @@ def _magic(shell: Any) -> Callable[[str], None]:
     return sandbox
 
 
-def _cell(shell: Any) -> dict[str, Any]:
-    """Return the header of the cell's request and its execution count: the host itself answers a rewind's cell."""
+def _current_cell(shell: Any) -> dict[str, Any]:
+    """Return the header of the cell's request and its execution count: after a rewind the host answers this request."""
     try:
         return {"parent": shell.get_parent()["header"], "count": len(shell.history_manager.input_hist_parsed) - 1}
     except (AttributeError, LookupError, TypeError):
@@ -132,33 +124,27 @@ class Problem(Exception):
 
 
 def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
-    """Execute a line of ``%sandbox`` and return the text for the user.
+    """Execute a line of ``%sandbox`` and return the text for the user. Raises Problem.
 
-    ``cell`` returns the fields that a rewind adds to its request. Raises Problem.
+    ``cell`` returns the fields that a rewind adds to its request.
     """
-    op, *names = line.split() or ["help"]
+    op, *arguments = line.split() or ["help"]
     if op == "help":
         return USAGE
     minimum, maximum = OPERATIONS.get(op, (1, 0))
-    if not minimum <= len(names) <= maximum:
+    if not minimum <= len(arguments) <= maximum:
         raise Problem(f"%sandbox {line.strip()[:200]} is not a valid command. The commands are:\n{USAGE}")
     request: dict[str, Any] = {"op": op}
     if op == "keep-awake":
-        request.update(name="notebook", seconds=_seconds(names[0] if names else "on"))
-        names = []
-    if names:
-        request["name"] = names[0]
+        request.update(name="notebook", seconds=_parse_duration("".join(arguments) or "on"))
+    elif arguments:
+        request["name"] = arguments[0]
     if op == "rewind":
         request.update(cell())
-    answer = ask(request)
-    while answer.get("outcome") == "restored" and not names:
-        answer = ask(request)  # The sandbox was restored meanwhile; its new host does not know the request.
-    if "problem" in answer:
-        raise Problem(answer["problem"])
-    return answer_text(op, "".join(names), answer)
+    return answer_text(op, request.get("name", ""), ask(request))
 
 
-def _seconds(word: str) -> int | None:
+def _parse_duration(word: str) -> int | None:
     """Return how many seconds to keep the kernel awake: None for no limit, 0 to stop. Raises Problem."""
     if word in ("on", "off"):
         return None if word == "on" else 0
@@ -169,37 +155,41 @@ def _seconds(word: str) -> int | None:
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """Send a request to the host and return its answer. Raises Problem if no valid answer arrives.
+    """Send a request to the host and return its answer. Raises Problem if it is refused or not answered.
 
-    KeyboardInterrupt ends the wait, but does not cancel the request.
+    If the sandbox is restored meanwhile, its new host does not know the request, which is then sent again. For a
+    savepoint or a rewind the restore itself is the answer. KeyboardInterrupt ends the wait, but does not cancel the
+    request.
     """
-    data = json.dumps(request, default=_plain).encode()
+    answer = _ask_once(request)
+    while answer.get("outcome") == "restored" and request["op"] not in ("savepoint", "rewind"):
+        answer = _ask_once(request)
+    if "problem" in answer:
+        raise Problem(answer["problem"])
+    return answer
+
+
+def _ask_once(request: dict[str, Any]) -> dict[str, Any]:
+    data = json.dumps(request, default=_as_text).encode()
     if len(data) > MAX_REQUEST:
         data = json.dumps({**request, "parent": None}).encode()
     answer = b""
     with socket.socket(socket.AF_UNIX) as peer:
-        try:
+        with suppress(OSError):  # PID 1 may have refused the request already, with a reason to read.
             peer.connect(PATH)
             peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # PID 1 may still have sent an answer that gives the reason.
-        try:
-            while True:
-                piece = peer.recv(MAX_REQUEST)
-                if not piece:
-                    break
+        with suppress(OSError):
+            while piece := peer.recv(MAX_REQUEST):
                 answer += piece
-        except OSError:
-            pass
     try:
-        found: dict[str, Any] = json.loads(answer)
+        decoded: dict[str, Any] = json.loads(answer)
     except ValueError:
         raise Problem("The sandbox does not answer. Its server may be stopping; try again.") from None
-    return found
+    return decoded
 
 
-def _plain(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a value that JSON cannot encode, such as a date, as text."""
     return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
@@ -223,18 +213,14 @@ def answer_text(op: str, name: str, answer: dict[str, Any]) -> str:
 
 
 def _status(status: dict[str, Any]) -> str:
-    lines = [("Sandbox", status["sandbox_id"]), ("State", status["state"])]
-    if status.get("notebook"):
-        lines.append(("Notebook", status["notebook"]))
+    lines = {"Sandbox": status["sandbox_id"], "State": status["state"], "Notebook": status.get("notebook")}
     if status.get("ephemeral"):
-        lines.append(("Kept", status["ephemeral"]))
-    elif status.get("idle_timeout"):
-        lines.append(("When idle", f"hibernates after {duration(status['idle_timeout'])}"))
+        lines["Kept"] = status["ephemeral"]
     else:
-        lines.append(("When idle", "runs on"))
-    if status.get("awake"):
-        lines.append(("Awake", status["awake"]))
-    return "".join(f"{label + ':':<12}{words}\n" for label, words in lines)
+        timeout = status.get("idle_timeout")
+        lines["When idle"] = f"hibernates after {duration(timeout)}" if timeout else "runs on"
+    lines["Awake"] = status.get("awake")
+    return "".join(f"{label + ':':<12}{text}\n" for label, text in lines.items() if text)
 
 
 def _savepoints(answer: dict[str, Any]) -> str:
@@ -243,16 +229,14 @@ def _savepoints(answer: dict[str, Any]) -> str:
         return ""
     if not savepoints:
         return "No savepoints. `%sandbox savepoint NAME` makes one.\n"
-    width = max(len(one["name"]) for one in savepoints)
-    lines = [f"  {one['name']:<{width}}  {when(one['created'])}  {size(one['size'])}\n" for one in savepoints]
+    width = max(len(savepoint["name"]) for savepoint in savepoints)
+    text = "Savepoints:\n"
     if answer.get("more"):
-        lines.insert(0, f"  and {answer['more']} older ones\n")
-    return "".join(["Savepoints:\n", *lines])
-
-
-def when(created: str) -> str:
-    """Shorten an ISO 8601 time in UTC to minutes."""
-    return f"{created[:10]} {created[11:16]} UTC"
+        text += f"  and {answer['more']} older ones\n"
+    for savepoint in savepoints:
+        created = f"{savepoint['created'][:10]} {savepoint['created'][11:16]} UTC"
+        text += f"  {savepoint['name']:<{width}}  {created}  {size(savepoint['size'])}\n"
+    return text
 
 
 def size(amount: int) -> str:

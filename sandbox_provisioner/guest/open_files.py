@@ -1,10 +1,12 @@
 """List the files that the sandbox's processes have mapped, open or as working folder: a restore needs them again.
 
+Runs in the sandbox as a process of its own, before a checkpoint. Prints a JSON list of [path, use, state], explained by
+FilePrint in ``persistence.compatibility``.
+
 If such a file is missing, the restore fails without naming it; if it was replaced, the old mapping shows the new bytes.
 A file that was replaced while the sandbox ran is found by its inode: the inode of a private mapping is compared with
 the one that its path has now. Open files are not compared: replacing one may be intended, and once a look at the path
-has shown gVisor the replacement, gVisor does not save the file. Prints a JSON list of [path, use, state], explained by
-FilePrint in ``persistence.compatibility``.
+has shown gVisor the replacement, gVisor does not save the file.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 REGION = re.compile(
     r"^[0-9a-f]+-[0-9a-f]+ [r-][w-][x-]([ps]) [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) ([0-9]+)[ \n]+", re.MULTILINE
 )
 DELETED = " (deleted)"
 INIT_MAPS = "/run/jupyter/maps"
-"""The file in which PID 1 records its mappings. Only a PID 1 of an older version lets others read /proc/1/maps."""
+"""The file in which PID 1 records its mappings. Other processes can read /proc/1/maps only of an older PID 1."""
 
 Identity = tuple[int, int]
 FileUse = tuple[str, str, Identity]
@@ -41,10 +44,8 @@ def mappings(text: str) -> Iterator[FileUse]:
 def descriptors(folder: str) -> Iterator[FileUse]:
     """Yield the open files and folders and the working folder of the process with this ``/proc`` folder."""
     links = ["cwd"]
-    try:
+    with suppress(OSError):
         links += [f"fd/{name}" for name in os.listdir(f"{folder}/fd")]
-    except OSError:
-        pass
     for link in links:
         try:
             path, found = os.readlink(f"{folder}/{link}"), os.stat(f"{folder}/{link}")
@@ -57,16 +58,13 @@ def descriptors(folder: str) -> Iterator[FileUse]:
 def state(path: str, use: str, identity: Identity) -> tuple[str, str]:
     """Return the path without the suffix that the system adds, and the file's state: empty, "lost" or "deleted"."""
     if use == "mapped":
-        try:
-            now = os.lstat(path)
-            same = (now.st_dev, now.st_ino) == identity
-        except OSError:
-            same = False
-        if same or not path.endswith(DELETED):
-            return path, "" if same else "lost"
+        with suppress(OSError):
+            found = os.lstat(path)
+            if (found.st_dev, found.st_ino) == identity:
+                return path, ""
     if path.endswith(DELETED):
-        return path[: -len(DELETED)], "deleted"
-    return path, ""
+        return path.removesuffix(DELETED), "deleted"
+    return path, "lost" if use == "mapped" else ""
 
 
 def files_in_use() -> list[tuple[str, str, str]]:
@@ -79,23 +77,17 @@ def files_in_use() -> list[tuple[str, str, str]]:
             uses.update(mappings(_read(f"/proc/{entry}/maps")))
         except PermissionError:
             if entry == "1":
-                uses.update(_init_mappings())
+                with suppress(OSError):
+                    uses.update(mappings(_read(INIT_MAPS)))
             continue
         except OSError:
             continue
         uses.update(descriptors(f"/proc/{entry}"))
     found = set()
     for path, use, identity in uses:
-        name, fate = state(path, use, identity)
-        found.add((name, use, fate))
+        name, file_state = state(path, use, identity)
+        found.add((name, use, file_state))
     return sorted(found)
-
-
-def _init_mappings() -> list[FileUse]:
-    try:
-        return list(mappings(_read(INIT_MAPS)))
-    except OSError:
-        return []
 
 
 def _read(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Start, signal and reap the sandbox's processes for the host. Part of PID 1's event loop."""
+"""Start, signal and reap the sandbox's processes for the host. Runs in PID 1, in its event loop."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from capabilities import renounce
+from capabilities import drop_capabilities
 
 MAPS = "/run/jupyter/maps"
-"""Copy of PID 1's mappings for ``open_files`` and ``zygote``, which may not read them from /proc."""
+"""Copy of PID 1's memory mappings for ``open_files`` and ``zygote``, which may not read them from /proc."""
 DEFAULT_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that PID 1 or Python ignores or handles; a child must not inherit that."""
 
 
 class Process:
-    """A child that the host requested, and the pipes to it."""
+    """A child that the host requested, and PID 1's ends of its pipes. ``pid`` is 0 when it has exited."""
 
     def __init__(self, number: int, pid: int, stdin: int, stdout: int, stderr: int) -> None:
         self.number = number
@@ -40,27 +40,25 @@ class Processes:
         """Return the numbers of the processes that have not exited."""
         return [number for number, process in self.table.items() if process.pid]
 
-    def spawn(self, message: dict[str, Any], drop_capabilities: bool) -> None:
+    def spawn(self, message: dict[str, Any], without_capabilities: bool) -> None:
         """Start a process as the host's message demands, and report whether that succeeded."""
         number = message["process"]
         try:
-            prepare(message["expect"], message["files"])
+            write_files(message["files"], message["expect"])
             record_mappings()
-            arguments = number, message["argv"], message["env"], message["cwd"], message["stdin"]
-            process = start(*arguments, drop_capabilities)
+            self.table[number] = start(message, without_capabilities)
         except (OSError, ValueError) as error:
             self.tell(op="failed", process=number, **failure(error))
-            return
-        self.table[number] = process
-        self.tell(op="started", process=number)
+        else:
+            self.tell(op="started", process=number)
 
-    def signal(self, number: int, signum: int, settle_until: float) -> None:
-        """Signal a process group, whose leader may have exited. See ``settle``."""
+    def signal(self, number: int, signum: int, wait_until: float) -> None:
+        """Signal a process group, whose leader may have exited. See ``wait_until_asleep`` for ``wait_until``."""
         process = self.table.get(number)
         if process is None:
             return
         if process.pid:
-            settle(process.pid, until=settle_until)
+            wait_until_asleep(process.pid, wait_until)
         try:
             os.killpg(process.group, signum)
         except OSError:
@@ -75,10 +73,10 @@ class Processes:
                 return
             if not pid:
                 return
-            for number, process in list(self.table.items()):
+            for process in list(self.table.values()):
                 if process.pid == pid:
                     process.pid = 0
-                    self.tell(op="exited", process=number, status=os.waitstatus_to_exitcode(status))
+                    self.tell(op="exited", process=process.number, status=os.waitstatus_to_exitcode(status))
                     self._forget_ended(process)
 
     def pipe_closed(self, process: Process, fd: int) -> None:
@@ -102,12 +100,12 @@ def record_mappings() -> None:
     """Write PID 1's mappings to MAPS. A process can prevent that, which affects only later restores of its sandbox."""
     try:
         with open("/proc/self/maps", errors="replace") as maps:
-            prepare({}, {MAPS: maps.read()})
+            write_files({MAPS: maps.read()}, {})
     except (OSError, ValueError):
         pass
 
 
-def prepare(expect: dict[str, int], files: dict[str, str]) -> None:
+def write_files(files: dict[str, str], expect: dict[str, int]) -> None:
     """Write ``files``, after a check that each path in ``expect`` still has the given st_ctime_ns.
 
     Raises OSError: ESTALE if a path has changed; also, without blocking, if a file's place holds a FIFO or a link,
@@ -115,7 +113,7 @@ def prepare(expect: dict[str, int], files: dict[str, str]) -> None:
     """
     for path, changed in expect.items():
         if os.stat(path).st_ctime_ns != changed:
-            raise OSError(errno.ESTALE, "changed", path)
+            raise OSError(errno.ESTALE, "the file or folder was changed", path)
     for path, text in files.items():
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -123,53 +121,57 @@ def prepare(expect: dict[str, int], files: dict[str, str]) -> None:
             file.write(text)
 
 
-def start(number: int, argv: list[str], env: dict[str, str], cwd: str, stdin: bool, drop_capabilities: bool) -> Process:
-    """Start a child in its own session. With ``drop_capabilities``, PID 1 has some, and the child gets none.
+def start(message: dict[str, Any], without_capabilities: bool) -> Process:
+    """Start a child in its own session as the host's "spawn" message demands.
 
     Raises OSError if it cannot be executed or its arguments are invalid.
     """
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
-    in_read, in_write = os.pipe() if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
+    in_read, in_write = os.pipe() if message["stdin"] else (os.open("/dev/null", os.O_RDONLY), -1)
     failed_read, failed_write = os.pipe()
     pid = os.fork()
     if not pid:
-        step = cwd
-        try:
-            os.setsid()
-            os.chdir(cwd)
-            step = argv[0]
-            if drop_capabilities:
-                renounce()
-            for source, target in ((in_read, 0), (out_write, 1), (err_write, 2)):
-                os.dup2(source, target)
-            signal.set_wakeup_fd(-1)
-            for signum in DEFAULT_SIGNALS:
-                signal.signal(signum, signal.SIG_DFL)
-            os.execvpe(argv[0], argv, env)
-        except (OSError, ValueError, IndexError) as error:
-            number = getattr(error, "errno", None) or errno.EINVAL
-            os.write(failed_write, f"{number} {step}".encode("utf-8", "replace"))
-        finally:
-            os._exit(127)
+        _become_child(message, without_capabilities, (in_read, out_write, err_write), failed_write)
     for fd in (out_write, err_write, in_read, failed_write):
         os.close(fd)
     reported = os.read(failed_read, 4096).decode("utf-8", "replace")
     os.close(failed_read)
+    kept = [fd for fd in (out_read, err_read, in_write) if fd >= 0]
     if reported:
-        for fd in (out_read, err_read, in_write):
-            if fd >= 0:
-                os.close(fd)
-        code, _, step = reported.partition(" ")
-        raise OSError(int(code), os.strerror(int(code)), step)
-    for fd in (out_read, err_read, in_write):
-        if fd >= 0:
-            os.set_blocking(fd, False)
-    return Process(number, pid, in_write, out_read, err_read)
+        for fd in kept:
+            os.close(fd)
+        number, _, path = reported.partition(" ")
+        raise OSError(int(number), os.strerror(int(number)), path)
+    for fd in kept:
+        os.set_blocking(fd, False)
+    return Process(message["process"], pid, in_write, out_read, err_read)
 
 
-def settle(pid: int, until: float) -> None:
-    """Wait until the process's main thread is not running, but no longer than ``until``.
+def _become_child(message: dict[str, Any], without_capabilities: bool, stdio: tuple[int, ...], failed: int) -> NoReturn:
+    """Execute the command in the forked child. If that fails, write errno and path to ``failed``, and exit."""
+    path = message["cwd"]
+    try:
+        os.setsid()
+        os.chdir(path)
+        path = message["argv"][0]
+        if without_capabilities:
+            drop_capabilities()
+        for target, source in enumerate(stdio):
+            os.dup2(source, target)
+        signal.set_wakeup_fd(-1)
+        for signum in DEFAULT_SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
+        os.execvpe(path, message["argv"], message["env"])
+    except (OSError, ValueError, IndexError) as error:
+        number = getattr(error, "errno", None) or errno.EINVAL
+        os.write(failed, f"{number} {path}".encode("utf-8", "replace"))
+    finally:
+        os._exit(127)
+
+
+def wait_until_asleep(pid: int, until: float) -> None:
+    """Wait until the process's main thread sleeps, but no longer than until the monotonic time ``until``.
 
     A restore interrupts all threads, and gVisor delivers a signal that arrives meanwhile to the first thread that is
     ready again. If that is another thread, a program that sleeps in its main thread does not notice the signal.

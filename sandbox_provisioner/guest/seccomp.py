@@ -1,5 +1,7 @@
 """Restrict PID 1 and all its children permanently, and protect PID 1 from its children.
 
+PID 1 calls ``confine`` in the sandbox before it starts anything.
+
 No child may create a user namespace. In one it would hold every capability, and so reach a larger part of gVisor to
 attack: Debian's runsc let it remount a read-only folder of the host writable. A seccomp filter prevents this. A filter
 in the OCI configuration does not suffice: with runsc it can only return EPERM, but libc falls back from clone3, whose
@@ -38,44 +40,31 @@ F_SETSIG = 10
 SET_IDS = 0o6000
 PTRACE_SYSCALL, PTRACE_SETOPTIONS, PTRACE_SEIZE, PTRACE_O_TRACESECCOMP = 24, 0x4200, 0x4206, 0x80
 INIT = 1
-NUMBERS: dict[str, dict[str, tuple[int, ...]]] = {
-    "x86_64": {
-        "missing": (435, 424),
-        "namespaces": (272, 56),
-        "signals": (72,),
-        "init": (62, 200, 234, 129, 297, 302),
-        "tracing": (101,),
-        "second mode": (90, 91),
-        "third mode": (268, 452),
-    },
-    "aarch64": {
-        "missing": (435, 424),
-        "namespaces": (97, 220),
-        "signals": (25,),
-        "init": (129, 130, 131, 138, 240, 261),
-        "tracing": (117,),
-        "second mode": (52,),
-        "third mode": (53, 452),
-    },
+MACHINES = ("x86_64", "aarch64")
+CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "missing": ((435, 424), (435, 424)),  # clone3, pidfd_send_signal
+    "namespaces": ((272, 56), (97, 220)),  # unshare, clone
+    "signals": ((72,), (25,)),  # fcntl
+    # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, prlimit64
+    "init": ((62, 200, 234, 129, 297, 302), (129, 130, 131, 138, 240, 261)),
+    "tracing": ((101,), (117,)),  # ptrace
+    "second mode": ((90, 91), (52,)),  # chmod (x86_64 only), fchmod
+    "third mode": ((268, 452), (53, 452)),  # fchmodat, fchmodat2
 }
-"""The parts of the filter, and the numbers of the system calls that each part checks.
-
-missing: clone3, pidfd_send_signal; namespaces: unshare, clone; signals: fcntl; init: kill, tkill, tgkill,
-rt_sigqueueinfo, rt_tgsigqueueinfo, prlimit64; tracing: ptrace; second mode: chmod (x86_64 only), fchmod;
-third mode: fchmodat, fchmodat2.
-"""
+"""The parts of the filter, and the numbers of the system calls that each part checks, for each of MACHINES."""
 
 Step = tuple[int, str, int]
 """An instruction, the label to jump to if its condition holds, and its operand."""
 
 
 def filter_steps(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the filter's instructions for a machine. Raises KeyError for one that gVisor does not support."""
-    numbers = [(IF_EQUAL, part, number) for part, numbers in NUMBERS[machine].items() for number in numbers]
+    """Return the filter's instructions for a machine. Raises ValueError for one that gVisor does not support."""
+    index = MACHINES.index(machine)
+    jumps = [(IF_EQUAL, part, number) for part, numbers in CALLS.items() for number in numbers[index]]
     first, second, third, fourth = ((LOAD, "", argument) for argument in ARGUMENTS)
     allow = (RETURN, "", ALLOW)
     parts: dict[str, list[Step]] = {
-        "": [(LOAD, "", CALL_NUMBER), *numbers],
+        "": [(LOAD, "", CALL_NUMBER), *jumps],
         "allow": [allow],
         "namespaces": [first, (IF_ANY_BIT, "refuse", CLONE_NEWUSER), allow],
         "signals": [second, (IF_EQUAL, "refuse", F_SETSIG), allow],
@@ -107,7 +96,7 @@ def filter_steps(machine: str) -> list[tuple[int, int, int, int]]:
 def confine() -> None:
     """Install the filter in this process and, if it is PID 1, make it not dumpable.
 
-    Raises OSError if the system refuses, KeyError on a machine that gVisor does not support.
+    Raises OSError if the system refuses, ValueError on a machine that gVisor does not support.
     """
     steps = filter_steps(os.uname().machine)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))

@@ -1,4 +1,4 @@
-"""Connect the host's streams to sockets and to the pipes of processes. Part of PID 1's event loop."""
+"""Connect the host's streams to sockets and to the pipes of processes. Runs in PID 1, in its event loop."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from frames import AMOUNT, CREDIT, DATA, EOF, HEADER, MAX_PAYLOAD, RESET, SMALLE
 from processes import Process, Processes
 
 CONNECT_RETRY = 0.01
+"""Seconds until the next attempt to connect to a socket that does not listen yet."""
 TCP_CONNECT = 0.05
+"""Time limit in seconds for connecting to a TCP port: PID 1 waits for it."""
 
 
 class Endpoint:
-    """One stream: a file descriptor in the sandbox to read from, one to write to, and the credit in both directions."""
+    """One stream: its socket, or the pipes of its process, and the credit in both directions."""
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
         self.reader = -1
         self.writer = -1
-        self.owner: socket.socket | None = None
+        self.socket: socket.socket | None = None
         self.process: Process | None = None
         self.credit = WINDOW
+        """Bytes that may still be sent to the host."""
         self.owed = 0
-        self.backlog = bytearray()
+        """Bytes from the host that were written, and for which the host has no credit yet."""
+        self.unwritten = bytearray()
+        """Bytes from the host that the socket or pipe has not accepted yet."""
         self.host_ended = False
         self.ended = False
 
@@ -40,7 +45,8 @@ class Streams:
         self.endpoints: dict[int, Endpoint] = {}
         self.connecting: dict[int, str] = {}
         self.by_fd: dict[int, Endpoint] = {}
-        self.interest: dict[int, int] = {}
+        self.watched: dict[int, int] = {}
+        """The epoll events of each registered descriptor."""
         self.frame = memoryview(bytearray(HEADER.size + MAX_PAYLOAD))
 
     def open(self, stream: int, target: str) -> None:
@@ -51,20 +57,18 @@ class Streams:
             self.connecting[stream] = target
             self._connect(stream)
             return
-        name, _, which = rest.partition(":")
-        process = self.processes.table.get(int(name)) if kind == "process" else None
-        if process is None:
-            self._end(endpoint, RESET)
-            return
-        endpoint.process = process
-        if which == "output":
-            endpoint.reader, endpoint.writer = process.stdout, process.stdin
-        else:
-            endpoint.reader = process.stderr
+        number, _, pipe = rest.partition(":")
+        process = self.processes.table.get(int(number)) if kind == "process" else None
+        if process:
+            endpoint.process = process
+            if pipe == "output":
+                endpoint.reader, endpoint.writer = process.stdout, process.stdin
+            else:
+                endpoint.reader = process.stderr
         if endpoint.reader < 0:
             self._end(endpoint, RESET)
-            return
-        self._watch(endpoint)
+        else:
+            self._watch(endpoint)
 
     def receive(self, stream: int, kind: int, payload: bytes) -> None:
         """Handle a frame from the host. Frames for closed streams are ignored."""
@@ -72,20 +76,17 @@ class Streams:
         if endpoint is None:
             return
         if kind == DATA:
-            endpoint.backlog += payload
-            self._drain(endpoint)
+            endpoint.unwritten += payload
+            self._write(endpoint)
         elif kind == CREDIT:
             endpoint.credit += AMOUNT.unpack(payload)[0]
             self._watch(endpoint)
-        elif kind == EOF:
+        else:
             endpoint.host_ended = True
-            if endpoint.stream in self.connecting:
+            if kind == RESET or stream in self.connecting:
                 self._end(endpoint, RESET)
             else:
-                self._drain(endpoint)
-        elif kind == RESET:
-            endpoint.host_ended = True
-            self._end(endpoint, RESET)
+                self._write(endpoint)
 
     def serve(self, fd: int, events: int) -> None:
         """Handle epoll events of a descriptor. Descriptors of closed streams are ignored."""
@@ -93,12 +94,12 @@ class Streams:
         if endpoint is None:
             return
         if fd == endpoint.writer and events & (select.EPOLLOUT | select.EPOLLERR):
-            self._drain(endpoint)
+            self._write(endpoint)
         if fd == endpoint.reader and events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-            self._fill(endpoint)
+            self._read(endpoint)
 
     def connect_pending(self) -> None:
-        """Connect to the sockets that did not listen before, until one still does not; that one is tried last next."""
+        """Try again to connect to sockets that did not listen; after a failure, leave the others for the next call."""
         for stream in list(self.connecting):
             if not self._connect(stream):
                 self.connecting[stream] = self.connecting.pop(stream)
@@ -110,9 +111,9 @@ class Streams:
             self._forget(endpoint, keep_pipes=True)
 
     def _connect(self, stream: int) -> bool:
+        """Connect a stream to its socket. Return False if the socket does not accept now."""
         kind, _, address = self.connecting[stream].partition(":")
-        family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
         try:
             if kind == "unix":
                 sock.setblocking(False)
@@ -128,19 +129,21 @@ class Streams:
             return False
         del self.connecting[stream]
         endpoint = self.endpoints[stream]
-        endpoint.owner, endpoint.reader, endpoint.writer = sock, sock.fileno(), sock.fileno()
-        self._drain(endpoint)
+        endpoint.socket = sock
+        endpoint.reader = endpoint.writer = sock.fileno()
+        self._write(endpoint)
         return True
 
     def _watch(self, endpoint: Endpoint) -> None:
         """Register with epoll the events that this endpoint can handle now."""
-        wanted: dict[int, int] = {}
-        if endpoint.reader >= 0 and not endpoint.ended and endpoint.credit > 0:
+        wanted: dict[int, int] = {endpoint.reader: 0, endpoint.writer: 0}
+        if not endpoint.ended and endpoint.credit > 0:
             wanted[endpoint.reader] = select.EPOLLIN
-        if endpoint.writer >= 0 and endpoint.backlog:
-            wanted[endpoint.writer] = wanted.get(endpoint.writer, 0) | select.EPOLLOUT
-        for fd in {endpoint.reader, endpoint.writer} - {-1}:
-            events, before = wanted.get(fd, 0), self.interest.get(fd, 0)
+        if endpoint.unwritten:
+            wanted[endpoint.writer] |= select.EPOLLOUT
+        wanted.pop(-1, None)
+        for fd, events in wanted.items():
+            before = self.watched.get(fd, 0)
             if events == before:
                 continue
             if not before:
@@ -149,10 +152,10 @@ class Streams:
                 self.epoll.unregister(fd)
             else:
                 self.epoll.modify(fd, events)
-            self.interest[fd] = events
+            self.watched[fd] = events
             self.by_fd[fd] = endpoint
 
-    def _fill(self, endpoint: Endpoint) -> None:
+    def _read(self, endpoint: Endpoint) -> None:
         """Move bytes from the sandbox to the host, limited by the endpoint's credit."""
         if endpoint.ended or endpoint.credit <= 0 or endpoint.reader < 0:
             return
@@ -164,7 +167,7 @@ class Streams:
         except OSError:
             size = 0
         if not size:
-            self._end(endpoint, EOF if endpoint.owner is None else RESET)
+            self._end(endpoint, RESET if endpoint.socket else EOF)
             return
         endpoint.credit -= size
         HEADER.pack_into(self.frame, 0, DATA, endpoint.stream, size)
@@ -172,31 +175,35 @@ class Streams:
         if endpoint.credit <= 0:
             self._watch(endpoint)
 
-    def _drain(self, endpoint: Endpoint) -> None:
-        """Move bytes from the host to the sandbox, and give credit for the bytes written."""
+    def _write(self, endpoint: Endpoint) -> None:
+        """Move bytes from the host to the sandbox, and give credit for the bytes written.
+
+        Bytes for a pipe that the process has closed are discarded.
+        """
         if endpoint.stream in self.connecting:
             return
-        if endpoint.backlog:
+        if endpoint.unwritten:
+            written = len(endpoint.unwritten)
             try:
-                written = os.write(endpoint.writer, endpoint.backlog) if endpoint.writer >= 0 else len(endpoint.backlog)
+                if endpoint.writer >= 0:
+                    written = os.write(endpoint.writer, endpoint.unwritten)
             except BlockingIOError:
                 written = 0
             except OSError:
-                if endpoint.owner is not None:
+                if endpoint.socket:
                     self._end(endpoint, RESET)
                     return
-                written = len(endpoint.backlog)
-            del endpoint.backlog[:written]
+            del endpoint.unwritten[:written]
             endpoint.owed += written
             if endpoint.owed >= SMALLEST_CREDIT:
                 self.send(encode_credit(endpoint.stream, endpoint.owed))
                 endpoint.owed = 0
-        if endpoint.host_ended and not endpoint.backlog:
+        if endpoint.host_ended and not endpoint.unwritten:
             self._close_writer(endpoint)
         self._watch(endpoint)
 
     def _close_writer(self, endpoint: Endpoint) -> None:
-        if endpoint.owner is not None:
+        if endpoint.socket:
             self._end(endpoint, RESET)
             return
         if endpoint.writer >= 0:
@@ -220,10 +227,10 @@ class Streams:
         self.connecting.pop(endpoint.stream, None)
         for fd in {endpoint.reader, endpoint.writer} - {-1}:
             self._unwatch(fd)
-            if endpoint.process and not (keep_pipes and not endpoint.ended):
+            if endpoint.process and (endpoint.ended or not keep_pipes):
                 self._close_pipe(endpoint, fd)
-        if endpoint.owner is not None:
-            endpoint.owner.close()
+        if endpoint.socket:
+            endpoint.socket.close()
 
     def _close_pipe(self, endpoint: Endpoint, fd: int) -> None:
         self._unwatch(fd)
@@ -232,6 +239,6 @@ class Streams:
             self.processes.pipe_closed(endpoint.process, fd)
 
     def _unwatch(self, fd: int) -> None:
-        if self.interest.pop(fd, 0):
+        if self.watched.pop(fd, 0):
             self.epoll.unregister(fd)
         self.by_fd.pop(fd, None)

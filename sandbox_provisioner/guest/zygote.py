@@ -1,9 +1,10 @@
 """Stop a template's kernel just before it serves, and give each restored copy its identity.
 
-The stopped kernel imports the modules that it is told to and is checkpointed as a template: an IPython kernel without
-an owner. Each restored copy receives its key, folder and environment, draws new random state so that it differs from
-the other copies, and then applies the user's configuration, extensions and startup files. Requests are lines of JSON on
-a socket, one for each connection. Runs in the kernel's own Python, of any version.
+Runs in the main thread of the kernel's process in the sandbox, with any version of Python. The host sends requests to a
+socket (``mux.activation`` and ``templates.build``): each connection carries a line of JSON and the answer, another one.
+The requests "preload" and "report" come before the checkpoint. Each restored copy then gets the request "activate" with
+its key, folder and environment. It draws new random state, so that it differs from the other copies, and applies the
+user's configuration, extensions and startup files.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ HISTORY_DELAY = 1.0
 def stop_at_start() -> None:
     """Patch ipykernel's application class to stop before it serves, and to apply no user files before that."""
     kind = import_module("ipykernel.kernelapp").IPKernelApp
-    reseed, before = sys.modules["hooks"]._reseed, dict(os.environ)
-    own = {name: getattr(kind, name) for name in ("load_config_file", "init_extensions", "init_code", "start")}
+    reseed_generators, environment = sys.modules["hooks"].reseed_generators, dict(os.environ)
+    originals = {name: getattr(kind, name) for name in ("load_config_file", "init_extensions", "init_code", "start")}
 
     def init_extensions(app: Any) -> None:
         if not _extended(app):
-            own["init_extensions"](app)
+            originals["init_extensions"](app)
 
     def init_code(app: Any) -> None:
         if not _has_code(app):
-            own["init_code"](app)
+            originals["init_code"](app)
 
     def start(app: Any) -> None:
-        def activate(orders: dict[str, Any]) -> None:
-            for name, method in own.items():
+        def activate(request: dict[str, Any]) -> None:
+            for name, method in originals.items():
                 setattr(kind, name, method)
-            _take_identity(app, orders, before)
-            reseed()
+            _take_identity(app, request, environment)
+            reseed_generators()
             _reset_random_state(app)
 
-        _wait_for_orders(app, activate)
+        _serve_until_activated(app, activate)
         _apply_user_settings(app)
         app.start()
 
@@ -67,23 +68,23 @@ def _extended(app: Any) -> bool:
 
 def _has_code(app: Any) -> bool:
     """Return True if the application, started now, would run code before the first cell."""
-    given = (app.exec_lines, app.exec_files, app.code_to_run, app.file_to_run, app.module_to_run)
+    options = (app.exec_lines, app.exec_files, app.code_to_run, app.file_to_run, app.module_to_run)
     application = import_module("IPython.core.application")
     folders = [app.profile_dir.startup_dir]
     folders += [f"{top}/startup" for top in application.ENV_CONFIG_DIRS + application.SYSTEM_CONFIG_DIRS]
-    return any(given) or "PYTHONSTARTUP" in os.environ or any(_listed(folder, ".py", ".ipy") for folder in folders)
+    return any(options) or "PYTHONSTARTUP" in os.environ or any(map(_has_python_files, folders))
 
 
 def _configured(app: Any) -> bool:
     """Return True if the application, started now, would find a configuration file."""
     stems = {"ipython_config", *(name.rpartition(".")[0] for name in app.config_files)}
-    wanted = {f"{stem}{ending}" for stem in stems for ending in (".py", ".json")}
-    return any(os.path.exists(os.path.join(folder, name)) for folder in app.config_file_paths for name in wanted)
+    names = {f"{stem}{ending}" for stem in stems for ending in (".py", ".json")}
+    return any(os.path.exists(os.path.join(folder, name)) for folder in app.config_file_paths for name in names)
 
 
-def _listed(folder: str, *endings: str) -> bool:
+def _has_python_files(folder: str) -> bool:
     try:
-        return any(name.endswith(endings) for name in os.listdir(folder))
+        return any(name.endswith((".py", ".ipy")) for name in os.listdir(folder))
     except OSError:
         return False
 
@@ -93,7 +94,7 @@ def _listed(folder: str, *endings: str) -> bool:
 
 def _import(name: str) -> str:
     """Import a module. Return why it cannot be part of a template, or an empty string."""
-    threads, children, devices = threading.active_count(), _children(), set(_devices())
+    threads, children, devices = threading.active_count(), _children(), set(_open_devices())
     try:
         import_module(name)
     except BaseException as error:
@@ -102,12 +103,13 @@ def _import(name: str) -> str:
         return "it started a thread"
     if _children() != children:
         return "it started a process"
-    if opened := set(_devices()) - devices:
+    if opened := set(_open_devices()) - devices:
         return f"it opened {', '.join(sorted(opened))}"
     return ""
 
 
-def _devices() -> Iterator[str]:
+def _open_devices() -> Iterator[str]:
+    """Yield the devices that this process has open, such as a GPU; the harmless ones are left out."""
     for name in os.listdir("/proc/self/fd"):
         try:
             path = os.readlink(f"/proc/self/fd/{name}")
@@ -124,9 +126,8 @@ def _children() -> list[str]:
 
 def _why_unfit(app: Any) -> str:
     """Return why this kernel cannot be a template, or an empty string."""
-    kernels = import_module("ipykernel.ipkernel")
-    if not isinstance(app.kernel, kernels.IPythonKernel) or app.shell is None:
-        return "it is not IPython's"
+    if not isinstance(app.kernel, import_module("ipykernel.ipkernel").IPythonKernel) or app.shell is None:
+        return "it is not an IPython kernel"
     if _children():
         return "it has started a process, which would not get the new identity"
     return ""
@@ -148,8 +149,8 @@ def _files() -> set[str]:
     return {os.path.realpath(path) for path in paths if os.path.isabs(path) and os.path.exists(path)}
 
 
-def _wait_for_orders(app: Any, activate: Callable[[dict[str, Any]], None]) -> None:
-    """Answer requests on the socket until one of them has activated this copy."""
+def _serve_until_activated(app: Any, activate: Callable[[dict[str, Any]], None]) -> None:
+    """Answer the host's requests until one of them has activated this copy."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(PATH)
         server.listen()
@@ -162,13 +163,13 @@ def _wait_for_orders(app: Any, activate: Callable[[dict[str, Any]], None]) -> No
                     stream.flush()
 
 
-def _answer(app: Any, message: dict[str, Any], activate: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    if message["op"] == "preload":
-        return _preload(message["modules"])
-    if message["op"] == "report":
+def _answer(app: Any, request: dict[str, Any], activate: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    if request["op"] == "preload":
+        return _preload(request["modules"])
+    if request["op"] == "report":
         return {"unfit": _why_unfit(app)}
     try:
-        activate(message)
+        activate(request)
         os.unlink(PATH)
         return {}
     except Exception as error:
@@ -185,23 +186,27 @@ def _preload(modules: list[str]) -> dict[str, Any]:
 # -- after the restore -------------------------------------------------------------------------------------------------
 
 
-def _take_identity(app: Any, orders: dict[str, Any], before: dict[str, str]) -> None:
-    """Take on the environment, folder, connection file and key of the requested kernel."""
-    frozen_in, cwd, frozen_file, file = os.getcwd(), orders["cwd"], app.connection_file, orders["connection_file"]
-    own = {name: value for name, value in os.environ.items() if before.get(name) != value}
+def _take_identity(app: Any, request: dict[str, Any], start_environment: dict[str, str]) -> None:
+    """Take on the environment, folder, connection file and key of the requested kernel.
+
+    Variables that the template's kernel has changed since ``start_environment`` are kept.
+    """
+    template_cwd, cwd = os.getcwd(), request["cwd"]
+    template_file, file = app.connection_file, request["connection_file"]
+    changed = {name: value for name, value in os.environ.items() if start_environment.get(name) != value}
     os.environ.clear()
-    os.environ.update({**own, **orders["env"]})
+    os.environ.update({**changed, **request["env"]})
     time.tzset()
     os.chdir(cwd)
     for paths in (sys.path, app.config_file_paths):
-        paths[:] = [cwd if path == frozen_in else path for path in paths]
+        paths[:] = [cwd if path == template_cwd else path for path in paths]
     invalidate_caches()  # The restored copy has folders that the template did not have.
-    sys.argv = [part.replace(frozen_file, file) for part in sys.argv]
+    sys.argv = [part.replace(template_file, file) for part in sys.argv]
     app.connection_file = app.config.IPKernelApp.connection_file = file
-    for left in (frozen_file, INIT_MAPS):
-        os.unlink(left)
-    app.session.key = orders["key"].encode()
-    app.session.signature_scheme = orders["signature_scheme"]
+    os.unlink(template_file)
+    os.unlink(INIT_MAPS)
+    app.session.key = request["key"].encode()
+    app.session.signature_scheme = request["signature_scheme"]
     if "JPY_SESSION_NAME" in os.environ:
         app.shell.user_ns["__session__"] = os.environ["JPY_SESSION_NAME"]
     app.shell.init_environment()
@@ -229,9 +234,9 @@ def _reset_random_state(app: Any) -> None:
 def _apply_user_settings(app: Any) -> None:
     """Apply the user's configuration, extensions and startup files as a newly started application does."""
     if _configured(app):
-        given = app.config.copy()
+        from_command_line = app.config.copy()
         app.load_config_file()
-        app.update_config(given)
+        app.update_config(from_command_line)
         for configurable in (app.kernel, app.shell, *app.shell.configurables):
             configurable.update_config(app.config)
         app.init_gui_pylab()
@@ -248,6 +253,6 @@ def _apply_user_settings(app: Any) -> None:
 def _set_history_time(history: Any) -> None:
     """Set the start time of the history session to now, because the session began in the template."""
     if history.enabled and history.session_number:
+        now = datetime.now().isoformat(" ")
         with history.db:
-            begun = (datetime.now().isoformat(" "), history.session_number)
-            history.db.execute("UPDATE sessions SET start = ? WHERE session = ?", begun)
+            history.db.execute("UPDATE sessions SET start = ? WHERE session = ?", (now, history.session_number))

@@ -1,7 +1,7 @@
 """Give a copy of a template its identity, or send requests to the kernel of a template that is being made.
 
-PID 1 first writes the files, binds the folder and gives up its capabilities. Then the kernel, which waits in
-``guest.zygote``, receives its key, folder and environment in one line of JSON.
+Runs on the host's I/O loop. PID 1 first writes the files, binds the folder and gives up its capabilities. Then the
+kernel, which waits in ``guest.zygote``, receives its key, folder and environment in one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ ZYGOTE = "unix:/run/jupyter/frozen"
 MAX_ANSWER = 1 << 23
 """Bytes of the stopped kernel's answer."""
 MAX_PROBLEM = 500
+"""Characters of the stopped kernel's error that are reported."""
 ACTIVATING = 30.0
-"""Longest time for the activation of a copy, in seconds."""
+"""Time limit in seconds for the activation of a copy."""
 
 
 async def activate(
@@ -32,10 +33,11 @@ async def activate(
     expect: Mapping[str, int],
     outlive: bool,
 ) -> None:
-    """Give a copy of a template the identity in ``orders``.
+    """Give a copy of a template the identity in ``orders``: its key, folder and environment.
 
-    Raises GuestError if that fails, with ESTALE if the ``folder`` is not as ``expect``ed. ``outlive`` takes effect only
-    after the activation: without an identity, a sandbox whose server is gone is of no use.
+    PID 1 writes ``files`` and binds ``folder``. Raises GuestError if that fails; its errno is ESTALE if a path in
+    ``expect`` no longer has the given st_ctime_ns. ``outlive`` is set last: a copy without an identity must end with
+    its server.
     """
     try:
         async with asyncio.timeout(ACTIVATING):

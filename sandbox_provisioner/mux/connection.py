@@ -1,7 +1,8 @@
 """The host's end of the pipe to a sandbox's PID 1: GuestConnection.
 
-The guest is treated as hostile: bytes need credit, credit needs bytes, and a reply needs a request. This bounds the
-memory and work that a guest can cause. The connection to a guest that breaks a rule is closed, and its sandbox ended.
+The guest is treated as hostile: it may send only as many bytes as it has credit for, give credit only for bytes that
+it received, and reply only to requests. This bounds the memory and work that a guest can cause. If a guest breaks a
+rule, its connection is closed and its sandbox ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .stream import GuestStream, StreamTable
 
 MAX_HOOK_ERROR = 1000
 """Characters of a hook's error that are reported."""
-LATE = 5.0
+HOOK_REPORT = 5.0
 """Extra seconds to wait, after a hook's time limit, for the guest's report."""
 
 BEFORE_CHECKPOINT = "sandbox_before_checkpoint"
@@ -42,10 +43,10 @@ class Hooks:
 
 
 class ConnectionState(Enum):
-    """The state of a connection. Only in OPEN are frames of streams sent; in the other states they are held."""
+    """The state of a connection. Frames are sent only in OPEN; in the other states they are held."""
 
     NEW = "new"
-    """No guest has sent its hello message yet."""
+    """The guest has not sent its hello message yet."""
     OPEN = "open"
     QUIESCED = "quiesced"
     """The traffic is stopped for a checkpoint, or not yet continued after a restore."""
@@ -55,7 +56,7 @@ class ConnectionState(Enum):
 
 
 class GuestConnection:
-    """The connection to one sandbox, across any number of checkpoints and restores. I/O loop only."""
+    """The connection to one sandbox, across any number of checkpoints and restores. Runs on the host's I/O loop."""
 
     def __init__(self) -> None:
         self.state = ConnectionState.NEW
@@ -63,7 +64,9 @@ class GuestConnection:
         self.hooks = Hooks()
         self.on_closed: Callable[[Exception], None] = lambda error: None
         self.on_hook_failed: Callable[[str], None] = lambda reason: None
-        self.host_api = HostApi(self._send_answer)
+        self.host_api = HostApi(lambda message: self.send(_control(message)))
+        self.control_waits = False
+        """True if a control message, such as a signal, waits for the guest. An answer to its request does not count."""
         self._loop = asyncio.get_running_loop()
         self._decoder = Decoder()
         self._pipe: Pipe | None = None
@@ -71,7 +74,6 @@ class GuestConnection:
         self._streams = StreamTable(self)
         self._processes = ProcessTable(self)
         self._held: list[bytes] = []
-        self._answers: list[bytes] = []
         self._waits: dict[str, asyncio.Future[None]] = {"hello": self._loop.create_future()}
         self._hook_waits: deque[asyncio.Future[None]] = deque()
         self._unanswered = 0
@@ -90,11 +92,6 @@ class GuestConnection:
     def resting(self) -> bool:
         """True while the guest is hibernated, being checkpointed or being restored."""
         return self.state in (ConnectionState.QUIESCED, ConnectionState.DETACHED)
-
-    @property
-    def control_waits(self) -> bool:
-        """True if a control message, such as a signal, waits for the guest."""
-        return any(HEADER.unpack_from(frame)[0] == CONTROL for frame in self._held)
 
     # -- the pipe ----------------------------------------------------------------------------------------------
 
@@ -137,7 +134,7 @@ class GuestConnection:
         self.error, self.state = error, ConnectionState.CLOSED
         self.detach()
         self._held.clear()
-        self._answers.clear()
+        self.control_waits = False
         self.host_api.clear()
         for wait in (*self._waits.values(), *self._hook_waits):
             if not wait.done():
@@ -148,10 +145,7 @@ class GuestConnection:
         self.on_closed(error)
 
     async def quiesce(self) -> None:
-        """Stop the traffic in both directions at the end of a frame.
-
-        On return all bytes sent are in the sandbox, and all bytes received are here.
-        """
+        """Stop the traffic in both directions at the end of a frame, so that no byte is in the pipes on return."""
         self._require_usable()
         if self.state is ConnectionState.OPEN:
             self.state = ConnectionState.QUIESCED
@@ -176,7 +170,7 @@ class GuestConnection:
     async def call_hook(self, name: str) -> None:
         """Run a hook of the kernel, if it has one, and wait until it has finished or its time is over."""
         if ended := self._start_hook(name):
-            await asyncio.wait({ended}, timeout=self.hooks.seconds + LATE)
+            await asyncio.wait({ended}, timeout=self.hooks.seconds + HOOK_REPORT)
 
     def _start_hook(self, name: str) -> asyncio.Future[None] | None:
         if not self.hooks.seconds or not self._pipe:
@@ -189,9 +183,10 @@ class GuestConnection:
     def _flow(self) -> None:
         """Send the frames that were held, in order, and from now on all frames."""
         self.state = ConnectionState.OPEN
-        held, self._held, self._answers = [*self._held, *self._answers], [], []
+        self.control_waits = False
+        held, self._held = self._held, []
         for frame in held:
-            self.send(frame)
+            self._write(frame)
         self._streams.resume()
 
     # -- streams and processes -----------------------------------------------------------------------------------
@@ -239,10 +234,11 @@ class GuestConnection:
     def tell(self, **message: Any) -> None:
         """Send PID 1 a control message. Raises GuestError if it is larger than a frame."""
         self._require_usable()
-        payload = json.dumps(message).encode()
-        if len(payload) > MAX_PAYLOAD:
+        frame = _control(message)
+        if len(frame) > HEADER.size + MAX_PAYLOAD:
             raise GuestError("The command and its environment are too large for a sandbox.", errno.E2BIG)
-        self.send(encode(CONTROL, 0, payload))
+        self.control_waits = self.quiet
+        self.send(frame)
 
     def send(self, frame: bytes) -> None:
         """Send a frame, or hold it until the traffic continues."""
@@ -251,17 +247,9 @@ class GuestConnection:
         elif not self.error:
             self._held.append(frame)
 
-    def _send_answer(self, message: Mapping[str, Any]) -> None:
-        """Send an answer, or hold it while the guest rests. Unlike other held frames it does not cause a wake."""
-        frame = encode(CONTROL, 0, json.dumps(message).encode())
-        if self.quiet:
-            self._answers.append(frame)
-        else:
-            self._write(frame)
-
     def _send_at_once(self, **message: Any) -> None:
         """Send a control message in any state, because it stops or continues the traffic."""
-        self._write(encode(CONTROL, 0, json.dumps(message).encode()))
+        self._write(_control(message))
 
     def _write(self, frame: bytes) -> None:
         if self._pipe:
@@ -311,35 +299,41 @@ class GuestConnection:
             raise ProtocolError(f"Invalid message from guest: {str(error)[:100]}.") from error
 
     def _handle(self, op: str, message: dict[str, Any]) -> None:
-        if op in ("started", "failed", "exited"):
-            self._processes.received(op, message)
-        elif op == "hello" and self.state is ConnectionState.NEW:
-            self._greet(message["version"], message["processes"])
-        elif op == "quiesced" and self._unanswered:
-            self._unanswered -= 1
-            if not self._unanswered and self._waiting(op):
+        match op:
+            case "started" | "failed" | "exited":
+                self._processes.received(op, message)
+            case "hello" if self.state is ConnectionState.NEW:
+                self._hello_received(message["version"], message["processes"])
+            case "quiesced" if self._unanswered:
+                self._unanswered -= 1
+                if not self._unanswered and self._waiting(op):
+                    self._waits[op].set_result(None)
+            case "hooked" if self._hook_waits:
+                self._hook_waits.popleft().set_result(None)
+                if problem := str(message["trouble"]):
+                    self.on_hook_failed(printable(problem[:MAX_HOOK_ERROR]))
+            case "resumed" if self._waiting(op):
                 self._waits[op].set_result(None)
-        elif op == "hooked" and self._hook_waits:
-            self._hook_waits.popleft().set_result(None)
-            if trouble := str(message["trouble"]):
-                self.on_hook_failed(printable(trouble[:MAX_HOOK_ERROR]))
-        elif op == "resumed" and self._waiting(op):
-            self._waits[op].set_result(None)
-        elif op == "activated" and self._waiting(op):
-            if message["errno"]:
-                self._waits[op].set_exception(refusal("The sandbox could not bind its folder", message))
-            else:
-                self._waits[op].set_result(None)
-        elif op == "ask" and self.state is not ConnectionState.NEW:
-            self.host_api.receive(message["number"], message["request"])
-        elif op == "answered":
-            self.host_api.confirm(message["number"])
-        else:
-            raise ProtocolError(f"Unexpected message from guest: {str(op)[:50]!r}.")
+            case "activated" if self._waiting(op):
+                if message["errno"]:
+                    self._waits[op].set_exception(refusal("The copy of a template could not be activated", message))
+                else:
+                    self._waits[op].set_result(None)
+            case "ask" if self.state is not ConnectionState.NEW:
+                self.host_api.receive(message["number"], message["request"])
+            case "answered":
+                self.host_api.confirm(message["number"])
+            case _:
+                raise ProtocolError(f"Unexpected message from guest: {str(op)[:50]!r}.")
 
-    def _greet(self, version: int, processes: list[int]) -> None:
+    def _hello_received(self, version: int, processes: list[int]) -> None:
         if version != VERSION:
             raise ProtocolError(f"The guest uses protocol version {version!r:.20}, not {VERSION}.")
         self._processes.adopt(processes, restored=self._restoring)
         self._flow()
         self._waits["hello"].set_result(None)
+
+
+def _control(message: Mapping[str, Any]) -> bytes:
+    """Return the frame of a control message."""
+    return encode(CONTROL, 0, json.dumps(message).encode())

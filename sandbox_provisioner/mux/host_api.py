@@ -1,7 +1,7 @@
-"""Track the guest's unanswered requests, so that a hostile guest can occupy only bounded memory on the host.
+"""Track the guest's requests to the host, so that a hostile guest can occupy only bounded memory.
 
-A request ("ask" in the protocol) stays open until the guest confirms that the answer arrived: a guest that sends
-requests without reading the answers soon reaches the limit.
+A request ("ask" in the protocol) is open until the guest confirms that the answer arrived: a guest that sends requests
+without reading the answers soon reaches the limit. ``kernel.host_api`` executes the requests.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ Listener = Callable[[int, dict[str, Any]], None]
 
 
 class HostApi:
-    """The open requests of one guest, by number. Raises ProtocolError for a message that a correct PID 1 never sends.
-
-    ``send`` takes the messages that carry the answers.
-    """
+    """The open requests of one guest, by number. Runs on the host's I/O loop. ``send`` sends PID 1 an answer."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
         self._listener: Listener | None = None
         self._early: list[tuple[int, dict[str, Any]]] = []
+        """Requests that arrived before ``listen`` was called."""
         self._answered: dict[int, bool] = {}
+        """The open requests: True if the answer was sent and the guest has not confirmed it."""
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` for every request from now on, and for those that already wait."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Pipe(asyncio.Protocol):
-    """The pipes to and from one guest process. ``on_end`` is called if the guest closes them before ``close``."""
+    """The pipes to and from PID 1. Runs on the host's I/O loop. ``on_end`` is called if the guest closes them first."""
 
     def __init__(self, on_data: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
         self._on_data = on_data
@@ -18,7 +18,7 @@ class Pipe(asyncio.Protocol):
         self._closed = False
 
     async def open(self, to_guest: int, from_guest: int) -> None:
-        """Take over two descriptors, the pipes to and from a sandbox that is about to start."""
+        """Take over the descriptors of the two pipes."""
         loop = asyncio.get_running_loop()
         self._reader, _ = await loop.connect_read_pipe(lambda: self, os.fdopen(from_guest, "rb", 0))
         self._writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(to_guest, "wb", 0))
@@ -37,10 +37,10 @@ class Pipe(asyncio.Protocol):
             self._writer.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Pass on data from the guest. Called by the loop."""
+        """Call ``on_data``. Called by the loop when data has arrived."""
         self._on_data(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report the end of the guest's pipe. Called by the loop."""
+        """Call ``on_end`` unless the pipes were closed here. Called by the loop."""
         if not self._closed:
             self._on_end()

@@ -1,4 +1,4 @@
-"""Run a command inside a sandbox, with the same interface as a local Process."""
+"""The processes of one connection: commands that run inside the sandbox, with the same interface as a LocalProcess."""
 
 from __future__ import annotations
 
@@ -19,30 +19,28 @@ MAX_PROCESSES = 1024
 
 
 class GuestProcess(Process):
-    """A command in the sandbox, started by ``GuestConnection.spawn``. I/O loop only.
-
-    Its signals go to its process group in the sandbox.
-    """
+    """A command in the sandbox, started by ``GuestConnection.spawn``. Runs on the host's I/O loop."""
 
     def __init__(self, connection: GuestConnection, number: int) -> None:
         super().__init__()
         self.number = number
-        self._connection = connection
-        self._room = asyncio.Event()
-        self._stdio: GuestStream | None = None
-        self._streams: dict[str, GuestStream] = {}
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._connection = connection
+        self._streams: dict[str, GuestStream] = {}
+        self._stdio: GuestStream | None = None
+        """The stream that carries stdin and stdout."""
+        self._stdin_ready = asyncio.Event()
 
     def send_signal(self, signum: int) -> None:
-        """Ask PID 1 to signal the process group, which may outlive the process."""
+        """Ask PID 1 to signal the process group in the sandbox, which may outlive the process."""
         if self._open_outputs or not self._exit.done():
             self._connection.tell(op="signal", process=self.number, signal=int(signum))
 
     async def write(self, data: bytes) -> None:
         """Write to its stdin, waiting while there is no credit. Raises BrokenPipeError if stdin is closed."""
         while self._stdio and not self._stdio.closed and not self._stdio.ready and not self._exit.done():
-            self._room.clear()
-            await self._room.wait()
+            self._stdin_ready.clear()
+            await self._stdin_ready.wait()
         if self._stdio is None or self._stdio.closed or self._exit.done():
             raise BrokenPipeError("stdin is closed")
         self._stdio.write(data)
@@ -60,7 +58,7 @@ class GuestProcess(Process):
             stream = self._connection.open(f"process:{self.number}:{target}")
             stream.on_data = lambda data, name=name: self._feed(Output(name, data))  # type: ignore[misc]
             stream.on_end = self._output_ended
-            stream.on_ready = self._room.set
+            stream.on_ready = self._stdin_ready.set
             self._streams[name] = stream
         self._open_outputs = 2
         self._stdio = self._streams["stdout"]
@@ -69,25 +67,25 @@ class GuestProcess(Process):
             self._stdio.end()
 
     def abandon(self) -> None:
-        """Discard its output, received and future. No more credit is given, so its writers soon block."""
+        """Discard its output, received and future. The guest gets no more credit, so the process soon blocks."""
         self._pieces.clear()
         self._size = self._open_outputs = 0
         self._news.set()
         for stream in self._streams.values():
             stream.on_data, stream.on_end = lambda data: None, lambda: None
 
-    def lose(self, error: Exception) -> None:
-        """End it with status -9, because the connection was closed with ``error``."""
+    def connection_closed(self, error: Exception) -> None:
+        """Set the exit status to -9. Called by the table when the connection was closed with ``error``."""
         if not self.started.done():
             self.started.set_exception(error)
-            self.started.exception()
+            self.started.exception()  # Mark as retrieved, so that asyncio logs no warning if it is not awaited.
         self._open_outputs = 0
         self._news.set()
         self._exited(-9)
 
     def _exited(self, status: int) -> None:
         super()._exited(status)
-        self._room.set()
+        self._stdin_ready.set()
         self.close_stdin()
 
     def _taken(self, piece: Output) -> None:
@@ -113,9 +111,9 @@ class ProcessTable(dict[int, GuestProcess]):
         return process
 
     def adopt(self, numbers: Sequence[int], restored: bool) -> None:
-        """Add the processes that a guest has at its start. Raises ProtocolError if it is not ``restored`` and has any.
+        """Add the processes in the guest's hello message, which is untrusted.
 
-        The numbers are untrusted.
+        Raises ProtocolError if the list is invalid, or if a guest that was not ``restored`` has any.
         """
         if len(set(numbers)) != len(numbers) or len(numbers) > (MAX_PROCESSES if restored else 0):
             raise ProtocolError("Invalid list of processes from guest.")
@@ -137,14 +135,16 @@ class ProcessTable(dict[int, GuestProcess]):
             process.started.set_exception(refusal("The command could not be started in the sandbox", message))
             del self[process.number]
         else:
-            status = _status(message["status"])
+            status = int(message["status"])
+            if not -128 < status < 256:
+                raise ValueError(f"exit status {status}")
             del self[process.number]
             process._exited(status)
 
     def close(self, error: Exception) -> None:
         """End all processes, because the connection was closed with ``error``."""
         for process in list(self.values()):
-            process.lose(error)
+            process.connection_closed(error)
         self.clear()
 
 
@@ -152,10 +152,3 @@ def refusal(problem: str, message: Mapping[str, Any]) -> GuestError:
     """Return the error for a message from PID 1 that reports a failed system call."""
     number = int(message["errno"])
     return GuestError(f"{problem}: {os.strerror(number)}: {printable(str(message['filename'])[:500])}.", number)
-
-
-def _status(value: Any) -> int:
-    status = int(value)
-    if not -128 < status < 256:
-        raise ValueError(f"exit status {status}")
-    return status

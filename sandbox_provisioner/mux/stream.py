@@ -1,8 +1,7 @@
-"""One flow of bytes between the host and a target in the sandbox, with credit in both directions."""
+"""The streams of one connection: flows of bytes to targets in the sandbox, with credit in both directions."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ MAX_REFUSED = 64
 
 
 class GuestStream:
-    """One flow of bytes to and from a target in the sandbox. I/O loop only.
+    """One flow of bytes to and from a target in the sandbox. Runs on the host's I/O loop.
 
     The owner sets the callbacks. It calls ``consumed`` for bytes that it has processed, which lets the guest send more,
     and should stop producing while ``ready`` is False; ``on_ready`` is called when it may continue.
@@ -38,47 +37,49 @@ class GuestStream:
 
     def __init__(self, connection: GuestConnection, table: StreamTable, number: int) -> None:
         self.number = number
-        self._table = table
+        self.connection = connection
         self.on_data: Callable[[bytes], None] = lambda data: None
         self.on_end: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
-        self.connection = connection
-        self._credit = WINDOW
-        self._allowance = WINDOW
-        self._owed = 0
-        self._backlog: deque[bytes] = deque()
-        self._closing: int | None = None
         self.closed = False
+        """True after EOF or RESET was sent."""
         self.ended = False
+        """True after EOF or RESET was received."""
+        self._table = table
+        self._credit = WINDOW
+        self._guest_credit = WINDOW
+        self._consumed = 0
+        self._unsent = bytearray()
+        self._closing: int | None = None
 
     @property
     def ready(self) -> bool:
         """True while written bytes are sent at once."""
-        return not self._backlog and self._credit > 0 and not self.connection.quiet
+        return not self._unsent and self._credit > 0 and not self.connection.quiet
 
     @property
     def backlog(self) -> int:
         """Number of bytes that wait for credit, or for the connection to resume."""
-        return sum(map(len, self._backlog))
+        return len(self._unsent)
 
     def held(self) -> bytes:
         """Return the bytes that wait for credit, or for the connection to resume."""
-        return b"".join(self._backlog)
+        return bytes(self._unsent)
 
     def forget_held(self) -> None:
         """Discard the bytes that wait."""
-        self._backlog.clear()
+        self._unsent.clear()
 
     def write(self, data: bytes) -> None:
         """Send ``data`` now, or as soon as there is credit for it. Ignored after ``end`` or ``reset``."""
         if not self.closed and self._closing is None:
-            self._backlog.append(data)
+            self._unsent += data
             self._flush()
 
     def consumed(self, amount: int) -> None:
         """Give the guest credit for ``amount`` bytes that it had sent."""
-        self._owed += amount
-        self._grant()
+        self._consumed += amount
+        self._give_credit()
 
     def end(self) -> None:
         """Send EOF after the bytes that wait, but continue to receive."""
@@ -86,55 +87,50 @@ class GuestStream:
 
     def reset(self) -> None:
         """Close both directions at once, and discard the bytes that wait."""
-        self._backlog.clear()
+        self._unsent.clear()
         self._close(RESET)
 
-    def _grant(self) -> None:
-        abandoned = self.closed and self._closing == RESET
-        if self._owed < SMALLEST_CREDIT or self.ended or abandoned or self.connection.quiet:
-            return
-        self._allowance += self._owed
-        self.connection.send(encode_credit(self.number, self._owed))
-        self._owed = 0
-
     def _close(self, how: int) -> None:
-        if self.closed:
-            return
-        self._closing = max(how, self._closing or how)
-        self._flush()
+        if not self.closed:
+            self._closing = max(how, self._closing or how)
+            self._flush()
+
+    def _give_credit(self) -> None:
+        was_reset = self.closed and self._closing == RESET
+        if self._consumed >= SMALLEST_CREDIT and not (self.ended or was_reset or self.connection.quiet):
+            self._guest_credit += self._consumed
+            self.connection.send(encode_credit(self.number, self._consumed))
+            self._consumed = 0
 
     def _flush(self) -> None:
+        """Send what waits, as far as there is credit; then EOF or RESET if the owner has closed the stream."""
         if self.connection.quiet:
             return
-        while self._backlog and self._credit > 0:
-            data = self._backlog.popleft()
-            room = min(self._credit, MAX_PAYLOAD)
-            if len(data) > room:
-                self._backlog.appendleft(data[room:])
-                data = data[:room]
+        while self._unsent and self._credit > 0:
+            data = bytes(self._unsent[: min(self._credit, MAX_PAYLOAD)])
+            del self._unsent[: len(data)]
             self._credit -= len(data)
             self.connection.send(encode(DATA, self.number, data))
-        if self._closing is not None and not self._backlog:
+        if self._closing is not None and not self._unsent:
             self.closed = True
             self.connection.send(encode(self._closing, self.number))
-            self._retire()
+            self._forget_if_over()
 
     def resume(self) -> None:
-        """Send what waits, because the traffic continues. Called by the connection."""
-        self._grant()
+        """Send what waits, because the traffic continues. Called by the table."""
+        self._give_credit()
         self._flush()
         if self.ready and not self.closed:
             self.on_ready()
 
     def received(self, kind: int, payload: bytes) -> None:
-        """Handle a frame from the guest. Called by the connection. Raises ProtocolError."""
+        """Handle a frame from the guest. Called by the table. Raises ProtocolError."""
         if kind == DATA:
-            self._allowance -= len(payload)
-            if self.ended or not payload or self._allowance < 0:
+            self._guest_credit -= len(payload)
+            if self.ended or not payload or self._guest_credit < 0:
                 raise ProtocolError("The guest sent bytes without credit.")
-            if self.closed and self._closing == RESET:
-                return
-            self.on_data(payload)
+            if not (self.closed and self._closing == RESET):
+                self.on_data(payload)
         elif kind == CREDIT:
             if len(payload) != AMOUNT.size:
                 raise ProtocolError("Invalid credit from guest.")
@@ -146,29 +142,26 @@ class GuestStream:
             if self.ready:
                 self.on_ready()
         else:
-            self._end_received(kind)
+            if self.ended and kind == EOF:
+                raise ProtocolError("The guest ended a stream twice.")
+            self._end()
+            if kind == RESET and not self.closed:
+                self.reset()
+            self._forget_if_over()
 
-    def _end_received(self, kind: int) -> None:
-        if self.ended and kind == EOF:
-            raise ProtocolError("The guest ended a stream twice.")
+    def _end(self) -> None:
         if not self.ended:
             self.ended = True
             self.on_end()
-        if kind == RESET and not self.closed:
-            self.reset()
-        self._retire()
 
-    def _retire(self) -> None:
-        """Forget the stream if both directions are closed."""
+    def _forget_if_over(self) -> None:
         if self.closed and self.ended:
             self._table.pop(self.number, None)
 
-    def lose(self) -> None:
-        """End it, because the connection was closed. Called by the connection."""
+    def connection_closed(self) -> None:
+        """End the stream. Called by the table when the connection was closed."""
         self.closed = True
-        if not self.ended:
-            self.ended = True
-            self.on_end()
+        self._end()
 
 
 class StreamTable(dict[int, GuestStream]):
@@ -214,5 +207,5 @@ class StreamTable(dict[int, GuestStream]):
     def close(self) -> None:
         """End all streams, because the connection was closed."""
         for stream in list(self.values()):
-            stream.lose()
+            stream.connection_closed()
         self.clear()
