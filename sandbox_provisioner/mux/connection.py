@@ -75,17 +75,17 @@ class GuestConnection:
         self._processes = ProcessTable(self)
         self._held: list[bytes] = []
         self._waits: dict[str, asyncio.Future[None]] = {"hello": self._loop.create_future()}
+        self._quiesce_waits: deque[asyncio.Future[None]] = deque()
         self._hook_waits: deque[asyncio.Future[None]] = deque()
-        self._unanswered = 0
 
     @property
     def quiet(self) -> bool:
-        """True while nothing is sent to the guest."""
+        """True while frames for the guest are held."""
         return self.state is not ConnectionState.OPEN
 
     @property
     def asleep(self) -> bool:
-        """True while the guest is checkpointed: no process is at the other end, and nothing is lost."""
+        """True while the sandbox has ended and is to be restored from its checkpoint."""
         return self.state is ConnectionState.DETACHED
 
     @property
@@ -96,7 +96,7 @@ class GuestConnection:
     # -- the pipe ----------------------------------------------------------------------------------------------
 
     async def attach(self, to_guest: int, from_guest: int) -> None:
-        """Take over two descriptors, the pipes to and from a sandbox that is about to start."""
+        """Take over the descriptors of the pipes to and from a sandbox that is about to start."""
         self._decoder = Decoder()
         self._pipe = Pipe(self._data_received, self._disconnected)
         await self._pipe.open(to_guest, from_guest)
@@ -108,7 +108,7 @@ class GuestConnection:
         await asyncio.shield(self._waits["hello"])
 
     async def reattach(self, hooks: bool = True) -> None:
-        """Take over a restored guest from another connection. Its streams end; its processes keep running."""
+        """Take over a restored guest that had another connection. Its streams end; its processes keep running."""
         self._require_usable()
         self._restoring = True
         if hooks:
@@ -128,7 +128,7 @@ class GuestConnection:
             self.state = ConnectionState.DETACHED
 
     def close(self, error: Exception) -> None:
-        """Close the connection for good with ``error`` and end all streams, processes and waits, once."""
+        """Close the connection for good: end all streams, processes and waits with ``error``. Only the first call acts."""
         if self.error:
             return
         self.error, self.state = error, ConnectionState.CLOSED
@@ -136,7 +136,7 @@ class GuestConnection:
         self._held.clear()
         self.control_waits = False
         self.host_api.clear()
-        for wait in (*self._waits.values(), *self._hook_waits):
+        for wait in (*self._waits.values(), *self._quiesce_waits, *self._hook_waits):
             if not wait.done():
                 wait.set_exception(error)
                 wait.exception()  # Mark as retrieved, so that asyncio logs no warning if it is not awaited.
@@ -149,11 +149,10 @@ class GuestConnection:
         self._require_usable()
         if self.state is ConnectionState.OPEN:
             self.state = ConnectionState.QUIESCED
-        if not self._waiting("quiesced"):
-            self._waits["quiesced"] = self._loop.create_future()
-        self._unanswered += 1
+        confirmed = self._loop.create_future()
+        self._quiesce_waits.append(confirmed)
         self._send_at_once(op="quiesce")
-        await asyncio.shield(self._waits["quiesced"])
+        await asyncio.shield(confirmed)
 
     async def resume(self) -> None:
         """Continue the traffic once the guest confirms: after a restore, or after a checkpoint that failed."""
@@ -304,15 +303,14 @@ class GuestConnection:
                 self._processes.received(op, message)
             case "hello" if self.state is ConnectionState.NEW:
                 self._hello_received(message["version"], message["processes"])
-            case "quiesced" if self._unanswered:
-                self._unanswered -= 1
-                if not self._unanswered and self._waiting(op):
-                    self._waits[op].set_result(None)
+            case "quiesced" if self._quiesce_waits:
+                self._quiesce_waits.popleft().set_result(None)
             case "hooked" if self._hook_waits:
                 self._hook_waits.popleft().set_result(None)
                 if problem := str(message["trouble"]):
                     self.on_hook_failed(printable(problem[:MAX_HOOK_ERROR]))
             case "resumed" if self._waiting(op):
+                self._quiesce_waits.clear()  # The guest never received them: it replies in order.
                 self._waits[op].set_result(None)
             case "activated" if self._waiting(op):
                 if message["errno"]:

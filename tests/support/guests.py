@@ -19,6 +19,7 @@ from sandbox_provisioner.errors import LinkClosedError
 from sandbox_provisioner.guest.frames import CONTROL, VERSION, Decoder, encode
 from sandbox_provisioner.gvisor.bundle import GUEST
 from sandbox_provisioner.mux.connection import GuestConnection
+from sandbox_provisioner.mux.process import GuestProcess
 from sandbox_provisioner.mux.stream import GuestStream
 from sandbox_provisioner.process import LocalProcess
 
@@ -121,6 +122,14 @@ class ScriptedGuest:
         found, number, payload = await asyncio.wait_for(self.frame(), LIMIT)
         assert (found, number) == (kind, number if stream is None else stream)
         return payload
+
+    async def quiesce(self) -> None:
+        """Quiesce the connection, and confirm that. Frames before the request are discarded."""
+        quiescing = asyncio.create_task(self.connection.quiesce())
+        while (await self.frame())[0] != CONTROL:
+            pass
+        await self.say(op="quiesced")
+        await asyncio.wait_for(quiescing, LIMIT)
 
     async def told(self, op: str) -> dict[str, Any]:
         message: dict[str, Any] = json.loads(await self.expect(CONTROL, 0))
@@ -233,6 +242,31 @@ def control(message: object) -> bytes:
 
 
 ENV = {"PATH": os.environ["PATH"]}
+
+
+async def python(connection: GuestConnection, code: str, stdin: bool = True) -> GuestProcess:
+    return await asyncio.wait_for(connection.spawn([sys.executable, "-u", "-c", code], ENV, "/", stdin=stdin), LIMIT)
+
+
+async def shell(connection: GuestConnection, command: str, stdin: bool = True) -> GuestProcess:
+    return await asyncio.wait_for(connection.spawn(["sh", "-c", command], ENV, "/", stdin=stdin), LIMIT)
+
+
+async def finished(process: GuestProcess) -> tuple[int, bytes, bytes]:
+    """Return the process's status, stdout and stderr."""
+    out, err = await asyncio.wait_for(process.read(), LIMIT)
+    return await asyncio.wait_for(process.wait(), LIMIT), out, err
+
+
+async def first_line(process: GuestProcess) -> bytes:
+    """Return its first line of output."""
+    found = b""
+    async with asyncio.timeout(LIMIT):
+        async for piece in process.stream():
+            found += piece.data
+            if found.endswith(b"\n"):
+                break
+    return found
 
 
 def descriptors(pid: int) -> int:

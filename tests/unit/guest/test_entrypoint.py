@@ -1,4 +1,4 @@
-"""A module run with room for its frames is run as ``python -m`` runs it, and its calls cost no system call."""
+"""``entrypoint`` runs a module as ``python -m`` does, and calls in it map no memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(max(calls_from(depth) for depth in range(300)))
 
 @pytest.fixture
 def module(tmp_path: Path) -> Path:
-    """Where a module can be put that Python finds as ``seen``, in its working folder."""
+    """Return the path for a module ``seen`` in the working folder."""
     return tmp_path / "seen.py"
 
 
@@ -54,7 +54,7 @@ def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("options", [(), ("-I",), ("-X", "dev")], ids=" ".join)
-def test_a_module_sees_what_it_sees_under_dash_m(module: Path, options: tuple[str, ...]) -> None:
+def test_module_runs_as_with_dash_m(module: Path, options: tuple[str, ...]) -> None:
     module.write_text(SEEN)
     plain = python(module.parent, *options, "-m", "seen", "-f", "file")
     ours = python(module.parent, *options, str(GUEST / "entrypoint.py"), "seen", "-f", "file")
@@ -67,7 +67,7 @@ def test_a_module_sees_what_it_sees_under_dash_m(module: Path, options: tuple[st
 
 
 @pytest.mark.parametrize("name", ["json", "ipykernel_launcher"])
-def test_module_of_working_folder_shadows_nothing(tmp_path: Path, name: str) -> None:
+def test_modules_of_working_folder_do_not_shadow_installed_ones(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
     (tmp_path / "pathlib.py").write_text("raise SystemExit('shadowed')")
     module = {"json": "json.tool"}.get(name, name)
@@ -76,7 +76,7 @@ def test_module_of_working_folder_shadows_nothing(tmp_path: Path, name: str) -> 
     assert ours.returncode == 0, ours.stderr
 
 
-def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) -> None:
+def test_calls_map_no_memory_at_any_depth(module: Path) -> None:
     module.write_text(FAULTS_AT_ANY_DEPTH)
     ours = python(module.parent, str(GUEST / "entrypoint.py"), "seen")
 
@@ -86,8 +86,14 @@ def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) ->
 @pytest.mark.parametrize(
     ("argv", "inside"),
     [
-        (["/a/python", "-m", "ipykernel_launcher", "-f", "x"], ["/a/python", "ROOMY", "ipykernel_launcher", "-f", "x"]),
-        (["/a/python3.12", "-Xfrozen_modules=off", "-m", "k"], ["/a/python3.12", "-Xfrozen_modules=off", "ROOMY", "k"]),
+        (
+            ["/a/python", "-m", "ipykernel_launcher", "-f", "x"],
+            ["/a/python", "ENTRYPOINT", "ipykernel_launcher", "-f", "x"],
+        ),
+        (
+            ["/a/python3.12", "-Xfrozen_modules=off", "-m", "k"],
+            ["/a/python3.12", "-Xfrozen_modules=off", "ENTRYPOINT", "k"],
+        ),
         (["/a/python3", "script.py", "-m", "k"], None),
         (["/a/python3", "-c", "pass", "-m"], None),
         (["/a/python3", "-m"], None),
@@ -96,7 +102,7 @@ def test_a_call_maps_no_memory_whatever_the_depth_it_is_made_at(module: Path) ->
     ],
     ids=lambda argv: " ".join(argv) if argv else "unchanged",
 )
-def test_only_a_python_that_runs_a_module_is_given_room(argv: list[str], inside: list[str] | None) -> None:
-    expected = [part.replace("ROOMY", f"{GUEST_INSIDE}/entrypoint.py") for part in inside or argv]
+def test_only_commands_that_run_a_module_get_entrypoint(argv: list[str], inside: list[str] | None) -> None:
+    expected = [part.replace("ENTRYPOINT", f"{GUEST_INSIDE}/entrypoint.py") for part in inside or argv]
 
     assert with_entrypoint(argv) == expected

@@ -1,4 +1,4 @@
-"""The codec of the data path: whatever the pipe does to the bytes, the same frames come out, or a refusal."""
+"""Encoding and decoding frames, in whatever pieces the bytes arrive."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def some_frames(dice: random.Random) -> list[Frame]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_frames_survive_being_cut_anywhere(seed: int) -> None:
+def test_frames_are_decoded_from_arbitrary_pieces(seed: int) -> None:
     dice = random.Random(seed)
     frames = some_frames(dice)
     stream = b"".join(encode(*frame) for frame in frames)
@@ -53,7 +53,7 @@ def test_frames_survive_being_cut_anywhere(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_arbitrary_bytes_are_frames_or_refused_and_nothing_else(seed: int) -> None:
+def test_random_bytes_are_decoded_or_refused(seed: int) -> None:
     dice = random.Random(seed)
     noise = b"".join(HEADER.pack(dice.randrange(8), dice.randrange(4), dice.randrange(30)) for _ in range(20))
     try:
@@ -64,28 +64,28 @@ def test_arbitrary_bytes_are_frames_or_refused_and_nothing_else(seed: int) -> No
         pass
 
 
-def test_a_credit_carries_its_amount() -> None:
+def test_credit_amount() -> None:
     assert decode(encode_credit(7, 12345)) == [(CREDIT, 7, AMOUNT.pack(12345))]
 
 
-def test_the_largest_payload_passes() -> None:
+def test_largest_payload() -> None:
     payload = bytes(MAX_PAYLOAD)
     assert decode(encode(DATA, 1, payload)) == [(DATA, 1, payload)]
 
 
 @pytest.mark.parametrize("length", [MAX_PAYLOAD + 1, 2**31, 2**32 - 1])
-def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come(length: int) -> None:
+def test_too_large_length_is_refused_before_payload_arrives(length: int) -> None:
     with pytest.raises(FrameError, match=str(length)):
         decode(HEADER.pack(DATA, 1, length))
 
 
 @pytest.mark.parametrize("kind", [0, CONTROL + 1, 255])
-def test_an_unknown_kind_is_refused(kind: int) -> None:
+def test_unknown_kind_is_refused(kind: int) -> None:
     with pytest.raises(FrameError, match=f"kind {kind} "):
         decode(HEADER.pack(kind, 1, 0))
 
 
-def test_frames_before_a_bad_one_are_still_seen() -> None:
+def test_frames_before_an_invalid_one_are_decoded() -> None:
     decoder = Decoder()
     seen = []
     with pytest.raises(FrameError):
