@@ -282,7 +282,7 @@ def test_bash_kernel_starts_without_template(sandboxed: Sandboxed, start_kernel:
     spec = {"argv": [os.sys.executable, "-m", "bash_kernel", "-f", "{connection_file}"], "language": "bash"}  # type: ignore[attr-defined]
     name = sandboxed("bash", spec | {"display_name": "Bash"})
     found = shelf.get(name)
-    assert found is not None and found.unfit == "it is not IPython's" and not found.image
+    assert found is not None and found.unfit == "it is not an IPython kernel" and not found.image
     km, kc = start_kernel(name)
     assert not is_copy(km) and run(kc, "echo $((6 * 7))").strip() == "42"
 
