@@ -30,7 +30,7 @@ RECURSION_LIMIT = 10_000
 
 
 class Refused(Exception):
-    """A member of a tar that may not be unpacked here."""
+    """A member of a tar that may not be unpacked."""
 
 
 class Place:
@@ -108,7 +108,7 @@ class FixedSizeReader:
 
 
 class Packer:
-    """Writes places to a tar."""
+    """Writes the files of places to a tar."""
 
     def __init__(self, tar: tarfile.TarFile, notes: Notes) -> None:
         self._tar = tar
@@ -193,9 +193,9 @@ class Unpacker:
         self._places = {name: Place(folder) for name, folder in places.items()}
 
     def unpack(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        """Unpack one member. Raises Refused or OSError if its path cannot be used."""
+        """Unpack one member. Raises Refused or OSError if its type or path is not allowed."""
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
-            raise Refused("has a type that is not unpacked")
+            raise Refused("is neither a file, a folder nor a link")
         with self._parent(member.name) as (place, parent, name):
             if member.isdir():
                 with self._step(place, parent, name) as folder:
@@ -218,7 +218,7 @@ class Unpacker:
         name, *steps = path.split("/")
         place = self._places.get(name)
         if place is None or not steps or not set(steps).isdisjoint({"", ".", ".."}):
-            raise Refused("is not in any place")
+            raise Refused("is not in a folder that is restored")
         folder = os.open(place.folder, os.O_PATH | os.O_DIRECTORY)
         try:
             for step in steps[:-1]:

@@ -1,7 +1,7 @@
 """Run a notebook's own functions before its kernel is checkpointed and after it is restored. Runs in the sandbox.
 
-PID 1 calls ``call_hook``. The kernel's process, of any version of Python, serves the calls in a thread that
-``entrypoint`` starts by ``listen``. The hook itself runs in the kernel's main thread, as a cell does, unless a cell
+PID 1 calls ``call_hook``. The kernel's process, of any version of Python, serves the calls in a separate thread, which
+``entrypoint`` starts with ``listen``. The hook itself runs in the kernel's main thread, as a cell does, unless a cell
 keeps that thread busy.
 """
 

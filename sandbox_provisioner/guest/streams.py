@@ -50,7 +50,10 @@ class Streams:
         self.frame = memoryview(bytearray(HEADER.size + MAX_PAYLOAD))
 
     def open(self, stream: int, target: str) -> None:
-        """Open a stream to a socket, or to the pipes of a process. Reset it if there is no such process."""
+        """Open a stream to ``target``: a socket, or the pipes of a process. Reset it if there is no such process.
+
+        Targets are "unix:PATH", "tcp:HOST:PORT", "process:NUMBER:output" (with stdin) and "process:NUMBER:errors".
+        """
         kind, _, rest = target.partition(":")
         endpoint = self.endpoints[stream] = Endpoint(stream)
         if kind in ("unix", "tcp"):

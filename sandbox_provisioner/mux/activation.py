@@ -75,10 +75,10 @@ async def tell(connection: GuestConnection, **message: Any) -> dict[str, Any]:
     stream.write(json.dumps(message).encode() + b"\n")
     try:
         answer = json.loads(await reply)
+        if not isinstance(answer, dict):
+            raise ValueError("not an object")
+        return answer
     except ValueError as error:
         raise GuestError("Invalid answer from the template's kernel.") from error
     finally:
         stream.reset()
-    if not isinstance(answer, dict):
-        raise GuestError("Invalid answer from the template's kernel.")
-    return answer

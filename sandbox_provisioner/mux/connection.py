@@ -36,10 +36,12 @@ AFTER_RESTORE = "sandbox_after_restore"
 
 @dataclass(frozen=True)
 class Hooks:
-    """Time limit of a hook in seconds (0: no hooks), and True if random generators are reseeded after a restore."""
+    """Settings of a kernel's hooks."""
 
     seconds: float = 0.0
+    """Time limit of a hook; 0 for no hooks."""
     reseed: bool = False
+    """True to reseed the random number generators after a restore."""
 
 
 class ConnectionState(Enum):
@@ -128,7 +130,7 @@ class GuestConnection:
             self.state = ConnectionState.DETACHED
 
     def close(self, error: Exception) -> None:
-        """Close the connection for good: end all streams, processes and waits with ``error``. Only the first call acts."""
+        """End the connection and all streams, processes and waits with ``error``. Later calls do nothing."""
         if self.error:
             return
         self.error, self.state = error, ConnectionState.CLOSED
@@ -217,7 +219,7 @@ class GuestConnection:
         return await self._processes.spawn({**request, "files": dict(files or {}), "expect": dict(expect or {})})
 
     def process(self, number: int) -> GuestProcess | None:
-        """Return the running process of that number, such as one in a restored sandbox, and receive its output."""
+        """Return the running process of that number and start receiving its output. None if there is none."""
         process = self._processes.get(number)
         if process:
             process.begin()
@@ -235,7 +237,8 @@ class GuestConnection:
         self._require_usable()
         frame = _control(message)
         if len(frame) > HEADER.size + MAX_PAYLOAD:
-            raise GuestError("The command and its environment are too large for a sandbox.", errno.E2BIG)
+            problem = f"The command and its environment are larger than {MAX_PAYLOAD // 1024} KiB. Shorten them."
+            raise GuestError(problem, errno.E2BIG)
         self.control_waits = self.quiet
         self.send(frame)
 
@@ -259,7 +262,7 @@ class GuestConnection:
             raise LinkClosedError(f"The sandbox is gone: {self.error}")
 
     async def _reply(self, op: str) -> None:
-        """Wait for the reply ``op``, which is not accepted at any other time."""
+        """Wait for the reply ``op``. A guest that sends it at any other time breaks a rule."""
         self._waits[op] = self._loop.create_future()
         try:
             await self._waits[op]

@@ -31,8 +31,8 @@ MAX_REFUSED = 64
 class GuestStream:
     """One flow of bytes to and from a target in the sandbox. Runs on the host's I/O loop.
 
-    The owner sets the callbacks. It calls ``consumed`` for bytes that it has processed, which lets the guest send more,
-    and should stop producing while ``ready`` is False; ``on_ready`` is called when it may continue.
+    The caller of ``open`` sets the callbacks. It calls ``consumed`` for bytes that it has processed, which lets the
+    guest send more. It stops writing while ``ready`` is False; ``on_ready`` is called when it may continue.
     """
 
     def __init__(self, connection: GuestConnection, table: StreamTable, number: int) -> None:
@@ -103,7 +103,7 @@ class GuestStream:
             self._consumed = 0
 
     def _flush(self) -> None:
-        """Send what waits, as far as there is credit; then EOF or RESET if the owner has closed the stream."""
+        """Send what waits, as far as there is credit; then EOF or RESET if ``end`` or ``reset`` was called."""
         if self.connection.quiet:
             return
         while self._unsent and self._credit > 0:
