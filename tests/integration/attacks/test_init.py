@@ -1,4 +1,4 @@
-"""A kernel cannot take over, stop or starve PID 1 of its sandbox, which has the pipe to the server."""
+"""A kernel cannot take over, stop or overload PID 1 of its sandbox, which has the pipe to the server."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ attempt("limits", lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)))
 print(json.dumps(done))
 """
 
-PARENTHOOD = """
+EXIT_SIGNALS = """
 import ctypes, os, signal, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
 CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 CLONE_PARENT = 0x8000
 parent = os.fork()
-if not parent:  # its child is PID 1's then, and tells its parent of its end with SIGSTOP
+if not parent:  # PID 1 becomes the parent of its child, whose exit signal is SIGSTOP
     if libc.syscall(CLONE, signal.SIGSTOP, 0, 0, 0, 0) == 0:
         while os.getppid() != 1:
             time.sleep(0.01)
@@ -126,43 +126,43 @@ async def python(sandbox: GVisorSandbox, code: str) -> Any:
     return out.decode()
 
 
-async def require_obedient(sandbox: GVisorSandbox) -> None:
-    """Fail unless PID 1 starts a process, comes to rest and goes on."""
+async def require_working(sandbox: GVisorSandbox) -> None:
+    """Require that PID 1 starts processes, quiesces and resumes."""
     assert await python(sandbox, "print(6 * 7)") == "42\n"
     await asyncio.wait_for(sandbox.connection.quiesce(), LONG)
     await asyncio.wait_for(sandbox.connection.resume(), LONG)
     assert await python(sandbox, "print(6 * 7)") == "42\n"
 
 
-async def test_init_is_closed_to_other_processes(sandbox: GVisorSandbox) -> None:
+async def test_other_processes_cannot_access_init(sandbox: GVisorSandbox) -> None:
     done = json.loads(await python(sandbox, ATTACKS))
     assert set(done.values()) <= {"EACCES", "EPERM", "ENOSYS"}, done
-    await require_obedient(sandbox)
+    await require_working(sandbox)
 
 
-async def test_init_is_closed_after_restore(sandbox: GVisorSandbox, tmp_path: Any) -> None:
+async def test_other_processes_cannot_access_init_after_restore(sandbox: GVisorSandbox, tmp_path: Any) -> None:
     await sandbox.checkpoint(tmp_path / "image")
     await sandbox.restore(tmp_path / "image")
     done = json.loads(await python(sandbox, ATTACKS))
     assert set(done.values()) <= {"EACCES", "EPERM", "ENOSYS"}, done
-    await require_obedient(sandbox)
+    await require_working(sandbox)
 
 
-@pytest.mark.parametrize("attack", [PARENTHOOD, FIFOS], ids=["exit signals", "FIFOs in place of its files"])
-async def test_init_is_not_stopped(sandbox: GVisorSandbox, attack: str) -> None:
+@pytest.mark.parametrize("attack", [EXIT_SIGNALS, FIFOS], ids=["exit signals", "FIFOs in place of its files"])
+async def test_init_cannot_be_stopped(sandbox: GVisorSandbox, attack: str) -> None:
     assert await python(sandbox, attack) == "tried\n"
-    await require_obedient(sandbox)
+    await require_working(sandbox)
 
 
-async def test_init_is_not_starved_by_open_requests(sandbox: GVisorSandbox) -> None:
+async def test_open_requests_do_not_block_init(sandbox: GVisorSandbox) -> None:
     process = await sandbox.execute([sys.executable, "-I", "-c", FULL])
     async for piece in process.stream():
         assert piece.data == b"tried\n"
         break
-    await require_obedient(sandbox)
+    await require_working(sandbox)
 
 
-async def test_files_of_init_are_still_found(sandbox: GVisorSandbox, tmp_path: Any) -> None:
+async def test_inventory_contains_files_of_init(sandbox: GVisorSandbox, tmp_path: Any) -> None:
     await python(sandbox, "pass")
     found = await inventory(sandbox, DigestCache(tmp_path / "fingerprints"))
     assert sandbox.spec.python in found

@@ -1,4 +1,4 @@
-"""A file in the notebook's folder does not run in place of the kernel's own modules; cells can still import it."""
+"""A file in the notebook's folder does not run instead of the kernel's own modules; cells can still import it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kernels import Notebook, run
 pytestmark = pytest.mark.user
 
 TRAP = "open('trapped', 'w').close(); raise SystemExit('a file of the folder ran')"
-MODULES = ("ipykernel_launcher", "ipykernel", "zmq", "tornado", "pathlib", "json", "runpy", "hooks", "magics", "frozen")
+MODULES = ("ipykernel_launcher", "ipykernel", "zmq", "tornado", "pathlib", "json", "runpy", "hooks", "magics", "zygote")
 
 Start = Callable[..., tuple[Any, Any]]
 Sandboxed = Callable[..., str]
 
 
-def set_traps(folder: Path) -> None:
+def add_shadowing_modules(folder: Path) -> None:
     for name in MODULES:
         (folder / f"{name}.py").write_text(TRAP)
     (folder / "local_module.py").write_text("print('run' if __name__ == '__main__' else 'imported')\nvalue = 42")
 
 
-def require_untrapped(folder: Path, execute: Callable[[str], str]) -> None:
+def require_not_shadowed(folder: Path, execute: Callable[[str], str]) -> None:
     """Check that the kernel is the installed one, and that cells use modules of the folder as in a plain kernel."""
     assert not (folder / "trapped").exists()
     loaded = execute("import sys; [sys.modules[name].__file__ for name in ('ipykernel', 'zmq', 'tornado', 'json')]")
@@ -45,10 +45,10 @@ def test_launcher_is_not_shadowed(
     copied: bool, start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name = sandboxed()
-    set_traps(notebook_folder)
+    add_shadowing_modules(notebook_folder)
     km, kc = start_kernel(name)
     assert bool(km.provisioner.sandbox.spec.carried) == copied
-    require_untrapped(notebook_folder, lambda code: run(kc, code))
+    require_not_shadowed(notebook_folder, lambda code: run(kc, code))
 
 
 def test_search_path_has_the_entries_of_a_plain_kernel(start_kernel: Start, sandboxed: Sandboxed) -> None:
@@ -58,9 +58,9 @@ def test_search_path_has_the_entries_of_a_plain_kernel(start_kernel: Start, sand
 
 def test_launcher_is_not_shadowed_after_wake(open_notebook: Callable[..., Notebook], notebook_folder: Path) -> None:
     notebook = open_notebook()
-    set_traps(notebook_folder)
+    add_shadowing_modules(notebook_folder)
     notebook.hibernate()
     notebook.wake()
     notebook.end(keep=True)
     again = open_notebook()
-    require_untrapped(notebook_folder, again.run)
+    require_not_shadowed(notebook_folder, again.run)

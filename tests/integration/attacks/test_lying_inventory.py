@@ -1,4 +1,4 @@
-"""A guest that invents files in use cannot make the sandbox's document, or the server that reads it, large."""
+"""A guest that reports invented files cannot make the sandbox's document large."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 pytestmark = pytest.mark.runsc
 
-LIE = """
+FORGED = """
 import json, sys
 names = ["/shared/%05d" % number + "x" * {length} for number in range({count})]
 json.dump([(name, "open", "deleted") for name in names], sys.stdout)
@@ -46,9 +46,9 @@ async def sandbox(spec: BundleSpec, runsc: Runsc, stores: Stores, tmp_path: Path
     await made.release()
 
 
-async def lie(sandbox: SandboxHandle, count: int, length: int) -> None:
-    """Replace the guest's tool that lists the files in use."""
-    script = LIE.format(count=count, length=length)
+async def forge_file_list(sandbox: SandboxHandle, count: int, length: int) -> None:
+    """Replace the guest's tool that lists the files in use, so that it prints ``count`` invented names."""
+    script = FORGED.format(count=count, length=length)
     change = ["sh", "-c", 'printf %s "$1" > /.sandbox/open_files.py', "sh", script]
     assert await (await sandbox.instance.execute(change)).wait() == 0
 
@@ -61,7 +61,7 @@ async def test_checkpoint_with_too_many_names_is_refused_and_kernel_runs_on(
     sandbox: SandboxHandle, stores: Stores
 ) -> None:
     before = document_size(stores)
-    await lie(sandbox, 16_000, 440)
+    await forge_file_list(sandbox, 16_000, 440)
     for saving in (sandbox.save, lambda: sandbox.save("one")):
         with pytest.raises(UnsaveableError, match=r"16,000 files that it uses has [\d,]+ bytes"):
             await saving()
@@ -74,7 +74,7 @@ async def test_savepoints_leave_room_for_checkpoint(
     sandbox: SandboxHandle, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "MOST_WITH_SAVEPOINT", 1_000_000)
-    await lie(sandbox, 1_000, 240)  # about 350,000 bytes for each checkpoint
+    await forge_file_list(sandbox, 1_000, 240)  # about 350,000 bytes for each checkpoint
     await sandbox.save("one")
     await sandbox.save("two")
     with pytest.raises(UnsaveableError, match=r"its stored document would have .* delete some of its savepoints"):
@@ -86,8 +86,8 @@ async def test_savepoints_leave_room_for_checkpoint(
     assert await tell(sandbox, "get") == "5"
 
 
-async def test_as_many_files_as_are_examined_can_be_recorded(sandbox: SandboxHandle, stores: Stores) -> None:
-    await lie(sandbox, compatibility.MOST_FILES, 200)
+async def test_largest_number_of_examined_files_can_be_recorded(sandbox: SandboxHandle, stores: Stores) -> None:
+    await forge_file_list(sandbox, compatibility.MOST_FILES, 200)
     await sandbox.save()
     assert document_size(stores) < capture.MOST_RECORDED + 100_000
     await sandbox.restore()

@@ -74,7 +74,7 @@ os.chmod("plain", 0o1640)
 """
 
 
-def test_kernel_sets_no_set_id_bit_in_its_folder(
+def test_kernel_cannot_set_set_id_bits_in_its_folder(
     start_kernel: Start, sandboxed: Callable[..., str], notebook_folder: Path
 ) -> None:
     _, kc = start_kernel(sandboxed())
@@ -109,14 +109,14 @@ def trace(request, pid, address=None, data=None):
         raise OSError(ctypes.get_errno(), "ptrace")
 
 def announce_getppid():
-    '''Install a filter that tells a tracer of getppid.'''
+    '''Install a filter that stops at getppid for the tracer.'''
     steps = [(0x20, 0, 0, 0), (0x15, 0, 1, GETPPID), (6, 0, 0, 0x7FF00000), (6, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)))
     libc.prctl(22, 2, program, 0, 0)
 
 def replace_call(pid, number):
-    '''Put another system call in the place of getppid.'''
+    '''Replace getppid by another system call.'''
     space = (ctypes.c_uint64 * 64)()
     vector = Vector(ctypes.addressof(space), ctypes.sizeof(space))
     trace(GETREGSET, pid, GENERAL, ctypes.addressof(vector))
@@ -129,7 +129,7 @@ def replace_call(pid, number):
         trace(SETREGSET, pid, GENERAL, ctypes.addressof(vector))
 
 def attempt(way, number, *arguments):
-    '''Return how a child ends that calls getppid, while its parent makes another call of it.'''
+    '''Let a child call getppid, replace the call by another, and return the result.'''
     pid = os.fork()
     if not pid:
         if way != "seized":
@@ -151,7 +151,7 @@ def attempt(way, number, *arguments):
             trace(SYSCALL if way == "system calls" else CONT, pid)
             _, status = os.waitpid(pid, 0)
             if os.WIFEXITED(status) or os.WIFSIGNALED(status):
-                return "done" if os.waitstatus_to_exitcode(status) == 0 else "in vain"
+                return "done" if os.waitstatus_to_exitcode(status) == 0 else "no effect"
             replace_call(pid, number)
     except OSError as error:
         os.kill(pid, signal.SIGKILL)
@@ -183,9 +183,7 @@ async def python(sandbox: GVisorSandbox, code: str) -> Any:
     return json.loads(out)
 
 
-async def test_tracer_puts_no_other_system_call_in_place_of_one_that_the_filter_allowed(
-    sandbox: GVisorSandbox,
-) -> None:
+async def test_tracer_cannot_replace_system_calls(sandbox: GVisorSandbox) -> None:
     done, mode = await python(sandbox, TRACING)
     assert set(done.values()) == {"EPERM"}, done
     assert mode == "0o100644"
