@@ -27,7 +27,7 @@ class Endpoint:
         self.process: Process | None = None
         self.credit = WINDOW
         """Bytes that may still be sent to the host."""
-        self.owed = 0
+        self.uncredited = 0
         """Bytes from the host that were written, and for which the host has no credit yet."""
         self.unwritten = bytearray()
         """Bytes from the host that the socket or pipe has not accepted yet."""
@@ -197,10 +197,10 @@ class Streams:
                     self._end(endpoint, RESET)
                     return
             del endpoint.unwritten[:written]
-            endpoint.owed += written
-            if endpoint.owed >= SMALLEST_CREDIT:
-                self.send(encode_credit(endpoint.stream, endpoint.owed))
-                endpoint.owed = 0
+            endpoint.uncredited += written
+            if endpoint.uncredited >= SMALLEST_CREDIT:
+                self.send(encode_credit(endpoint.stream, endpoint.uncredited))
+                endpoint.uncredited = 0
         if endpoint.host_ended and not endpoint.unwritten:
             self._close_writer(endpoint)
         self._watch(endpoint)

@@ -26,14 +26,14 @@ ACTIVATING = 30.0
 
 async def activate(
     connection: GuestConnection,
-    orders: Mapping[str, Any],
+    identity: Mapping[str, Any],
     *,
     folder: str,
     files: Mapping[str, str],
     expect: Mapping[str, int],
     outlive: bool,
 ) -> None:
-    """Give a copy of a template the identity in ``orders``: its key, folder and environment.
+    """Give a copy of a template its ``identity``: key, folder and environment.
 
     PID 1 writes ``files`` and binds ``folder``. Raises GuestError if that fails; its errno is ESTALE if a path in
     ``expect`` no longer has the given st_ctime_ns. ``outlive`` is set last: a copy without an identity must end with
@@ -42,7 +42,7 @@ async def activate(
     try:
         async with asyncio.timeout(ACTIVATING):
             await connection.activate(folder=folder, files=dict(files), expect=dict(expect), outlive=False)
-            answer = await tell(connection, op="activate", **orders)
+            answer = await tell(connection, op="activate", **identity)
             if outlive:
                 await connection.activate(folder="", files={}, expect={}, outlive=True)
     except TimeoutError:

@@ -103,7 +103,7 @@ class GuestStream:
             self._consumed = 0
 
     def _flush(self) -> None:
-        """Send what waits, as far as there is credit; then EOF or RESET if ``end`` or ``reset`` was called."""
+        """Send the waiting bytes, as far as there is credit; then EOF or RESET if ``end`` or ``reset`` was called."""
         if self.connection.quiet:
             return
         while self._unsent and self._credit > 0:
@@ -117,7 +117,7 @@ class GuestStream:
             self._forget_if_over()
 
     def resume(self) -> None:
-        """Send what waits, because the traffic continues. Called by the table."""
+        """Send the waiting bytes, because the traffic continues. Called by the table."""
         self._give_credit()
         self._flush()
         if self.ready and not self.closed:
@@ -200,7 +200,7 @@ class StreamTable(dict[int, GuestStream]):
                 raise ProtocolError("The guest sent too many frames for closed streams.")
 
     def resume(self) -> None:
-        """Send what waits on all streams, because the traffic continues."""
+        """Send the waiting bytes of all streams, because the traffic continues."""
         for stream in list(self.values()):
             stream.resume()
 
