@@ -23,7 +23,6 @@ from .gvisor.sandbox import GVisorSandbox
 from .io_thread import EXIT_DEADLINE, IO
 from .kernel import folders, output, start_request
 from .kernel.client_side import ClientSide
-from .kernel.endpoints import Endpoints
 from .kernel.env_filter import filtered
 from .kernel.host_api import attend
 from .kernel.kernel import AWAKE
@@ -53,8 +52,7 @@ class SandboxProvisioner(KernelOperations):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._client_side = ClientSide(self.parent, self._kernel, self.max_message_size)
-        self._endpoints = Endpoints(self.parent, self._kernel.relay, self.log)
+        self._client_side = ClientSide(self.parent, self._kernel, self.log)
         self._kernel.may_wake = lambda: not (self.parent.shutting_down or self._keeps_state)
         self._kernel.on_wake_failed = self._client_side.refuse_held
         self._kernel.on_connected = self._serve
@@ -151,7 +149,7 @@ class SandboxProvisioner(KernelOperations):
                 await IO.run(self._open(request, runsc))
             if self._handle and self._resumes:
                 kwargs |= self._client_side.adopt_keys(self._handle.sandbox_id, self._handle.contents)
-            await self._endpoints.reserve(self.client_transport)
+            await self._client_side.reserve_addresses(self.client_transport)
             self.ports_cached = True
             return await super().pre_launch(**kwargs)
         except BaseException:
@@ -193,7 +191,7 @@ class SandboxProvisioner(KernelOperations):
         if IO.held_by(self):
             await IO.run(self._close(forget))
             await IO.release(self)
-        self._endpoints.restore_address()
+        self._client_side.restore_address()
         self._handle = None
         self._launched = False
 
@@ -226,7 +224,7 @@ class SandboxProvisioner(KernelOperations):
         IO.drop(self)
         self._handle = None
         self._launched = False
-        self._endpoints.restore_address()
+        self._client_side.restore_address()
 
     async def _open(self, request: StartRequest, runsc: Runsc) -> None:
         """Open the persistent sandbox. I/O thread only; a caller that is cancelled meanwhile can release it."""

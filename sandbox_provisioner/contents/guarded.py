@@ -17,7 +17,7 @@ from .. import config
 from ..errors import ConfigurationError
 from ..gvisor.bundle import parse_mount
 from ..gvisor.reserved_dirs import reserved_folders
-from ..kernel.shared_folders import list_file, protected_file, recall, remember
+from ..kernel.folders import list_file, protected_file, recall, remember
 from ..provisioner import SandboxProvisioner
 from .beneath import Beneath
 from .file_functions import guard

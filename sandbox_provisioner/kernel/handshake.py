@@ -1,4 +1,4 @@
-"""Answer the ZMTP handshake of a client that connects while its kernel is hibernated.
+"""Answer the ZMTP handshakes and the heartbeats of clients that connect while their kernel is hibernated.
 
 A client sends its first request only after the handshake, and only some requests wake the kernel. The client's own
 handshake is held with its messages and reaches the kernel when it wakes. The kernel's handshake is then dropped,
@@ -8,10 +8,15 @@ because the client has already received one.
 from __future__ import annotations
 
 from ..mux.stream import GuestStream
-from .zmtp import GREETING, GREETING_SIZE, MECHANISM_END, Position, command, is_plain, ready
+from .zmtp import COMMAND, GREETING, GREETING_SIZE, MECHANISM_END, Position, command, head, is_plain, ready
 
 OPENING = 11
 """Bytes of a greeting that a peer sends before it receives the other's: signature and major version."""
+PING, PONG = b"\x04PING", b"\x04PONG"
+TTL = 2
+"""Bytes of a PING's time to live, which a PONG does not repeat."""
+LARGEST_HEARTBEAT = 1 << 16
+"""Bytes of the largest frame on a heartbeat's connection."""
 
 
 class Handshake:
@@ -119,3 +124,38 @@ class HeldClient:
             waiting, self.waiting = bytes(self.waiting), bytearray()
             stream.write(waiting)
         return passed
+
+
+class Heartbeat:
+    """The echo of a hibernated kernel's heartbeat socket, for one connection. Owned by its ``ClientConnection``.
+
+    An encrypted heartbeat cannot be answered without the kernel.
+    """
+
+    def __init__(self) -> None:
+        self._handshake = Handshake("hb")
+        self._received = bytearray()
+        self._greeting_left = GREETING_SIZE
+
+    def answer(self, data: bytes) -> bytes:
+        """Return the reply to ``data``. Raises ValueError if it is not a heartbeat on a plain connection."""
+        reply = self._handshake.answer(data) if data else b""
+        if self._handshake.opaque:
+            raise ValueError("not a plain ZMTP connection")
+        self._received += data[self._greeting_left :]
+        self._greeting_left -= min(self._greeting_left, len(data))
+        while found := head(self._received):
+            flags, start, end = found
+            if end > LARGEST_HEARTBEAT:
+                raise ValueError("too large for a heartbeat")
+            if end > len(self._received):
+                break
+            frame = bytes(self._received[:end])
+            reply += _pong(frame[start:]) if flags & COMMAND else frame
+            del self._received[:end]
+        return reply
+
+
+def _pong(body: bytes) -> bytes:
+    """Return the answer to a command; empty if it is not a PING."""
+    return command(PONG + body[len(PING) + TTL :]) if body.startswith(PING) and len(body) < 1 << 8 else b""

@@ -1,9 +1,15 @@
-"""Copy a kernel's output to the descriptors that Jupyter gave for it, and report its exit status."""
+"""Copy a kernel's output to the descriptors that Jupyter gave for it, and report its exit status.
+
+Output that goes to the server's own log is formatted as lines that cannot be mistaken for the server's: each starts
+with the sandbox's id, has no control characters and a limited length. Lines that exceed a maximum rate are dropped and
+counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import select
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -11,20 +17,31 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._text import one_line
 from ..process import Process
-from .output_log import PARTIAL, Budget, LogLines
 
 LAST_WORDS = 2000
 DROPPED_PER_SECOND = 1 << 20
 """Read rate, in bytes per second, of output that is dropped instead of logged."""
+LINE_END = re.compile(rb"[\r\n]+")
+MAX_LINE = 800
+"""Maximum characters of a line. With the id it must fit into PIPE_BUF bytes, the limit of an atomic pipe write."""
+MAX_LINE_BYTES = 4 * MAX_LINE
+BURST = 200
+"""Lines that may come at once, such as a traceback."""
+LINES_PER_SECOND = 10
+NOTICE_EVERY = 1.0
+"""Minimum seconds between two lines that report how many were dropped."""
+PARTIAL = 0.5
+"""Seconds after which an unfinished line is logged."""
 
 
 @dataclass
 class Ending:
     """The descriptors for a kernel's stdout and stderr (None drops them), and the callback for its exit status.
 
-    Streams in ``logged`` go to the server's own log or terminal, as lines that ``output_log`` formats; all others get
-    the bytes unchanged.
+    Streams in ``logged`` go to the server's own log or terminal, as lines from LogLines; all others get the bytes
+    unchanged.
     """
 
     sinks: Mapping[str, int | None] = field(default_factory=dict)
@@ -42,33 +59,123 @@ class Ending:
 
 
 def ending(kwargs: Mapping[str, Any], tell: Callable[[int], None]) -> Ending:
-    """Return the ending for a kernel whose ``stdout`` and ``stderr`` are given in ``kwargs``, as Popen takes them."""
-    sinks = {name: _sink(kwargs.get(name), inherited) for name, inherited in (("stdout", 1), ("stderr", 2))}
-    return Ending(sinks, tell, frozenset(name for name in sinks if _shares_log(kwargs.get(name))))
+    """Return the ending for a kernel whose ``stdout`` and ``stderr`` are given in ``kwargs``, as Popen takes them.
 
-
-def _sink(given: Any, inherited: int) -> int | None:
-    """Return a duplicate of the descriptor ``given``, as Popen takes it; of ``inherited`` if that is None.
-
-    Return None for PIPE, which has no reader here, DEVNULL and STDOUT.
+    PIPE, which has no reader here, DEVNULL and STDOUT drop the output. None stands for this process's own descriptor.
     """
-    number = inherited if given is None else given if isinstance(given, int) else given.fileno()
-    return None if number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT) else os.dup(number)
+    sinks: dict[str, int | None] = {}
+    logged = set()
+    for name, own in (("stdout", 1), ("stderr", 2)):
+        given = kwargs.get(name)
+        number = own if given is None else given if isinstance(given, int) else given.fileno()
+        dropped = number in (subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT)
+        sinks[name] = None if dropped else os.dup(number)
+        if not dropped and _is_log(number):
+            logged.add(name)
+    return Ending(sinks, tell, frozenset(logged))
 
 
-def _shares_log(given: Any) -> bool:
-    """Return True if ``given``, as Popen takes it, is this process's own log or a terminal."""
-    if given is None:
+def _is_log(number: int) -> bool:
+    """Return True if a descriptor is a terminal or this process's own log."""
+    for own in (1, 2):
+        try:
+            if os.path.sameopenfile(number, own):
+                return True
+        except OSError:  # this process has no such descriptor
+            continue
+    return os.isatty(number)
+
+
+class Budget:
+    """The number of lines that may be logged now: up to BURST, refilled at LINES_PER_SECOND."""
+
+    def __init__(self, now: float) -> None:
+        self._lines = float(BURST)
+        self._since = now
+
+    def spend(self, now: float) -> bool:
+        """Take one line from the budget. Return False if it is used up."""
+        self._lines = min(BURST, self._lines + (now - self._since) * LINES_PER_SECOND)
+        self._since = now
+        if self._lines < 1:
+            return False
+        self._lines -= 1
         return True
-    number = given if isinstance(given, int) else given.fileno()
-    return number >= 0 and (os.isatty(number) or any(_same_file(number, own) for own in (1, 2)))
 
 
-def _same_file(one: int, other: int) -> bool:
-    try:
-        return os.path.sameopenfile(one, other)
-    except OSError:  # this process has no such descriptor
-        return False
+class LogLines:
+    """A formatter for one stream of a kernel's output, without I/O: the caller passes the time and writes the lines.
+
+    The streams of a kernel share a ``budget``.
+    """
+
+    def __init__(self, sandbox_id: str, budget: Budget) -> None:
+        self._name = f"output of sandbox {one_line(sandbox_id)}"
+        self._budget = budget
+        self._partial = bytearray()
+        self._cut = 0
+        self._since = 0.0
+        self._dropping_since = 0.0
+        self._dropped_lines = 0
+        self._dropped_bytes = 0
+
+    @property
+    def pending(self) -> bool:
+        """True while ``flush`` has lines to return."""
+        return bool(self._partial or self._dropped_lines)
+
+    @property
+    def dropping(self) -> bool:
+        """True while dropped lines have not been reported in the log."""
+        return bool(self._dropped_lines)
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """Process output; return the lines to log, each with its line end."""
+        first, *others = LINE_END.split(data)
+        self._add(first, now)
+        lines: list[bytes] = []
+        for piece in others:
+            lines += self._end_line(now)
+            self._add(piece, now)
+        if self._partial and now - self._since > PARTIAL:
+            lines += self._end_line(now)
+        return lines
+
+    def flush(self, now: float) -> list[bytes]:
+        """Return the unfinished line and the report of dropped lines, if any, as lines to log."""
+        return [*self._end_line(now), *self._notice()]
+
+    def _add(self, piece: bytes, now: float) -> None:
+        if piece and not self._partial:
+            self._since = now
+        room = MAX_LINE_BYTES - len(self._partial)
+        self._partial += piece[:room]
+        self._cut += max(0, len(piece) - room)
+
+    def _end_line(self, now: float) -> list[bytes]:
+        line, cut = bytes(self._partial), self._cut
+        self._partial.clear()
+        self._cut = 0
+        if not line:
+            return []
+        lines = self._notice() if now - self._dropping_since > NOTICE_EVERY else []
+        if self._dropped_lines or not self._budget.spend(now):
+            if not self._dropped_lines:
+                self._dropping_since = now
+            self._dropped_lines += 1
+            self._dropped_bytes += len(line) + cut
+            return lines
+        text = one_line(line)
+        more = cut + len(text[MAX_LINE:].encode())
+        text = f"{text[:MAX_LINE]} ... ({more} bytes more)" if more else text
+        return [*lines, f"{self._name} | {text}\n".encode()]
+
+    def _notice(self) -> list[bytes]:
+        if not self._dropped_lines:
+            return []
+        dropped = f"{self._dropped_lines} lines ({self._dropped_bytes} bytes)"
+        self._dropped_lines = self._dropped_bytes = 0
+        return [f"{self._name} * dropped {dropped}: more than {LINES_PER_SECOND} lines per second\n".encode()]
 
 
 async def copy_output(process: Process, ending: Ending, sandbox_id: str) -> None:

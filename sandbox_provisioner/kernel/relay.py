@@ -23,7 +23,7 @@ from ..mux.connection import GuestConnection
 from ..mux.stream import GuestStream
 from ..workers import control, finished
 from .activity import KernelActivity
-from .message_reader import Header, MessageReader
+from .messages import Header, MessageReader
 from .relay_client import ClientConnection, LingeringStream
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")

@@ -18,7 +18,7 @@ from jupyter_client.manager import KernelManager
 from notebooks import Notebook
 from servers import Server, hears
 
-from sandbox_provisioner.kernel.output_log import BURST
+from sandbox_provisioner.kernel.output import BURST
 
 LONG = 60
 FORGED = "[E 2026-11-18 12:00:00.000 ServerApp] forged by a guest"

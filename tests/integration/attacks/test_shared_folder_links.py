@@ -29,7 +29,7 @@ from sandbox_provisioner.contents.managers import (
     GuardedGenericFileCheckpoints,
     GuardedLargeFileManager,
 )
-from sandbox_provisioner.kernel.shared_folders import list_file, remember
+from sandbox_provisioner.kernel.folders import list_file, remember
 
 pytestmark = pytest.mark.user
 

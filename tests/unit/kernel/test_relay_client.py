@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ from relays import ANY, IP, Dial, kernel, until
 from sandbox_provisioner.kernel import relay as relay_module
 from sandbox_provisioner.kernel import relay_client
 from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
+from sandbox_provisioner.kernel.relay_client import peer_uid, trusted_peer
 from sandbox_provisioner.kernel.zmtp import FRAME_COST, GREETING, command, encode, ready
 from sandbox_provisioner.mux.connection import ConnectionState
 
@@ -334,3 +338,59 @@ async def test_a_real_client_talks_to_a_kernel_that_it_met_asleep(relay: Channel
         assert session.deserialize(session.feed_identities(received)[1])["parent_header"]["msg_id"] == request["msg_id"]
         await until(lambda: not relay.activity.busy)
     context.destroy(linger=0)
+
+
+# -- the user at the other end ---------------------------------------------------------------------------------------
+
+CONNECT = """
+import socket, sys
+peer = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_own_connections_over_tcp_are_trusted(family: int, address: str) -> None:
+    with socket.socket(family) as listener, socket.socket(family) as client:
+        listener.bind((address, 0))
+        listener.listen()
+        client.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        with accepted:
+            assert peer_uid(accepted) == os.geteuid()
+            assert trusted_peer(accepted)
+
+
+def test_own_connections_over_unix_sockets_are_trusted(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client.connect(str(tmp_path / "s"))
+        accepted, _ = listener.accept()
+        with accepted:
+            assert peer_uid(accepted) == os.geteuid()
+            assert trusted_peer(accepted)
+
+
+if os.geteuid() == 0:  # only root can become another user
+
+    def test_another_user_over_tcp_is_not_trusted() -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            port = str(listener.getsockname()[1])
+            child = subprocess.Popen(
+                ["/usr/bin/python3", "-I", "-c", CONNECT, "127.0.0.1", port],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                user=65534,
+                cwd="/",
+            )
+            try:
+                accepted, _ = listener.accept()
+                with accepted:
+                    assert peer_uid(accepted) == 65534
+                    assert not trusted_peer(accepted)
+            finally:
+                child.communicate()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_provisioner.kernel.output_log import (
+from sandbox_provisioner.kernel.output import (
     BURST,
     LINES_PER_SECOND,
     MAX_LINE,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
-from sandbox_provisioner.kernel.message_reader import MAX_HEADER, MessageReader
+from sandbox_provisioner.kernel.messages import MAX_HEADER, MessageReader
 from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, Position, encode
 
 KEY = b"the kernel's key"

@@ -1,0 +1,157 @@
+"""Track the messages of a client's connection as its bytes pass: read their headers and check their signatures.
+
+On a plain connection, the messages on shell, stdin and control are read, so that only a client with the kernel's key
+can wake the kernel or count as activity. An encrypted connection cannot be read: everything on it counts, because only
+a client with the key completes the handshake. Bodies are hashed piece by piece and not kept, so a message of any size
+needs little memory.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .activity import OBSERVING
+from .zmtp import GREETING_SIZE, Position, identity, is_plain
+
+if TYPE_CHECKING:
+    from .relay import ChannelRelay
+
+CALLS = ("shell", "stdin", "control")
+"""The channels on which clients send requests."""
+DELIMITER = b"<IDS|MSG>"
+MAX_SIGNATURE = 256
+MAX_HEADER = 1 << 16
+MAX_IDENTITIES = 8
+SIGNED_FRAMES = 4
+"""Header, parent header, metadata and content. Buffers follow and are not signed."""
+
+Header = Mapping[str, Any]
+
+
+class MessageTracker:
+    """The messages of one connection. ``unanswered`` has the ids of the requests that have no reply yet."""
+
+    def __init__(self, relay: ChannelRelay, channel: str) -> None:
+        self.identity = b""
+        """The identity of the client's socket, once it is known."""
+        self.unanswered: set[str] = set()
+        self._relay = relay
+        self._channel = channel
+        self._checked = relay.knows_key
+        self._greeting = b""
+        self._signed = 0
+        self._requests = Position(sink=relay.reader(self._requested) if channel in CALLS else None)
+        replies = relay.reader(self._replied) if channel == "shell" else None
+        self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
+
+    def from_client(self, data: bytes) -> int:
+        """Process the client's bytes; return how many messages in them count: signed ones, or all if unreadable."""
+        self._greeting += data[: GREETING_SIZE - len(self._greeting)]
+        self._signed = 0
+        begun = self._requests.follow(data)
+        if self._requests.ready and not self.identity:
+            self.identity = identity(self._requests.ready)
+        return self._signed if self.readable else begun
+
+    def to_client(self, data: bytes) -> int:
+        """Process bytes to the client; return how many messages begin in them. Raises MessageTooLargeError."""
+        return self._replies.follow(data)
+
+    @property
+    def between_replies(self) -> bool:
+        """True if a message to the client can begin now."""
+        return self._replies.between_messages
+
+    @property
+    def readable(self) -> bool:
+        """True if messages can be checked: the kernel's key is known and the connection is not encrypted."""
+        return self._checked and is_plain(self._greeting)
+
+    @property
+    def handshake_size(self) -> int:
+        """Number of bytes of the client's handshake after its greeting; 0 until it is known."""
+        return max(0, self._requests.handshake_size - GREETING_SIZE)
+
+    def _requested(self, header: Header, parent: Header) -> None:
+        kind, msg_id = header.get("msg_type"), header.get("msg_id")
+        if kind in OBSERVING and self._relay.resting:
+            return
+        self._signed += 1
+        if self._channel == "shell":
+            self._relay.activity.requested(header)
+            if isinstance(msg_id, str) and isinstance(kind, str) and kind.endswith("_request"):
+                self.unanswered.add(msg_id)
+
+    def _replied(self, header: Header, parent: Header) -> None:
+        self._relay.activity.replied(parent)
+        self.unanswered.discard(str(parent.get("msg_id", "")))
+
+
+class MessageReader:
+    """A ``zmtp.Sink`` that calls ``on_message(header, parent_header)`` for each message with a valid signature.
+
+    Reads one direction of a connection. ``key`` and ``scheme`` come from the connection file; with an empty key,
+    messages are not signed and all are reported.
+    """
+
+    def __init__(self, key: bytes, scheme: str, on_message: Callable[[Header, Header], None]) -> None:
+        self._base = hmac.new(key, digestmod=scheme.partition("-")[2]) if key else None
+        self._on_message = on_message
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kept = b""
+        self._identities = 0
+        self._frame = -2
+        """-2 before the delimiter, -1 in the signature, then the index of a signed frame."""
+        self._signature = b""
+        self._parts: list[bytes] = []
+        self._sum = self._base.copy() if self._base else None
+        self._valid = True
+
+    def piece(self, data: bytes) -> None:
+        """Process the next bytes of the current frame."""
+        if self._frame >= SIGNED_FRAMES or not self._valid:
+            return
+        if self._sum and self._frame >= 0:
+            self._sum.update(data)
+        if self._frame < 2:
+            largest = (len(DELIMITER) + 1, MAX_SIGNATURE, MAX_HEADER, MAX_HEADER)[self._frame + 2]
+            self._kept += data[: largest + 1 - len(self._kept)]
+            if len(self._kept) > largest and self._frame > -2:
+                self._valid = False
+
+    def end_frame(self, more: bool) -> None:
+        """End the current frame, and the message if ``more`` is False."""
+        kept, self._kept = self._kept, b""
+        if self._frame == -2:
+            self._identities += 1
+            if kept == DELIMITER:
+                self._frame = -1
+            elif self._identities > MAX_IDENTITIES:
+                self._valid = False
+        elif self._frame == -1:
+            self._signature, self._frame = kept, 0
+        else:
+            if self._frame < 2:
+                self._parts.append(kept)
+            self._frame += 1
+        if not more:
+            self._end_message()
+
+    def _end_message(self) -> None:
+        try:
+            if self._valid and self._frame >= SIGNED_FRAMES and self._signed():
+                header, parent = map(json.loads, self._parts)
+                if isinstance(header, dict) and isinstance(parent, dict):
+                    self._on_message(header, parent)
+        except (ValueError, RecursionError):
+            pass
+        finally:
+            self._begin()
+
+    def _signed(self) -> bool:
+        return self._sum is None or hmac.compare_digest(self._sum.hexdigest().encode(), self._signature)
