@@ -24,10 +24,9 @@ from .io_thread import EXIT_DEADLINE, IO
 from .kernel import folders, output, start_request
 from .kernel.client_side import ClientSide
 from .kernel.env_filter import filtered
-from .kernel.host_api import attend
+from .kernel.host_api import NotebookActions, attend
 from .kernel.kernel import AWAKE
 from .kernel.launch_plan import Launch, plan
-from .kernel.notebook_actions import NotebookActions
 from .kernel.operations import KernelOperations
 from .mux.connection import GuestConnection
 from .sandbox import user_sandboxes

@@ -8,5 +8,5 @@
 - ``zmtp``: ZeroMQ's protocol; ``messages``: follow Jupyter's messages as they pass
 - ``activity``: whether the kernel is busy; ``output``: its output, in the server's log or elsewhere
 - ``handshake``, ``synthetic_replies``: answers on behalf of a hibernated kernel
-- ``host_api``, ``notebook_actions``: requests that a notebook makes with ``%sandbox``
+- ``host_api``: requests that a notebook makes with ``%sandbox``
 """

@@ -1,4 +1,4 @@
-"""Validate, run and answer the requests that a notebook sends with ``%sandbox``.
+"""Validate, run and answer the requests that a notebook sends with ``%sandbox``. I/O thread only.
 
 Requests come from the guest, which is hostile by assumption: each is validated here and can only concern the kernel's
 own sandbox. An answer is a small JSON object; its "problem", if it has one, explains why nothing was done.
@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
+
+from jupyter_client.session import Session
 
 from ..errors import ConfigurationError, SandboxError
 from ..errors.redaction import public
 from ..mux.connection import GuestConnection
 from ..persistence.metadata import Checkpoint
 from ..persistence.names import SANDBOX_ID
-from .kernel import INTERNAL
-from .synthetic_replies import Cell
+from ..sandbox.handle import SandboxHandle
+from .kernel import INTERNAL, SandboxedKernel
+from .synthetic_replies import Cell, end_cell
 
 log = logging.getLogger(__name__)
 
@@ -31,78 +33,85 @@ MAX_AWAKE = 10_000_000
 """Longest time limit, in seconds, for keeping a kernel awake."""
 FIELDS = ("msg_id", "msg_type", "session", "username", "date", "version")
 """Fields that are copied from a message's header."""
+EPHEMERAL = (
+    "Nothing of this kernel is kept: it was started for no notebook and without a sandbox_id, or persistent is not set."
+)
 
 
-@dataclass(frozen=True)
-class Status:
-    """A request to describe the sandbox."""
+class NotebookActions:
+    """The actions that a notebook can request for its own kernel. ``session`` signs messages as the kernel.
 
+    A SandboxError is reported to the notebook.
+    """
 
-@dataclass(frozen=True)
-class Savepoints:
-    """A request to list the savepoints."""
+    def __init__(self, kernel: SandboxedKernel, session: Callable[[], Session]) -> None:
+        self._kernel = kernel
+        self._session = session
 
+    async def status(self) -> dict[str, Any]:
+        """Return the fields that ``%sandbox status`` shows; ``idle_timeout`` is in seconds, 0 without hibernation.
 
-@dataclass(frozen=True)
-class Savepoint:
-    """A request to save the memory as savepoint ``name``."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Rewind:
-    """A request of ``cell`` to restore savepoint ``name``. The cell ends with the kernel that it runs in."""
-
-    name: str
-    cell: Cell | None
-
-
-@dataclass(frozen=True)
-class KeepAwake:
-    """A request to keep the kernel awake for ``seconds``, on behalf of ``name``: None for no limit, 0 to stop."""
-
-    name: str
-    seconds: float | None
-
-
-Ask = Status | Savepoints | Savepoint | Rewind | KeepAwake
-
-
-class Askable(Protocol):
-    """The actions that a notebook can request for its kernel. A SandboxError is reported to the notebook."""
-
-    async def status(self) -> Mapping[str, Any]:
-        """Return ``sandbox_id``, ``state``, ``notebook``, ``idle_timeout`` (seconds; 0: off), ``awake``, ``ephemeral``.
-
-        ``awake`` states how long the kernel is kept awake, ``ephemeral`` why the sandbox is not saved; empty if not so.
+        ``awake`` states how long the kernel is kept awake, ``ephemeral`` why its state is not saved; each is empty if
+        that is not the case.
         """
+        assert self._kernel.handle is not None
+        handle = self._kernel.handle
+        return {
+            "sandbox_id": handle.sandbox_id,
+            "state": str(handle.instance.state),
+            "notebook": handle.metadata.notebook_path if handle.persistent else "",
+            "idle_timeout": handle.idle_timeout or 0.0,
+            "awake": self._kernel.activity.awake_for(),
+            "ephemeral": "" if handle.persistent else EPHEMERAL,
+        }
 
     async def savepoints(self) -> Mapping[str, Checkpoint]:
         """Return the savepoints by name."""
+        return self._require_persistent().metadata.savepoints
 
     async def savepoint(self, name: str) -> Checkpoint:
         """Make a savepoint and return it."""
+        self._require_persistent()
+        return await self._kernel.savepoint(name)
 
     async def rewind(self, name: str, cell: Cell | None) -> str:
-        """Restore a savepoint and end ``cell`` with ``synthetic_replies.end_cell``.
+        """Restore a savepoint and return the name of the one that has the state from before.
 
-        Return the name of the savepoint that has the state from before.
+        ``cell`` is ended on the kernel's behalf, because its kernel is replaced. Raises SandboxError if the kernel's
+        connections are encrypted: the cell could not be ended.
         """
+        if "curve_publickey" in self._require_persistent().contents.get("connection", {}):
+            raise SandboxError(
+                "This kernel's connections are encrypted, and the cell that rewinds it could not be ended.",
+                "Rewind it from outside: `jupyter sandbox rewind`.",
+            )
+
+        def last_messages(kept: str, problem: SandboxError | None) -> tuple[bytes, bytes]:
+            text = f"Rewound to {name}; the state before is kept as savepoint {kept}."
+            return end_cell(cell, self._session(), text, public(problem) if problem else "") if cell else (b"", b"")
+
+        return await self._kernel.rewind(name, last_messages)
 
     async def keep_awake(self, name: str, seconds: float | None) -> str:
-        """Keep the kernel awake and return a sentence that states for how long."""
+        """Prevent hibernation for idleness; return a sentence that states for how long."""
+        return self._kernel.keep_awake(name, seconds)
+
+    def _require_persistent(self) -> SandboxHandle:
+        handle = self._kernel.handle
+        if handle is None or not handle.persistent:
+            raise SandboxError(EPHEMERAL)
+        return handle
 
 
-def attend(connection: GuestConnection, kernel: Askable) -> None:
-    """Answer the requests that arrive on ``connection``, one at a time, by calling ``kernel``. I/O thread only."""
+def attend(connection: GuestConnection, actions: NotebookActions) -> None:
+    """Run the requests that arrive on ``connection``, one at a time, and answer each."""
     turn = asyncio.Lock()
     serving: set[asyncio.Task[None]] = set()
 
     async def reply(number: int, request: Mapping[str, Any]) -> None:
         async with turn:
             if not connection.error:  # otherwise the guest that sent the request is gone
-                connection.host_api.answer(number, await serve(request, kernel))
+                connection.host_api.answer(number, await serve(request, actions))
 
     def on_ask(number: int, request: Mapping[str, Any]) -> None:
         task = asyncio.create_task(reply(number, request))
@@ -112,10 +121,10 @@ def attend(connection: GuestConnection, kernel: Askable) -> None:
     connection.host_api.listen(on_ask)
 
 
-async def serve(request: Mapping[str, Any], kernel: Askable) -> dict[str, Any]:
+async def serve(request: Mapping[str, Any], actions: NotebookActions) -> dict[str, Any]:
     """Run a request and return its answer. Never raises: an error becomes the answer's "problem"."""
     try:
-        return bounded(await _serve(parse(request), kernel))
+        return _bounded(await _run(request, actions))
     except SandboxError as error:
         return {"problem": public(error)[:MAX_PROBLEM]}
     except Exception:
@@ -123,20 +132,24 @@ async def serve(request: Mapping[str, Any], kernel: Askable) -> dict[str, Any]:
         return {"problem": INTERNAL}
 
 
-async def _serve(ask: Ask, kernel: Askable) -> dict[str, Any]:
-    match ask:
-        case Status():
-            status = dict(await kernel.status())
-            return {"status": status} | ({} if status.get("ephemeral") else _listed(await kernel.savepoints()))
-        case Savepoints():
-            return _listed(await kernel.savepoints())
-        case Savepoint(name):
-            made = await kernel.savepoint(name)
-            return {"size": made.size, "seconds": made.seconds}
-        case Rewind(name, cell):
-            return {"kept": await kernel.rewind(name, cell)}
-        case KeepAwake(name, seconds):
-            return {"awake": await kernel.keep_awake(name, seconds)}
+async def _run(request: Mapping[str, Any], actions: NotebookActions) -> dict[str, Any]:
+    """Validate a request, then run it and return its answer. Raises ConfigurationError if the request is invalid."""
+    match request:
+        case {"op": "status"}:
+            status = await actions.status()
+            return {"status": status} | ({} if status["ephemeral"] else _listed(await actions.savepoints()))
+        case {"op": "savepoints"}:
+            return _listed(await actions.savepoints())
+        case {"op": "savepoint", "name": name}:
+            saved = await actions.savepoint(_valid_name(name))
+            return {"size": saved.size, "seconds": saved.seconds}
+        case {"op": "rewind", "name": name}:
+            return {"kept": await actions.rewind(_valid_name(name), _cell(request))}
+        case {"op": "keep-awake", "name": name, "seconds": seconds}:
+            return {"awake": await actions.keep_awake(_valid_name(name), _valid_seconds(seconds))}
+    raise ConfigurationError(
+        "op", f"{str(request.get('op'))!r:.100} is not an operation on a sandbox.", "`%sandbox` lists the operations."
+    )
 
 
 def _listed(savepoints: Mapping[str, Checkpoint]) -> dict[str, Any]:
@@ -144,7 +157,7 @@ def _listed(savepoints: Mapping[str, Checkpoint]) -> dict[str, Any]:
     return {"savepoints": sorted(found, key=itemgetter("created"))}
 
 
-def bounded(answer: dict[str, Any]) -> dict[str, Any]:
+def _bounded(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer with the latest savepoints that fit into MAX_ANSWER; "more" counts those left out."""
     savepoints = kept = answer.get("savepoints", [])
     while len(json.dumps(answer)) > MAX_ANSWER and kept:
@@ -153,43 +166,25 @@ def bounded(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def parse(request: Mapping[str, Any]) -> Ask:
-    """Return the validated request. Raises ConfigurationError if it is invalid."""
-    match request:
-        case {"op": "status"}:
-            return Status()
-        case {"op": "savepoints"}:
-            return Savepoints()
-        case {"op": "savepoint", "name": name}:
-            return Savepoint(valid_name(name))
-        case {"op": "rewind", "name": name}:
-            return Rewind(valid_name(name), _cell(request))
-        case {"op": "keep-awake", "name": name, "seconds": seconds}:
-            return KeepAwake(valid_name(name), _seconds(seconds))
-    raise ConfigurationError(
-        "op",
-        f"A sandbox cannot be asked for {str(request.get('op'))!r:.100}.",
-        "`%sandbox` says what it can be asked for.",
-    )
-
-
-def valid_name(name: Any) -> str:
-    """Return ``name`` if a savepoint can have that name. Raises ConfigurationError otherwise."""
+def _valid_name(name: Any) -> str:
+    """Return the name of a savepoint or of a reason to keep the kernel awake. Raises ConfigurationError."""
     if not isinstance(name, str) or not SANDBOX_ID.fullmatch(name):
         raise ConfigurationError(
             "name",
-            f"{name!r:.200} cannot be a savepoint's name.",
+            f"{name!r:.200} is not a valid name.",
             "A name has 1 to 128 letters, digits, hyphens and underscores, and begins with a letter or a digit.",
         )
     return name
 
 
-def _seconds(value: Any) -> float | None:
-    """Return how long to keep a kernel awake. Raises ConfigurationError if ``value`` is invalid."""
+def _valid_seconds(value: Any) -> float | None:
+    """Return how long to keep a kernel awake; None means without limit. Raises ConfigurationError."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_AWAKE):
         return value
     raise ConfigurationError(
-        "seconds", f"A kernel cannot be kept awake for {value!r:.100} seconds.", f"Give 0 to {MAX_AWAKE}, or no end."
+        "seconds",
+        f"A kernel cannot be kept awake for {value!r:.100} seconds.",
+        f"Use a number from 0 to {MAX_AWAKE}, or no limit.",
     )
 
 

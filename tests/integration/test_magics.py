@@ -126,7 +126,7 @@ def test_magic_saves_lists_and_refuses_in_one_line(notebook: Notebook, clerk: Cl
     assert usage_error(notebook, "%sandbox savepoint before") == (
         "UsageError: There is one already. Choose another name.\n"
     )
-    assert "cannot be a savepoint's name" in usage_error(notebook, "%sandbox savepoint a/b")
+    assert "is not a valid name" in usage_error(notebook, "%sandbox savepoint a/b")
     assert "is not a valid command" in usage_error(notebook, "%sandbox savepoint")
 
 

@@ -1,4 +1,4 @@
-"""The host's end of a notebook's requests, with the answers that a test gives it."""
+"""A replacement for ``NotebookActions`` that returns what a test tells it to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def checkpoint(size: int = 123_000_000, created: str = "2026-11-16T15:50:00.000+
 
 
 class Clerk:
-    """A kernel that says what it was told to say."""
+    """The actions of a notebook without a kernel; ``made`` and ``rewound`` record the calls."""
 
     def __init__(self, ephemeral: str = "") -> None:
         self.ephemeral = ephemeral
@@ -46,3 +46,6 @@ class Clerk:
     async def rewind(self, name: str, cell: Cell | None) -> str:
         self.rewound.append((name, cell))
         return "before-rewind-1"
+
+    async def keep_awake(self, name: str, seconds: float | None) -> str:
+        return f"It is kept awake for {seconds} seconds"

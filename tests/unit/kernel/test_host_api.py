@@ -1,4 +1,4 @@
-"""What a notebook may ask of its sandbox: what is understood, how it is answered, and that nothing asked harms us."""
+"""Requests of a notebook to its sandbox: validation, answers, and that no request can harm the server."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
-from sandbox_provisioner.errors import ConfigurationError, SandboxError
+from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.guest.magics import answer_text
 from sandbox_provisioner.kernel.host_api import (
     INTERNAL,
     MAX_ANSWER,
     MAX_PROBLEM,
-    Rewind,
-    Savepoint,
-    Savepoints,
-    Status,
     attend,
-    parse,
     serve,
 )
 from sandbox_provisioner.kernel.synthetic_replies import Cell, end_cell
@@ -38,8 +33,13 @@ JSON = st.recursive(
     max_leaves=8,
 )
 REQUESTS = st.fixed_dictionaries(
-    {"op": st.sampled_from(["status", "savepoint", "savepoints", "rewind"]) | JSON},
-    optional={"name": JSON, "parent": st.dictionaries(st.sampled_from(list(HEADER)), JSON) | JSON, "count": JSON},
+    {"op": st.sampled_from(["status", "savepoint", "savepoints", "rewind", "keep-awake"]) | JSON},
+    optional={
+        "name": JSON,
+        "seconds": JSON,
+        "parent": st.dictionaries(st.sampled_from(list(HEADER)), JSON) | JSON,
+        "count": JSON,
+    },
 )
 
 
@@ -48,29 +48,33 @@ def clerk() -> Clerk:
     return Clerk()
 
 
-# -- what is understood ----------------------------------------------------------------------------------------
-
-
-def test_what_the_magic_asks_is_understood() -> None:
-    assert parse({"op": "status"}) == Status()
-    assert parse({"op": "savepoints"}) == Savepoints()
-    assert parse({"op": "savepoint", "name": "before-training"}) == Savepoint("before-training")
-    request = {"op": "rewind", "name": "before", "parent": HEADER, "count": 3}
-    assert parse(request) == Rewind("before", Cell(HEADER, 3))
+# -- validation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("request_", [{}, {"op": "delete"}, {"op": ["status"]}, {"op": "savepoint"}, {"op": "rewind"}])
-def test_what_there_is_not_is_refused_with_a_hint(request_: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="`%sandbox` says what it can be asked for"):
-        parse(request_)
+async def test_unknown_operation_is_refused_with_a_hint(clerk: Clerk, request_: dict[str, Any]) -> None:
+    assert "`%sandbox` lists the operations" in (await serve(request_, clerk))["problem"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "a" * 129, "a\n", "\ud800", 1, None, ["a"]])
-def test_a_name_that_cannot_be_one_is_refused(name: Any) -> None:
+async def test_invalid_name_is_refused(clerk: Clerk, name: Any) -> None:
     for op in ("savepoint", "rewind"):
-        with pytest.raises(ConfigurationError, match="cannot be a savepoint's name") as refused:
-            parse({"op": op, "name": name})
-        assert len(str(refused.value)) < 400
+        problem = (await serve({"op": op, "name": name}, clerk))["problem"]
+        assert "is not a valid name" in problem
+        assert len(problem) < 400
+    assert not clerk.made and not clerk.rewound
+
+
+@pytest.mark.parametrize("seconds", [-1, 10_000_001, float("nan"), float("inf"), True, "1", [1]])
+async def test_invalid_time_is_refused(clerk: Clerk, seconds: Any) -> None:
+    answer = await serve({"op": "keep-awake", "name": "a", "seconds": seconds}, clerk)
+    assert answer["problem"].startswith("A kernel cannot be kept awake for")
+
+
+@pytest.mark.parametrize("seconds", [None, 0, 0.5, 10_000_000])
+async def test_valid_time_is_accepted(clerk: Clerk, seconds: Any) -> None:
+    answer = await serve({"op": "keep-awake", "name": "a", "seconds": seconds}, clerk)
+    assert answer == {"awake": f"It is kept awake for {seconds} seconds"}
 
 
 @pytest.mark.parametrize(
@@ -78,37 +82,37 @@ def test_a_name_that_cannot_be_one_is_refused(name: Any) -> None:
     [None, "a1", [], {}, {"msg_id": 1}, {**HEADER, "session": "s" * 10_000}, {**HEADER, "msg_id": "\ud800"}],
     ids=str,
 )
-def test_a_cell_that_does_not_say_which_it_is_can_rewind_all_the_same(parent: Any) -> None:
-    assert parse({"op": "rewind", "name": "before", "parent": parent, "count": 3}) == Rewind("before", None)
+async def test_rewind_works_without_a_valid_header_of_its_cell(clerk: Clerk, parent: Any) -> None:
+    await serve({"op": "rewind", "name": "before", "parent": parent, "count": 3}, clerk)
+    assert clerk.rewound == [("before", None)]
 
 
-def test_of_a_cells_header_only_what_a_header_has_is_kept() -> None:
+async def test_only_known_fields_of_a_cells_header_are_kept(clerk: Clerk) -> None:
     parent = {**HEADER, "date": 5, "subshell_id": None, "extra": "x", "msg_type": "shutdown_request"}
-    parsed = parse({"op": "rewind", "name": "before", "parent": parent, "count": "many"})
-    assert parsed == Rewind("before", Cell(HEADER, 0))
+    await serve({"op": "rewind", "name": "before", "parent": parent, "count": "many"}, clerk)
+    assert clerk.rewound == [("before", Cell(HEADER, 0))]
 
 
 @given(REQUESTS)
-def test_whatever_a_guest_asks_is_refused_in_words_or_can_be_answered(request_: dict[str, Any]) -> None:
-    try:
-        parsed = parse(request_)
-    except ConfigurationError as error:
-        assert len(str(error)) < 1000
-        return
-    if isinstance(parsed, Rewind) and parsed.cell:
-        assert end_cell(parsed.cell, Session(key=b"secret"), "Rewound.").private
+def test_any_request_is_answered_or_refused(request_: dict[str, Any]) -> None:
+    clerk = Clerk()
+    answer = asyncio.run(serve(request_, clerk))
+    assert answer.get("problem") != INTERNAL
+    assert len(json.dumps(answer)) < 1000
+    for _, cell in clerk.rewound:
+        assert cell is None or end_cell(cell, Session(key=b"secret"), "Rewound.").private
 
 
-# -- how it is answered ----------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_savepoint_is_made_and_its_size_and_time_told(clerk: Clerk) -> None:
+async def test_savepoint_is_made_and_its_size_and_time_are_reported(clerk: Clerk) -> None:
     answer = await serve({"op": "savepoint", "name": "before"}, clerk)
     assert list(clerk.made) == ["before"]
     assert answer_text("savepoint", "before", answer) == "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
 
 
-async def test_a_status_has_the_savepoints_oldest_first(clerk: Clerk) -> None:
+async def test_status_lists_the_savepoints_oldest_first(clerk: Clerk) -> None:
     clerk.made = {"late": checkpoint(), "early": checkpoint(created="2026-11-15T08:00:00.000+00:00")}
     assert answer_text("status", "", await serve({"op": "status"}, clerk)) == (
         "Sandbox:    nb-1\n"
@@ -121,7 +125,7 @@ async def test_a_status_has_the_savepoints_oldest_first(clerk: Clerk) -> None:
     )
 
 
-async def test_an_ephemeral_sandbox_says_that_nothing_is_kept_and_why() -> None:
+async def test_status_of_an_ephemeral_sandbox_explains_why_nothing_is_kept() -> None:
     words = answer_text(
         "status", "", await serve({"op": "status"}, Clerk(ephemeral="Nothing is kept: it has no notebook."))
     )
@@ -129,18 +133,18 @@ async def test_an_ephemeral_sandbox_says_that_nothing_is_kept_and_why() -> None:
     assert "avepoint" not in words
 
 
-async def test_without_a_savepoint_the_notebook_learns_how_to_make_one(clerk: Clerk) -> None:
+async def test_empty_list_of_savepoints_explains_how_to_make_one(clerk: Clerk) -> None:
     words = answer_text("savepoints", "", await serve({"op": "savepoints"}, clerk))
     assert words == "No savepoints. `%sandbox savepoint NAME` makes one.\n"
 
 
-async def test_a_rewind_is_told_which_cell_asks(clerk: Clerk) -> None:
+async def test_rewind_gets_the_cell_that_requested_it(clerk: Clerk) -> None:
     answer = await serve({"op": "rewind", "name": "before", "parent": HEADER, "count": 3}, clerk)
     assert clerk.rewound == [("before", Cell(HEADER, 3))]
     assert answer == {"kept": "before-rewind-1"}
 
 
-async def test_many_savepoints_are_cut_to_the_latest(clerk: Clerk) -> None:
+async def test_only_the_latest_of_many_savepoints_are_listed(clerk: Clerk) -> None:
     clerk.made = {f"{number:04}-{'x' * 100}": checkpoint(created=f"2026-{number:04}") for number in range(1000)}
     answer = await serve({"op": "savepoints"}, clerk)
     assert MAX_ANSWER // 2 < len(json.dumps(answer)) <= MAX_ANSWER
@@ -149,7 +153,9 @@ async def test_many_savepoints_are_cut_to_the_latest(clerk: Clerk) -> None:
     assert f"and {1000 - len(names)} older ones" in answer_text("savepoints", "", answer)
 
 
-async def test_an_error_of_ours_is_told_and_another_only_logged(clerk: Clerk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sandbox_error_is_reported_and_any_other_is_only_logged(
+    clerk: Clerk, caplog: pytest.LogCaptureFixture
+) -> None:
     request = {"op": "savepoint", "name": "before"}
     clerk.error = SandboxError("There is one already.", "Choose another name.")
     assert await serve(request, clerk) == {"problem": "There is one already. Choose another name."}
@@ -166,7 +172,7 @@ async def test_an_error_of_ours_is_told_and_another_only_logged(clerk: Clerk, ca
 
 
 class Slow(Clerk):
-    """One that is not done before it is told to be."""
+    """Actions whose savepoints are finished once ``go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +185,7 @@ class Slow(Clerk):
         return await super().savepoint(name)
 
 
-async def test_a_kernels_asks_are_answered_one_after_another_in_their_order() -> None:
+async def test_requests_are_answered_one_at_a_time_in_their_order() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         slow = Slow()
@@ -198,7 +204,7 @@ async def test_a_kernels_asks_are_answered_one_after_another_in_their_order() ->
         assert slow.begun == ["first", "second"]
 
 
-async def test_a_guest_that_goes_away_while_it_is_served_harms_nobody() -> None:
+async def test_no_answer_is_sent_to_a_guest_that_ended_meanwhile() -> None:
     async with scripted_guest() as guest:
         await guest.hello()
         slow = Slow()
