@@ -18,6 +18,7 @@ from jupyter_client.connect import KernelConnectionInfo
 
 from ._text import printable
 from .errors import SandboxError, StateError, UnresponsiveError
+from .gvisor.bundle import Mount
 from .gvisor.runsc import Runsc, find
 from .gvisor.sandbox import GVisorSandbox
 from .io_thread import EXIT_DEADLINE, IO
@@ -62,6 +63,7 @@ class SandboxProvisioner(KernelOperations):
         self._leaving: asyncio.Task[None] | None = None
         self._launched_before = False
         self._releasing = False
+        self._folder: Mount | None = None
 
     # -- the interface of KernelProvisionerBase; called by KernelManager -------------------------------------------
 
@@ -138,8 +140,8 @@ class SandboxProvisioner(KernelOperations):
         self._releasing = False
         try:
             cwd = kwargs.get("cwd") or ""
-            if cwd:  # first: a refused folder must leave neither a record nor distrust of the programs in it
-                await control(folders.choose_folder, self, self._root, cwd)
+            # First: a refused folder must leave neither a record nor distrust of the programs in it.
+            self._folder = await control(folders.choose_folder, self, self._root, cwd) if cwd else None
             await control(self._find_runsc, cwd)
             request = start_request.requested(kwargs, self, self.parent.kernel_name)
             kwargs.pop(start_request.KEYWORD, None)
@@ -304,7 +306,7 @@ class SandboxProvisioner(KernelOperations):
     def _plan(self, cmd: list[str], kwargs: dict[str, Any]) -> tuple[Runsc, Launch]:
         """Return runsc and the plan for the start. Blocks."""
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
-        folder = folders.choose_folder(self, self._root, kwargs.get("cwd") or self._recorded_folder())
+        folder = self._folder or folders.choose_folder(self, self._root, self._recorded_folder())
         runsc = find(self.runsc)
         folders.remember_shared(self, folder)
         launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc, self._root)

@@ -401,6 +401,21 @@ def test_a_working_folder_takes_the_place_of_the_notebooks(
     assert run(kc, f"os.path.exists('{notebook_folder}/notebook.ipynb')") == "False"
 
 
+def test_folder_on_the_servers_import_path_is_warned_about_once(
+    start_kernel: Start,
+    sandboxed: Sandboxed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "imported"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    start_kernel(sandboxed(), cwd=str(folder))
+    warning = f"The server itself imports from {folder}, which this kernel can write to."
+    assert [text for text in caplog.messages if "imports from" in text] == [warning]
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder with a key in it."""
