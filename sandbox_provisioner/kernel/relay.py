@@ -42,9 +42,9 @@ class ChannelRelay:
     """The listeners and client connections of one SandboxedKernel, which owns it. I/O loop only.
 
     ``sent`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``answered``
-    is that count when the kernel last began a message. ``activity`` gets all requests and replies. ``on_call`` is
-    called when a client needs a hibernated kernel, ``on_oversized`` with the channel of a message that was refused
-    because it exceeds ``max_message_size`` bytes.
+    is the value of ``sent`` when the kernel last began a message. ``activity`` gets all requests and replies.
+    ``on_call`` is called when a client needs a hibernated kernel, ``on_oversized`` with the channel of a message that
+    was refused because it exceeds ``max_message_size`` bytes.
     """
 
     def __init__(self, activity: KernelActivity | None = None) -> None:
@@ -234,6 +234,10 @@ class ChannelRelay:
             return False
         self._clients.add(client)
         return True
+
+    def note_reaction(self) -> None:
+        """Record that the kernel began a message: it has reacted to the messages that were sent before."""
+        self.answered = self.sent
 
     def leave(self, client: ClientConnection) -> None:
         """Remove a closed connection."""

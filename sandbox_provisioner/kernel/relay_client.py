@@ -70,7 +70,7 @@ class LingeringStream:
         self.stream.consumed(len(data))
         try:
             if self._messages.to_client(data):
-                self._relay.answered = self._relay.sent
+                self._relay.note_reaction()
         except MessageTooLargeError:
             self._messages.unanswered.clear()
         if not self._messages.unanswered:
@@ -312,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_large()
             return
         if begun and self.channel != "hb":
-            self._relay.answered = self._relay.sent
+            self._relay.note_reaction()
         self._unsent += len(data)
         if self._congested:
             self._waiting += data
