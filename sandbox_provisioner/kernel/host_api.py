@@ -94,7 +94,7 @@ class NotebookActions:
 
     async def keep_awake(self, name: str, seconds: float | None) -> str:
         """Prevent hibernation for idleness; return a sentence that states for how long."""
-        return self._kernel.keep_awake(name, seconds)
+        return await self._kernel.keep_awake(name, seconds)
 
     def _require_persistent(self) -> SandboxHandle:
         handle = self._kernel.handle

@@ -82,7 +82,8 @@ class SandboxedKernel(HandleObserver):
         self._process: GuestProcess | None = None
         self._life: asyncio.Task[None] | None = None
         self._ending = Ending()
-        self._rewinding = asyncio.Lock()
+        self._rewinds = 0
+        """Rewinds in progress: each holds the handle's lock, or waits for it."""
 
     async def launch(
         self,
@@ -145,7 +146,7 @@ class SandboxedKernel(HandleObserver):
                 if self.handle.instance.state == State.RUNNING:  # also if the caller was cancelled during the restore
                     self.relay.awake()
 
-    def keep_awake(self, name: str, seconds: float | None) -> str:
+    async def keep_awake(self, name: str, seconds: float | None) -> str:
         """Prevent hibernation for idleness for ``seconds``, on behalf of ``name``: None for no limit, 0 to stop.
 
         Return a sentence that states how long the kernel is now kept awake. Raises SandboxError for too many names.
@@ -168,26 +169,34 @@ class SandboxedKernel(HandleObserver):
         makes the messages that end the cell. On failure the kernel continues in its previous state; if that cannot be
         restored either, it has ended.
         """
-        async with self._rewinding:
-            assert self.handle is not None
-            handle = self.handle
-            if self.status is not None:
-                raise StateError(handle.sandbox_id, "rewind", "without a kernel")
-            _require_same_keys(handle, name)
-            present, asleep, kept, problem = handle.instance, self.asleep, "", None
-            self._note_activity()
-            try:
-                kept = await handle.rewind(name)
-            except Exception as error:
-                problem = error if isinstance(error, SandboxError) else SandboxError(INTERNAL)
-                raise
-            finally:
-                if handle.instance is not present:
-                    messages = last_messages(kept, problem) if last_messages else (b"", b"")
-                    await self._reconnect(handle, present, messages)
-                elif self.asleep and not asleep:
-                    await self.wake()
-            return kept
+        assert self.handle is not None
+        handle, was_asleep = self.handle, self.asleep
+        self._rewinds += 1
+        try:
+            async with handle.exclusive():
+                return await self._rewind_locked(handle, name, last_messages)
+        finally:
+            self._rewinds -= 1
+            if self.asleep and not was_asleep:
+                await self.wake()
+
+    async def _rewind_locked(self, handle: SandboxHandle, name: str, last_messages: LastMessages | None) -> str:
+        """Rewind and reconnect the clients. The caller holds the handle's lock: no other save may come in between."""
+        if self.status is not None:
+            raise StateError(handle.sandbox_id, "rewind", "without a kernel")
+        _require_same_keys(handle, name)
+        present, kept, problem = handle.instance, "", None
+        self._note_activity()
+        try:
+            kept = await handle.rewind_locked(name)
+        except Exception as error:
+            problem = error if isinstance(error, SandboxError) else SandboxError(INTERNAL)
+            raise
+        finally:
+            if handle.instance is not present:
+                messages = last_messages(kept, problem) if last_messages else (b"", b"")
+                await self._reconnect(handle, present, messages)
+        return kept
 
     async def _reconnect(self, handle: SandboxHandle, before: GVisorSandbox, messages: tuple[bytes, bytes]) -> None:
         """Connect the clients, which were connected to the instance ``before``, to the handle's new one."""
@@ -312,18 +321,19 @@ class SandboxedKernel(HandleObserver):
         """End the kernel and its sandbox now. If a rewind is in progress, also end the instance that it leaves."""
         if self.handle:
             await self.handle.instance.delete()  # operations in progress fail
-        async with self._rewinding:
-            if self.handle:
-                await self.handle.instance.delete()
+            if self._rewinds:
+                async with self.handle.lock:
+                    await self.handle.instance.delete()
 
     async def ended(self) -> int:
         """Wait until the kernel has ended and its sandbox is removed. Return the exit status."""
-        while (self._life and not self._life.done()) or self._rewinding.locked():
-            async with self._rewinding:
-                life = self._life
-            if life:
-                await asyncio.wait({life})
-        return self.status or 0
+        while True:
+            while self._rewinds and self.handle:  # a rewind replaces the process
+                async with self.handle.lock:
+                    pass
+            if self._life is None or self._life.done():
+                return self.status or 0
+            await asyncio.wait({self._life})
 
     async def close(self) -> None:
         """End the kernel, if one runs, and close the listeners."""

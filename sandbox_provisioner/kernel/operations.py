@@ -103,10 +103,7 @@ class KernelOperations(SandboxSettings):
 
     async def keep_awake(self, seconds: float | None) -> None:
         """Prevent hibernation and culling for idleness for ``seconds``: None for no limit, 0 to stop."""
-        await IO.run(self._keep_awake(seconds))
-
-    async def _keep_awake(self, seconds: float | None) -> None:
-        self._kernel.keep_awake(PLAIN, seconds)
+        await IO.run(self._kernel.keep_awake(PLAIN, seconds))
 
     async def follow(self, notebook_path: str) -> None:
         """Record the notebook's new path, unless the sandbox was opened by its own id."""

@@ -304,20 +304,19 @@ class SandboxHandle:
         async with self.exclusive():
             await self.memory.stored.drop_savepoint(name)
 
-    async def rewind(self, name: str) -> str:
+    async def rewind_locked(self, name: str) -> str:
         """Keep the current state as a savepoint, restore the savepoint ``name``, and return the new savepoint's name.
 
-        If the restore fails, the current state is restored and the error raised. The handle has a new ``instance`` in
-        either case. Before that, raises SavepointNotFoundError, IncompatibleError, and TooManySavepointsError or
-        UnsaveableError if there is no room for another savepoint.
+        For a caller that holds ``lock`` until it uses the new ``instance``, which the handle also has if the restore
+        fails: the current state is then restored and the error raised. Before that, raises SavepointNotFoundError,
+        IncompatibleError, and TooManySavepointsError or UnsaveableError if there is no room for another savepoint.
         """
-        async with self.exclusive():
-            target = self.metadata.savepoint(name)
-            self.memory.stored.require_room()
-            await self.memory.require_fit(target)
-            kept = await finished(self.memory.rewind(target))
-            self.touch()
-            return kept
+        target = self.metadata.savepoint(name)
+        self.memory.stored.require_room()
+        await self.memory.require_fit(target)
+        kept = await finished(self.memory.rewind(target))
+        self.touch()
+        return kept
 
     async def save_snapshot(self, name: str) -> GCSArtifact:
         """Save its files, without its memory, as the snapshot ``name``; it continues to run."""

@@ -54,8 +54,6 @@ class SandboxManager:
     1. the start lock, one per notebook or requested id: in the server, around the whole start, and here, in ``open``
     2. ``SandboxHandle.lock``, one per sandbox id: around each operation that changes the sandbox
     3. the driver's lock in GVisorSandbox: around each command to runsc
-
-    A rewind of a kernel also holds a lock of SandboxedKernel, between 1 and 2.
     """
 
     def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "", stores: Stores | None = None) -> None:

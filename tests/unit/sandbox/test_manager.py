@@ -422,7 +422,8 @@ async def test_one_that_another_server_went_on_without_becomes_a_savepoint(
     await manager.get("a").restore()
     assert await tell(handle, "get") == "newer"
     (name,) = handle.metadata.savepoints
-    await manager.get("a").rewind(name)
+    async with manager.get("a").exclusive():
+        await manager.get("a").rewind_locked(name)
     assert await tell(handle, "get") == "a"
 
 
