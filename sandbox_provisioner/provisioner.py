@@ -1,7 +1,7 @@
 """The KernelProvisioner that starts Jupyter kernels in gVisor sandboxes.
 
-SandboxProvisioner derives from LocalProvisioner, so that everything a client sees (connection file, ports, CurveZMQ
-keys, resolve_path) is the same as without a sandbox. Only the process and its surroundings differ.
+SandboxProvisioner derives from LocalProvisioner, so that clients see the same connection file, ports, CurveZMQ keys and
+resolved paths as without a sandbox.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .workers import control
 
 STABLE_START = 20.0
 """Seconds after which a kernel that still runs counts as started; KernelRestarter uses it."""
-HELP = 20.0
+SHUTDOWN_HELP = 20.0
 """Seconds that the guest has to help with the save when its kernel is shut down."""
 
 
 class SandboxProvisioner(KernelOperations):
     """The provisioner of one kernel in a gVisor sandbox; saves its state if it is persistent. Owned by KernelManager.
 
-    Implements what jupyter_client calls; KernelOperations has what the server calls. Runs on the caller's loop and
-    delegates to the I/O thread, where the callbacks of the kernel run.
+    Has the methods that jupyter_client calls; KernelOperations has those that the server calls. They run on the
+    caller's loop and delegate to the I/O thread, where the callbacks of the kernel run.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -56,11 +56,12 @@ class SandboxProvisioner(KernelOperations):
         self._kernel.may_wake = lambda: not (self.parent.shutting_down or self._keeps_state)
         self._kernel.on_wake_failed = self._client_side.refuse_held
         self._kernel.on_connected = self._serve
-        self._kernel.on_gone = self._leave
+        self._kernel.on_gone = self._release_lost
         self._kernel.relay.max_message_size = self.max_message_size
         self._kernel.relay.on_oversized = self._report_oversized
-        self._left: Future[None] | None = None
-        self._leaving: asyncio.Task[None] | None = None
+        self._lost: Future[None] | None = None
+        """Set when another server has the kernel; done when everything of it is released here."""
+        self._releasing_lost: asyncio.Task[None] | None = None
         self._launched_before = False
         self._releasing = False
         self._folder: Mount | None = None
@@ -78,7 +79,7 @@ class SandboxProvisioner(KernelOperations):
 
     async def wait(self) -> int | None:
         """Wait until the kernel and its sandbox have ended, and return the exit status; 0 if none was launched."""
-        await self._wait_until_left()
+        await self._wait_until_released()
         if not self._launched:
             return 0
         status = await IO.run(self._kernel.ended())
@@ -96,7 +97,7 @@ class SandboxProvisioner(KernelOperations):
         if self.parent.shutting_down and signum == signal.SIGINT:
             if self._handle and self.on_shutdown == "checkpoint":
                 if self.can_save:
-                    await self.hibernate(insist=HELP)
+                    await self.hibernate(insist=SHUTDOWN_HELP)
                 self._keeps_state = True
             if self._kernel.asleep:
                 return
@@ -105,7 +106,7 @@ class SandboxProvisioner(KernelOperations):
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Kill a hibernated kernel instead of waking it. Called by KernelManager when it has sent a shutdown request.
 
-        A person requested this, so a kernel that moved to another server may be started here again.
+        A user requested this, so a kernel that moved to another server may be started here again.
         """
         self._moved = ""
         if self._launched and self._kernel.asleep:
@@ -131,11 +132,11 @@ class SandboxProvisioner(KernelOperations):
         """
         if self._moved:  # an automatic restart must not take the sandbox back
             raise SandboxError(
-                f"The kernel is not here any more: {self._moved}.",
+                f"The kernel is no longer on this server: {self._moved}.",
                 "Open the notebook again to restore the kernel here.",
             )
-        await self._wait_until_left()
-        self._left = None
+        await self._wait_until_released()
+        self._lost = None
         IO.hold(self, self._at_exit)
         self._releasing = False
         try:
@@ -188,7 +189,7 @@ class SandboxProvisioner(KernelOperations):
 
     async def _release(self, forget: bool = False) -> None:
         self._releasing = True
-        await self._wait_until_left()
+        await self._wait_until_released()
         if IO.held_by(self):
             await IO.run(self._close(forget))
             await IO.release(self)
@@ -220,7 +221,7 @@ class SandboxProvisioner(KernelOperations):
     def abandon(self) -> None:
         """Leave a persistent kernel running when the server ends. The next server saves it.
 
-        Does not wait for an upload in progress: that may take long, and it ends with this process.
+        Does not wait for an upload in progress, which ends with this process.
         """
         IO.drop(self)
         self._handle = None
@@ -228,7 +229,7 @@ class SandboxProvisioner(KernelOperations):
         self._client_side.restore_address()
 
     async def _open(self, request: StartRequest, runsc: Runsc) -> None:
-        """Open the persistent sandbox. I/O thread only; a caller that is cancelled meanwhile can release it."""
+        """Open the persistent sandbox; a cancelled caller can release it. I/O thread only."""
         settings = user_sandboxes.settings(self.storage_dir)
         self._manager = SandboxManager.shared(settings, runsc, user_sandboxes.server())
         self._handle = await self._manager.open(request)
@@ -245,15 +246,15 @@ class SandboxProvisioner(KernelOperations):
         """True if the next launch restores a saved kernel. Only the first launch can; a restart starts a new kernel."""
         return self._handle is not None and not self._launched_before and self._handle.saved
 
-    def _leave(self, reason: str) -> None:
+    def _release_lost(self, reason: str) -> None:
         """Start to release everything: another server has the sandbox. Called by the kernel in the I/O thread."""
-        self._left = Future()
-        self._left.set_running_or_notify_cancel()
+        self._lost = Future()
+        self._lost.set_running_or_notify_cancel()
         self._moved = reason
-        self.log.warning("Kernel %s is not here any more: %s", self.kernel_id, reason)
-        self._leaving = asyncio.create_task(self._release_moved(self._left))
+        self.log.warning("Kernel %s is no longer on this server: %s", self.kernel_id, reason)
+        self._releasing_lost = asyncio.create_task(self._release_all(self._lost))
 
-    async def _release_moved(self, left: Future[None]) -> None:
+    async def _release_all(self, released: Future[None]) -> None:
         """Release the kernel's resources, including its listeners and the connection file. I/O thread only."""
         try:
             await self._close(forget=False)
@@ -264,12 +265,12 @@ class SandboxProvisioner(KernelOperations):
             self._handle = None
             self._launched = False
             IO.drop(self)
-            left.set_result(None)
+            released.set_result(None)
 
-    async def _wait_until_left(self) -> None:
+    async def _wait_until_released(self) -> None:
         """Wait until everything of a kernel that moved to another server is released here."""
-        if self._left:
-            await asyncio.shield(asyncio.wrap_future(self._left))
+        if self._lost:
+            await asyncio.shield(asyncio.wrap_future(self._lost))
 
     def _report_oversized(self, channel: str) -> None:
         """Log that a message was dropped. Called by the relay in the I/O thread."""
@@ -286,7 +287,8 @@ class SandboxProvisioner(KernelOperations):
     async def _launch(self, cmd: list[str], **kwargs: Any) -> None:
         runsc, launch = await control(self._plan, cmd, kwargs)
         ending = partial(output.ending, kwargs, self._report_end)
-        if self._handle and self._resumes:  # with the mounts that a start would have now
+        if self._handle and self._resumes:
+            # The restored sandbox gets the mounts that a start would have now.
             await IO.run(self._handle.permit(match.grant_of(launch)))
             self.cwd = self._handle.contents["cwd"]
             await IO.run(self._kernel.resume(self._handle, ending()))
@@ -320,15 +322,15 @@ class SandboxProvisioner(KernelOperations):
         return folder if os.path.isabs(folder) and os.path.isdir(folder) else None
 
     def _require_wanted(self) -> None:
-        """Raise StateError if the kernel was shut down meanwhile: its start is then not tried in another way."""
+        """Raise StateError if the kernel was shut down meanwhile, so that its start is not tried in another way."""
         if self._releasing:
             raise StateError(self.kernel_id, "start", "being shut down")
 
     def _report_end(self, status: int) -> None:
-        """Log that the kernel failed. Called by the kernel in the I/O thread."""
+        """Log the exit status and the last output of a kernel that failed. Called in the I/O thread."""
         if status > 0:
-            words = printable(self._kernel.last_words)
-            self.log.warning("Kernel %s ended with status %d. %s", self.kernel_id, status, words)
+            output = printable(self._kernel.last_words)
+            self.log.warning("Kernel %s ended with status %d. %s", self.kernel_id, status, output)
 
     @property
     def _root(self) -> str:

@@ -1,4 +1,4 @@
-"""Run a kernel process in a sandbox and connect it to its clients. I/O thread only; knows nothing of Jupyter."""
+"""Run a kernel process in a sandbox and connect it to its clients. I/O thread only; independent of jupyter_client."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ log = logging.getLogger(__name__)
 
 LAST_OUTPUT = 1.0
 """Seconds to wait for the last messages and output of a kernel that has ended."""
-INTERNAL = "An internal error; the server's log has more."
+INTERNAL = "An internal error occurred; the server's log has more."
 LOST = 1
 """Exit status of a kernel that could not be restored."""
 
 LastMessages = Callable[[str, SandboxError | None], tuple[bytes, bytes]]
-"""Called after a rewind with the name of the savepoint that has the state from before, and the problem if it failed.
-Returns the last messages of the replaced kernel, for clients on shell and on iopub."""
+"""Makes the last messages of a kernel that a rewind replaced, for clients on shell and on iopub.
+
+Called with the name of the savepoint that has the state from before, and the error if the rewind failed."""
 
 
 class KernelState(StrEnum):
@@ -56,17 +57,17 @@ AWAKE = frozenset({KernelState.RUNNING, KernelState.SAVING})
 
 
 class SandboxedKernel(HandleObserver):
-    """A sequence of kernels behind the same listeners: ``launch`` ends the one that still runs.
+    """A kernel and the listeners for its clients, which a later kernel takes over; ``launch`` ends the earlier one.
 
     Owned by the provisioner; observes the handle of its sandbox. The first request of a client wakes a hibernated
-    kernel while ``may_wake`` returns True; if that fails, ``on_wake_failed`` gets the error. ``on_connected`` gets the
-    connection of each new sandbox, ``on_gone`` the reason why this server no longer has it. All run in the I/O thread.
+    kernel if ``may_wake`` returns True. If that fails, ``on_wake_failed`` is called with the error. ``on_connected`` is
+    called with the connection of each new sandbox, ``on_gone`` with the reason why this server has lost the sandbox.
     """
 
     def __init__(self) -> None:
         self.activity = KernelActivity()
         self.restored = False
-        """True if the kernel came from a checkpoint, and may be working on requests that this server did not see."""
+        """True if the kernel was restored: it may be working on requests that did not pass through this server."""
         self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._wake_for_client
         self.on_wake_failed: Callable[[SandboxError], None] = lambda error: None
@@ -95,16 +96,16 @@ class SandboxedKernel(HandleObserver):
     ) -> None:
         """Start the sandbox and its kernel, and connect the clients to its ``targets``.
 
-        On failure the instance is deleted. If the sandbox's spec has a ``carried`` folder, the kernel is a copy of
-        ``template``, perhaps from the warm pool.
+        If the sandbox's spec has a ``carried`` folder, the kernel is a copy of ``template``, perhaps from the warm
+        pool. On failure the instance is deleted.
         """
         async with self._replacing(handle, ending):
             contents = {"targets": dict(targets), **start.remember}
-            handle.describe({"process": FIRST_PROCESS, **contents})  # early: it may outlive this server at any moment
+            handle.describe({"process": FIRST_PROCESS, **contents})  # before the start: it may outlive this server
             await handle.start(template)
             self._process = await start_process(handle.instance, start)
             handle.describe({"process": self._process.number, **contents})
-        self._connect(handle, targets, ending, restored=False)
+        self._connect(handle, ending, restored=False)
 
     async def resume(self, handle: SandboxHandle, ending: Ending) -> None:
         """Restore a kernel that this or another server saved, and connect its clients.
@@ -114,14 +115,19 @@ class SandboxedKernel(HandleObserver):
         """
         async with self._replacing(handle, ending):
             await handle.restore()
-            self._process = _restored_process(handle)
-        self._connect(handle, handle.contents["targets"], ending, restored=True)
+            self._process = handle.instance.connection.process(handle.contents["process"])
+            if self._process is None:
+                raise SandboxError(
+                    f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
+                    f"`jupyter sandbox delete {handle.sandbox_id}` deletes it; the notebook then starts a new one.",
+                )
+        self._connect(handle, ending, restored=True)
 
     async def hibernate(self, insist: float | None = None) -> None:
         """Save a persistent kernel and free its memory. Its clients stay connected, and their next request wakes it.
 
-        A wake in progress is completed first. Does nothing if the kernel is already hibernated. ``insist`` is passed to
-        SandboxHandle.save; give it if this server will not wake the kernel again.
+        Waits for a wake in progress. Does nothing if the kernel is already hibernated. ``insist`` is passed to
+        SandboxHandle.save; set it if this server will not wake the kernel again.
         """
         assert self.handle is not None
         self._note_activity()
@@ -144,7 +150,7 @@ class SandboxedKernel(HandleObserver):
             finally:
                 self._restoring = False
                 if self.handle.instance.state == State.RUNNING:  # also if the caller was cancelled during the restore
-                    self.relay.awake()
+                    self.relay.reconnect_heartbeats()
 
     async def keep_awake(self, name: str, seconds: float | None) -> str:
         """Prevent hibernation for idleness for ``seconds``, on behalf of ``name``: None for no limit, 0 to stop.
@@ -219,7 +225,7 @@ class SandboxedKernel(HandleObserver):
         before.connection.close(LinkClosedError("it was rewound."))
 
     def _note_activity(self) -> None:
-        """Record the kernel's unfinished requests for the server that restores it."""
+        """Record the kernel's unfinished requests with the sandbox, for the server that restores it."""
         assert self.handle is not None
         if not self.asleep:
             self.handle.describe({**self.handle.contents, **self.activity.record()})
@@ -263,29 +269,30 @@ class SandboxedKernel(HandleObserver):
         finally:
             self._starting = False
 
-    def _connect(self, handle: SandboxHandle, targets: Mapping[str, str], ending: Ending, restored: bool) -> None:
+    def _connect(self, handle: SandboxHandle, ending: Ending, restored: bool) -> None:
+        """Connect the clients to the kernel ``_process`` that was started or restored."""
         assert self._process is not None
         self.status, self.restored = None, restored
         self.activity.reset(handle.contents if restored else None)
         self._ending = ending
         self.on_connected(handle.instance.connection)
-        self.relay.connect(handle.instance.connection, targets, _signing(handle.contents))
+        self.relay.connect(handle.instance.connection, handle.contents["targets"], _signing(handle.contents))
         self._life = asyncio.create_task(self._run(handle, self._process, ending))
 
     # -- called by the handle ----------------------------------------------------------------------------------------
 
     def busy(self) -> bool:
-        """Return True while the kernel is not idle. Used by timer, culler, REST, command line and metrics alike."""
+        """Return True while the kernel is not idle. The idle timer, the culler, REST and the metrics all call it."""
         return self.relay.waited_for or self.activity.busy
 
     def saving(self) -> None:
-        """Remember how many requests the kernel has reacted to."""
+        """Record how many requests the kernel has reacted to."""
         self._answered = self.relay.answered
 
     def saved(self) -> None:
         """Wake the kernel if a request arrived while it was saved; the image may contain that request."""
-        asked = self.relay.called or self.relay.sent > self._answered
-        if asked or (self.handle and self.handle.instance.connection.control_waits):
+        called = self.relay.called or self.relay.sent > self._answered
+        if called or (self.handle and self.handle.instance.connection.control_waits):
             self._wake_for_client()
 
     def gone(self, reason: str) -> None:
@@ -303,13 +310,13 @@ class SandboxedKernel(HandleObserver):
         except SandboxError as error:
             self.on_wake_failed(error)
         except Exception as error:
-            log.exception("A kernel could not be woken")
+            log.exception("Kernel could not be woken")
             self.on_wake_failed(
                 SandboxError(f"{type(error).__name__}: {error}.", "The server's log has more. Run the cell again.")
             )
 
     async def signal(self, signum: int) -> None:
-        """Wake the kernel and signal its process group. SIGKILL ends the whole sandbox, which no guest can resist."""
+        """Wake the kernel and signal its process group; SIGKILL ends the whole sandbox, without help of the guest."""
         if signum == SIGKILL:
             await self.kill()
         elif self._process and self.status is None:
@@ -342,6 +349,7 @@ class SandboxedKernel(HandleObserver):
         await self.relay.close()
 
     async def _run(self, handle: SandboxHandle, process: GuestProcess, ending: Ending) -> None:
+        """Copy the kernel's output until it ends, then report its status and delete the sandbox."""
         sandbox, copying = handle.instance, asyncio.create_task(copy_output(process, ending, handle.sandbox_id))
         try:
             status = await process.wait()
@@ -362,21 +370,11 @@ class SandboxedKernel(HandleObserver):
         EVENT_BUS.write(handle.entry(EventKind.ENDED))
 
 
-def _restored_process(handle: SandboxHandle) -> GuestProcess:
-    process = handle.instance.connection.process(handle.contents["process"])
-    if process is None:
-        raise SandboxError(
-            f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
-            f"`jupyter sandbox delete {handle.sandbox_id}` deletes it; the notebook then starts with a new one.",
-        )
-    return process
-
-
 def _require_same_keys(handle: SandboxHandle, savepoint: str) -> None:
     saved = handle.metadata.savepoint(savepoint).contents
     if saved.get("connection") != handle.contents.get("connection"):
         raise SandboxError(
-            f"Savepoint {savepoint} is of a kernel with other keys than this one: its clients could not talk to it.",
+            f"Savepoint {savepoint} has other message keys than the running kernel: its clients could not connect.",
             "Fork from it instead.",
         )
 

@@ -30,7 +30,7 @@ class KernelOperations(SandboxSettings):
                 settings = ", ".join(sorted(self.trait_names(config=True)))
                 raise ConfigurationError(
                     name,
-                    f"The kernelspec gives the sandbox the setting {name!r}, which does not exist.",
+                    f"The kernelspec contains the unknown setting {name!r}.",
                     f"The settings are: {settings}.",
                 )
         super().__init__(**kwargs)
@@ -78,20 +78,20 @@ class KernelOperations(SandboxSettings):
 
     @property
     def waited_for(self) -> bool:
-        """True while the kernel has sent nothing since a client's last request, or a command runs beside it."""
+        """True while a client waits for the kernel's reaction to a request, or a command runs beside the kernel."""
         return bool(self.activity.executions) or self._kernel.relay.waited_for
 
     def busy_reasons(self) -> list[str]:
         """Return the reasons why the kernel is busy, as sentences without a full stop; empty if it is idle."""
         reasons = self.activity.reasons()
         if not reasons and self.waited_for:
-            reasons.append("A client waits for its answer")
+            reasons.append("A client waits for its reply")
         return reasons
 
     async def hibernate(self, insist: float | None = None) -> None:
-        """Save the kernel and free its memory. A client's next request wakes it. Does nothing if it is not persistent.
+        """Save the kernel, if it is persistent, and free its memory. A client's next request wakes it.
 
-        Give ``insist`` when the server or the kernel ends: after that many seconds the kernel is saved without the help
+        Set ``insist`` when the server or the kernel ends: after that many seconds the kernel is saved without the help
         of the guest. Raises UnresponsiveError if that fails too.
         """
         if self._handle and self._launched and self._kernel.status is None:
@@ -114,37 +114,37 @@ class KernelOperations(SandboxSettings):
 
     async def savepoint(self, name: str) -> Checkpoint:
         """Save the kernel's memory as a savepoint and return it. The kernel continues to run."""
-        self._require_kept()
+        self._require_persistent()
         return await IO.run(self._kernel.savepoint(name))
 
     async def drop_savepoint(self, name: str) -> None:
         """Delete a savepoint."""
-        await IO.run(self._require_kept().drop_savepoint(name))
+        await IO.run(self._require_persistent().drop_savepoint(name))
 
     async def rewind(self, name: str) -> str:
         """Restore the kernel to a savepoint. Return the name of the savepoint that has the state from before.
 
         Clients see a restart: their unanswered requests are lost.
         """
-        self._require_kept()
+        self._require_persistent()
         return await IO.run(self._kernel.rewind(name))
 
     async def fork(self, new_id: str, savepoint: str = "", notebook_path: str = "") -> None:
         """Store a new sandbox ``new_id`` with this kernel's memory, current or at a savepoint; do not start it."""
-        handle = self._require_kept()
+        handle = self._require_persistent()
         assert self._manager is not None and handle.record is not None
         about = Identity(handle.record.kernel_name, notebook_path, user_name())
         await IO.run(self._manager.fork(handle, new_id, about, savepoint))
 
     async def save_snapshot(self, name: str) -> GCSArtifact:
         """Save the files that were written in the sandbox as a file snapshot. The kernel continues to run."""
-        return await IO.run(self._require_kept().save_snapshot(name))
+        return await IO.run(self._require_persistent().save_snapshot(name))
 
     async def load_snapshot(self, name: str, source_id: str) -> None:
         """Write the files of a snapshot of the sandbox ``source_id`` to their places in this one."""
-        await IO.run(self._require_kept().load_snapshot(source_id, name))
+        await IO.run(self._require_persistent().load_snapshot(source_id, name))
 
-    def _require_kept(self) -> SandboxHandle:
+    def _require_persistent(self) -> SandboxHandle:
         if self._handle is None:
             raise SandboxError(
                 f"Sandbox {self.kernel_id} is ephemeral: nothing of it is kept.",

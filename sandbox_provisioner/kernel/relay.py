@@ -1,9 +1,9 @@
 """Accept clients' connections to a kernel's five channels, and join them to streams into the sandbox.
 
-Bytes pass unchanged, so signing, CurveZMQ and any kernel's messages work as they do without a relay; ``relay_client``
-reads along. The listeners outlive the kernel: connections that are made while no kernel runs wait for the next one.
-While a kernel is hibernated, its clients' connections stay open and their messages are held; the first signed message
-on shell, stdin or control wakes the kernel. Heartbeats are answered on the host and do not wake it.
+Bytes pass unchanged, so signatures, CurveZMQ and the messages of any kernel work as they do without a relay. The
+listeners stay open when the kernel ends: connections that are made while no kernel runs wait for the next one. While a
+kernel is hibernated, its clients' connections stay open and their messages are held; the first signed message on shell,
+stdin or control wakes the kernel. Heartbeats are answered on the host and do not wake it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CLIENTS = 250
 MAX_FOREIGN = 10
 """Maximum number of these that other users of the machine may open."""
 MAX_LINGERING = 64
-"""Maximum number of streams that are kept for replies after their client has left."""
+"""Maximum number of streams that are kept for replies after their client has disconnected."""
 MAX_MESSAGE = 256 << 20
 RECONNECT = 3.0
 """Seconds to wait for clients to connect to the kernel that replaces theirs."""
@@ -143,23 +143,23 @@ class ChannelRelay:
         """True while the kernel is hibernated, being hibernated or waking: it cannot answer heartbeats."""
         return self._connection is not None and self._connection.resting
 
-    def awake(self) -> None:
+    def reconnect_heartbeats(self) -> None:
         """Make clients reconnect their heartbeats to the kernel. Called after it was woken."""
         for client in list(self._clients):
-            client.awake()
+            client.end_own_heartbeats()
 
     def answer(self, reply: Callable[[bytes], tuple[bytes, bytes]]) -> None:
-        """Answer the requests to a kernel that stays hibernated, on its behalf: to each sender, and on iopub.
+        """Answer the held requests of all clients on the kernel's behalf, because it could not be woken.
 
-        ``reply`` makes both answers from the bytes that were held for the kernel. If it raises ValueError, the bytes
-        stay held.
+        ``reply`` gets the bytes that a client sent, and returns the answers to that client and to all clients on iopub.
+        If it raises ValueError, the client's bytes stay held.
         """
         for client in [client for client in self._clients if client.calling and client.interruptible]:
             try:
                 private, public = reply(client.held())
             except ValueError:
                 continue
-            client.settle(private)
+            client.answer_held(private)
             for listener in self._clients:
                 listener.inject("iopub", public)
 
@@ -171,9 +171,9 @@ class ChannelRelay:
         private: bytes,
         public: bytes,
     ) -> None:
-        """Replace the kernel: disconnect its clients, wait until they have reconnected, and send them messages.
+        """Replace the kernel: disconnect its clients, and send them messages as soon as they have reconnected.
 
-        ``private`` is sent on shell, ``public`` on iopub. Waits at most RECONNECT seconds.
+        ``private`` is sent on shell, ``public`` on iopub. Waits for the clients at most RECONNECT seconds.
         """
         expected = Counter(client.channel for client in self._clients if client.joined)
         self.disconnect()
@@ -189,12 +189,12 @@ class ChannelRelay:
 
     @property
     def called(self) -> bool:
-        """True while a client has a request that the kernel, hibernated or not ready, has not received."""
+        """True while a client has a request that the kernel has not received, because it sleeps or is not ready."""
         return any(client.calling for client in self._clients)
 
     @property
     def waited_for(self) -> bool:
-        """True if the kernel has sent nothing since a client's last request."""
+        """True if the kernel has sent nothing since a client's last request, or has not received that request."""
         return self.sent > self.answered or self.called
 
     async def drained(self) -> None:
@@ -239,30 +239,25 @@ class ChannelRelay:
         """Record that the kernel began a message: it has reacted to the messages that were sent before."""
         self.answered = self.sent
 
-    def leave(self, client: ClientConnection) -> None:
+    def remove(self, client: ClientConnection) -> None:
         """Remove a closed connection."""
         self._clients.discard(client)
 
-    def linger(self, left: LingeringStream) -> None:
-        """Keep the stream of a client that left until its replies have arrived.
+    def linger(self, stream: LingeringStream) -> None:
+        """Keep the stream of a disconnected client until its requests are answered.
 
-        It is ended at once if its kernel is gone or too many streams are kept.
+        The stream is ended at once if its kernel has ended or too many streams are kept.
         """
-        if (
-            self._connection is None
-            or left.stream.connection is not self._connection
-            or len(self.lingering) >= MAX_LINGERING
-        ):
-            left.end()
-            return
-        self.lingering.add(left)
-        left.on_end = lambda: self.lingering.discard(left)
+        if stream.connection is self._connection and len(self.lingering) < MAX_LINGERING:
+            self.lingering.add(stream)
+        else:
+            stream.end()
 
     def replace_lingering(self, channel: str, identity: bytes) -> None:
         """End the lingering streams of a client that reconnects: a kernel accepts one connection per identity."""
-        for left in list(self.lingering):
-            if identity and (left.identity, left.channel) == (identity, channel):
-                left.end()
+        for stream in list(self.lingering):
+            if identity and (stream.identity, stream.channel) == (identity, channel):
+                stream.end()
 
     @property
     def knows_key(self) -> bool:

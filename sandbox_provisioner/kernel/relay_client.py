@@ -1,7 +1,7 @@
 """Pass bytes between one client and one channel of its kernel, unchanged.
 
-The messages in them are tracked by ``messages``. While the kernel is hibernated, the connection answers the
-handshake and heartbeats here, and holds the client's messages.
+``messages`` tracks the messages in them. While the kernel is hibernated, the client's handshake and heartbeats are
+answered here, and its messages are held for the kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -34,7 +33,7 @@ UID_FIELD = 7
 
 
 class LingeringStream:
-    """The stream of a client that left, until the replies to its requests have arrived. Owned by the relay."""
+    """The stream of a client that disconnected, kept until its requests are answered. Owned by the relay."""
 
     def __init__(
         self,
@@ -47,27 +46,29 @@ class LingeringStream:
         self._relay = relay
         self.channel = channel
         self.identity = messages.identity
-        self.stream = stream
-        self.on_end: Callable[[], None] = lambda: None
+        self.connection = stream.connection
+        self._stream = stream
         self._messages = messages
         self._held = held
         stream.on_data = self._received
-        stream.on_end = lambda: self.on_end()
+        stream.on_end = self._remove
 
     def end(self) -> None:
-        """End the stream; bytes that the client sent before it left still arrive."""
-        self.stream.on_end = lambda: None
-        self.stream.on_data = lambda data: self.stream.consumed(len(data))
-        self.stream.end()
-        self.on_end()
+        """End the stream. The kernel still receives the bytes that the client sent before it disconnected."""
+        _discard_received(self._stream)
+        self._stream.end()
+        self._remove()
+
+    def _remove(self) -> None:
+        self._relay.lingering.discard(self)
 
     def _received(self, data: bytes) -> None:
-        """Follow the replies; end the stream after the last. Called by the stream."""
+        """Track the replies; end the stream after the last one. Called by the stream."""
         if self._held:
-            data = self._held.from_kernel(self.stream, data)
+            data = self._held.from_kernel(self._stream, data)
             if self._held.kernel.done:
                 self._held = None
-        self.stream.consumed(len(data))
+        self._stream.consumed(len(data))
         try:
             if self._messages.to_client(data):
                 self._relay.note_reaction()
@@ -78,7 +79,7 @@ class LingeringStream:
 
 
 class ClientConnection(asyncio.Protocol):
-    """A connection from a client to one channel. Owned by the relay; I/O loop only.
+    """A client's connection to one channel. Owned by the relay; I/O loop only.
 
     ``trusted`` is False if another user of the machine opened it.
     """
@@ -100,7 +101,7 @@ class ClientConnection(asyncio.Protocol):
     # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Register the connection and join it to the kernel, or abort it if there are too many."""
+        """Register the connection and join it to the kernel, or close it if there are too many."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(0)
         self.trusted = trusted_peer(cast(socket.socket, transport.get_extra_info("socket")))
@@ -110,9 +111,9 @@ class ClientConnection(asyncio.Protocol):
         self.join()
 
     def data_received(self, data: bytes) -> None:
-        """Pass the client's bytes on, or hold them while the kernel is hibernated; answer heartbeats meanwhile."""
+        """Pass the client's bytes on. While the kernel is hibernated, hold them, or answer them if heartbeats."""
         if self._heart or (self._relay.resting and self.channel == "hb" and data.startswith(PING)):
-            self._beat(data)
+            self._answer_heartbeat(data)
             return
         self._client_sent = True
         if self._stream is None:
@@ -145,13 +146,13 @@ class ClientConnection(asyncio.Protocol):
             waiting, self._waiting = bytes(self._waiting), bytearray()
             self._transport.write(waiting)
         if not self._congested:
-            self._settle()
+            self._grant_credit()
             if self.channel == "hb":
                 self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Detach from the kernel, but keep the stream while requests have no reply."""
-        self._relay.leave(self)
+        """End the stream to the kernel, or keep it for the replies to unanswered requests."""
+        self._relay.remove(self)
         stream = self._stream
         if stream is None:
             return
@@ -160,12 +161,11 @@ class ClientConnection(asyncio.Protocol):
         if self._messages.unanswered:
             self._relay.linger(LingeringStream(self._relay, self.channel, stream, self._messages, self._held))
             return
-        stream.on_end = lambda: None
-        stream.on_data = lambda data: stream.consumed(len(data))
+        _discard_received(stream)
         if exc:
             stream.reset()
         else:
-            stream.end()  # bytes that the client sent before it disconnected still arrive
+            stream.end()  # the kernel still receives the bytes that the client sent before it disconnected
 
     # -- called by the relay
 
@@ -214,8 +214,8 @@ class ClientConnection(asyncio.Protocol):
         """True if a trusted client has a request for the kernel, or needs the kernel to continue the handshake."""
         if self._stream is None or self.channel not in CALLS or not self.trusted:
             return False
-        opaque = self._held is None or self._held.answered.opaque
-        in_handshake = self._client_sent and not self._kernel_sent and opaque
+        needs_kernel = self._held is None or self._held.answered.opaque
+        in_handshake = self._client_sent and not self._kernel_sent and needs_kernel
         return in_handshake or (self._calling and self._waits_for_kernel > 0)
 
     @property
@@ -224,13 +224,13 @@ class ClientConnection(asyncio.Protocol):
         return (self._stream.backlog if self._stream else 0) + (len(self._held.waiting) if self._held else 0)
 
     def held(self) -> bytes:
-        """Return the messages that are held for the kernel, without the client's handshake."""
+        """Return the client's messages that are held for the kernel, without the client's handshake."""
         if self._held:
             return bytes(self._held.waiting[self._messages.handshake_size :])
         return self._stream.held() if self._stream else b""
 
-    def settle(self, answer: bytes) -> None:
-        """Send an answer on the kernel's behalf, and drop the held messages."""
+    def answer_held(self, answer: bytes) -> None:
+        """Send an answer on the kernel's behalf, and discard the held messages."""
         if self._held:
             del self._held.waiting[self._messages.handshake_size :]
         elif self._stream:
@@ -239,23 +239,23 @@ class ClientConnection(asyncio.Protocol):
         self._transport.resume_reading()
         self._send(answer)
 
-    def inject(self, channel: str, news: bytes) -> None:
+    def inject(self, channel: str, message: bytes) -> None:
         """Send a message on the kernel's behalf, if the connection is to ``channel`` and a message can begin now."""
         if self.channel == channel and self.interruptible:
-            self._send(news)
+            self._send(message)
 
-    def awake(self) -> None:
+    def end_own_heartbeats(self) -> None:
         """Close a connection whose heartbeats were answered here, so that the client connects to the woken kernel."""
         if self._heart:
             self._transport.close()
 
     def drop(self) -> None:
-        """Close the connection if it was joined to the kernel, which has ended."""
+        """Close the connection if it was joined to the kernel, which has now ended."""
         if self._stream:
             self._transport.close()
 
     def abandon(self) -> None:
-        """Close the connection without waiting for a client that does not read."""
+        """Close the connection. Do not wait for a client that does not read what was sent to it."""
         if self._congested:
             self._transport.abort()
         else:
@@ -275,18 +275,18 @@ class ClientConnection(asyncio.Protocol):
         return True
 
     def _send(self, data: bytes) -> None:
-        """Send bytes on the kernel's behalf, and track them: a reply ends its request as the kernel's own would."""
+        """Send bytes on the kernel's behalf. They are tracked like the kernel's own, so a reply ends its request."""
         self._messages.to_client(data)
         self._transport.write(data)
 
     def _pass_on(self, data: bytes) -> None:
-        """Write bytes to the kernel; hold all but the greeting for its own, if the handshake was answered here."""
+        """Write bytes to the kernel; if the handshake was answered here, only after the kernel has sent its own."""
         assert self._stream is not None
         if data := self._held.to_kernel(data) if self._held else data:
             self._stream.write(data)
 
     def _follow(self, data: bytes) -> int:
-        """Track the client's bytes; return how many messages in them count."""
+        """Track the client's bytes. Return how many messages in them count as requests to the kernel."""
         known = self._messages.identity
         requests = self._messages.from_client(data)
         if self._messages.identity != known:
@@ -295,23 +295,24 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _room(self) -> int:
-        """Bytes to hold before reading pauses: a whole message if it may wake the kernel, else MAX_EARLY."""
-        waits = self._relay.asleep and self.trusted and not self._calling
-        return self._relay.max_message_size if waits and self._messages.readable else MAX_EARLY
+        """Bytes to hold before reading pauses: enough for a whole message if it can wake the kernel, else MAX_EARLY."""
+        can_wake = self._relay.asleep and self.trusted and not self._calling
+        return self._relay.max_message_size if can_wake and self._messages.readable else MAX_EARLY
 
     # -- from the kernel to the client
 
     def _deliver(self, data: bytes) -> None:
+        """Pass the kernel's bytes on. Called by the stream."""
         self._kernel_sent = True
         data = self._without_handshake(data)
         if not data:
             return
         try:
-            begun = self._messages.to_client(data)
+            messages = self._messages.to_client(data)
         except MessageTooLargeError:
             self._refuse_large()
             return
-        if begun and self.channel != "hb":
+        if messages and self.channel != "hb":
             self._relay.note_reaction()
         self._unsent += len(data)
         if self._congested:
@@ -319,10 +320,10 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.write(data)
         if not self._congested:
-            self._settle()
+            self._grant_credit()
 
     def _without_handshake(self, data: bytes) -> bytes:
-        """Return ``data`` without a woken kernel's handshake, which the client has already received."""
+        """Return ``data`` without the handshake of a woken kernel; the client has already received one."""
         if self._held is None or self._stream is None:
             return data
         passed = self._held.from_kernel(self._stream, data)
@@ -333,6 +334,7 @@ class ClientConnection(asyncio.Protocol):
         return passed
 
     def _refuse_large(self) -> None:
+        """Close the connection, because the kernel has sent a message that is too large."""
         stream, self._stream = self._stream, None
         if stream:
             stream.on_end = stream.on_ready = lambda: None
@@ -340,13 +342,14 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
         self._relay.on_oversized(self.channel)
 
-    def _settle(self) -> None:
+    def _grant_credit(self) -> None:
         """Give the guest credit for the bytes that were sent to the client."""
         if self._stream and self._unsent:
             self._stream.consumed(self._unsent)
         self._unsent = 0
 
-    def _beat(self, data: bytes) -> None:
+    def _answer_heartbeat(self, data: bytes) -> None:
+        """Answer on the kernel's behalf. Stop reading from a client that does not read the answers."""
         try:
             self._transport.write(self._heart.answer(data) if self._heart else data)
         except ValueError:
@@ -354,6 +357,12 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._congested:
             self._transport.pause_reading()
+
+
+def _discard_received(stream: GuestStream) -> None:
+    """Discard all bytes that the kernel still sends on a stream without a client."""
+    stream.on_end = lambda: None
+    stream.on_data = lambda data: stream.consumed(len(data))
 
 
 def trusted_peer(connection: socket.socket) -> bool:

@@ -38,7 +38,7 @@ def test_kernel_moves_to_opening_server_and_back(shared: None, serve: Serve, san
     moved = Notebook(second, kernel)
     assert moved.run("x += 1; x") == "2"
     moved.close()
-    until(lambda: "is not here any more: another server asked for it" in first.log.read_text())
+    until(lambda: "is no longer on this server: another server asked for it" in first.log.read_text())
     until(lambda: not notebook.listed())
     back = Notebook(first, kernel)
     assert back.run("x += 1; x") == "3"
