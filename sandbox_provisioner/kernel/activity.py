@@ -36,10 +36,10 @@ MAX_SAVED = 64
 """Maximum number of requests that are recorded with a checkpoint."""
 MAX_ID = 200
 MAX_HOLDS = 100
-PLAIN = "notebook"
-"""Name of the one hold that the magic, the command line and the REST API all set and end."""
-EARLIER_PLAIN = "api"
-"""Name of the hold that the command line and the REST API had to themselves; records of that time still have it."""
+USER_HOLD = "notebook"
+"""Name of the hold that ``%sandbox keep-awake``, the command line and the REST API all set and end."""
+OLD_USER_HOLD = "api"
+"""Another name of that hold in checkpoints of older versions."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ class KernelActivity:
             self._add(parent)
 
     def reset(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Start over for another kernel. ``saved`` contains what ``record`` returned for its checkpoint."""
+        """Start over for another kernel. ``saved`` is the result of ``record`` that was stored with its checkpoint."""
         self._requests.clear()
         self._holds.clear()
         if not saved:
             return
         pending = saved.get("pending")
-        if pending is None and saved.get("busy"):  # an old checkpoint, without single requests
+        if pending is None and saved.get("busy"):  # a checkpoint of an older version, which lists no requests
             pending = [["unknown", EXECUTE, ""]]
-        for msg_id, msg_type, subshell in _triples(pending):
+        for msg_id, msg_type, subshell in _valid_requests(pending):
             self._last += 1
             self._requests[msg_id] = Request(self._last, msg_type, subshell, time.time(), inherited=True)
         holds = saved.get("keep_awake")
@@ -108,13 +108,8 @@ class KernelActivity:
         pending = [[name, one.msg_type, one.subshell] for name, one in list(self._requests.items())[:MAX_SAVED]]
         return {"busy": bool(self._requests), "pending": pending, "keep_awake": holds}
 
-    @property
-    def inherited(self) -> bool:
-        """True while an inherited request is unfinished; its reply does not pass through this relay."""
-        return any(one.inherited for one in self._requests.values())
-
     def end_inherited(self) -> None:
-        """Drop the inherited requests, except those of subshells, because the kernel has answered a later one."""
+        """Remove the inherited requests, except those of subshells: the kernel has answered a later request."""
         for name, one in list(self._requests.items()):
             if one.inherited and not one.subshell:
                 del self._requests[name]
@@ -130,9 +125,9 @@ class KernelActivity:
         self._requests[msg_id[:MAX_ID]] = Request(self._last, msg_type[:MAX_ID], subshell, time.time())
 
     def _end(self, parent: Mapping[str, Any]) -> None:
-        """Remove a request, and earlier ones of its subshell that got no reply: the kernel works in order.
+        """Remove a request, and earlier ones of its subshell, whose replies are lost: a kernel replies in order.
 
-        Earlier cells stay: to count as busy after a lost reply is cheaper than to hibernate a running cell.
+        Earlier cells stay: it is better to count an ended cell as running than to hibernate a running one.
         """
         ended = self._requests.pop(str(parent.get("msg_id", ""))[:MAX_ID], None)
         if ended is None:
@@ -146,8 +141,8 @@ class KernelActivity:
     def keep_awake(self, name: str, seconds: float | None) -> None:
         """Keep the kernel awake for ``seconds`` on behalf of ``name``: None for no limit, 0 to stop.
 
-        PLAIN is the hold that users turn on and off; every other name is that of a ``keep_awake()`` in the notebook.
-        Raises SandboxError if MAX_HOLDS names already keep it awake.
+        USER_HOLD is the hold that users turn on and off; all other names belong to calls of ``keep_awake()`` in the
+        notebook. Raises SandboxError if MAX_HOLDS names already keep the kernel awake.
         """
         name = _hold_name(name)
         self._holds = self._active_holds()
@@ -172,7 +167,7 @@ class KernelActivity:
             return ""
         until = max(holds.values())
         span = "" if until == math.inf else f" for another {_about(until - time.time())}"
-        if PLAIN in holds:
+        if USER_HOLD in holds:
             return f"It is kept awake{span}"
         return "It is still kept awake by keep_awake() in the notebook" + (f",{span}" if span else "")
 
@@ -212,10 +207,11 @@ class KernelActivity:
 
 def _hold_name(name: str) -> str:
     """Return the name under which a hold is stored."""
-    return PLAIN if name == EARLIER_PLAIN else name[:MAX_ID]
+    return USER_HOLD if name == OLD_USER_HOLD else name[:MAX_ID]
 
 
-def _triples(pending: Any) -> Sequence[tuple[str, str, str]]:
+def _valid_requests(pending: Any) -> Sequence[tuple[str, str, str]]:
+    """Return the id, type and subshell of each valid request that is recorded in ``pending``."""
     if not isinstance(pending, list):
         return []
     return [
@@ -237,16 +233,16 @@ def _about(seconds: float) -> str:
 class ActivityWatch:
     """A listener on a kernel's iopub channel. Owned by the provisioner; I/O thread only.
 
-    ``activity`` gets each signed status. ``on_news`` is called for each message that counts as activity: all but the
-    signed statuses of requests that only observe. A frame of more than ``largest`` bytes ends the connection for good,
-    so it must be at least what the relay passes on.
+    ``activity`` gets each signed status. ``on_news`` is called for each message that counts as activity: all except the
+    signed statuses of OBSERVING requests. ``largest`` must be at least the relay's limit for messages, because a frame
+    of more bytes ends the connection for good.
     """
 
     def __init__(self, activity: KernelActivity, on_news: Callable[[], None], largest: int) -> None:
         self._activity = activity
         self._on_news = on_news
         self._largest = largest
-        self._context = _enter(self)
+        self._context = _join_context(self)
         self._sockets: list[zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -256,7 +252,7 @@ class ActivityWatch:
         iopub.maxmsgsize = self._largest
         iopub.subscribe(b"")
         iopub.connect(url)
-        self._tasks.append(asyncio.create_task(self._hear(iopub, session)))
+        self._tasks.append(asyncio.create_task(self._receive(iopub, session)))
 
     def probe(self, url: str, session: Session, curve: tuple[bytes, bytes] | None) -> None:
         """Send a request on the shell channel; its reply proves that the inherited requests have ended."""
@@ -272,7 +268,7 @@ class ActivityWatch:
             socket.close(linger=0)
         self._tasks.clear()
         self._sockets.clear()
-        _leave(self)
+        _leave_context(self)
 
     def _open(self, kind: int, curve: tuple[bytes, bytes] | None) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -283,7 +279,7 @@ class ActivityWatch:
             socket.curve_serverkey = curve[0]
         return socket
 
-    async def _hear(self, iopub: zmq.asyncio.Socket, session: Session) -> None:
+    async def _receive(self, iopub: zmq.asyncio.Socket, session: Session) -> None:
         while True:
             frames = await iopub.recv_multipart()
             short = sum(map(len, frames)) <= LARGEST_STATUS
@@ -322,8 +318,8 @@ _watching: dict[int, tuple[zmq.asyncio.Context, set[ActivityWatch]]] = {}
 """The context and the watches that use it, by process id: a forked process cannot use its parent's context."""
 
 
-def _enter(watch: ActivityWatch) -> zmq.asyncio.Context:
-    """Return the context that all watches of this process share: each context has two threads of its own."""
+def _join_context(watch: ActivityWatch) -> zmq.asyncio.Context:
+    """Return the context that all watches of this process share, because each context has two threads."""
     if os.getpid() not in _watching:
         _watching[os.getpid()] = zmq.asyncio.Context(), set()
     context, users = _watching[os.getpid()]
@@ -331,11 +327,10 @@ def _enter(watch: ActivityWatch) -> zmq.asyncio.Context:
     return context
 
 
-def _leave(watch: ActivityWatch) -> None:
-    if os.getpid() not in _watching:
-        return
-    context, users = _watching[os.getpid()]
+def _leave_context(watch: ActivityWatch) -> None:
+    """End the shared context after its last watch."""
+    context, users = _watching.get(os.getpid(), (None, set()))
     users.discard(watch)
-    if not users:
+    if context and not users:
         del _watching[os.getpid()]
         context.term()

@@ -19,9 +19,10 @@ FALLBACK_HOME = "/home/sandbox"
 
 
 def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
-    """Return the variables of ``env`` that are ``permitted``, harmless or set for this start, and the sandbox's own.
+    """Return the variables of ``env`` that the kernel gets, and those that are specific to a sandbox.
 
-    A variable was set for this start if the server never had it with that value.
+    The kernel gets variables that are ``permitted``, in PASSED or set for this start. A variable was set for this start
+    if the server never had it with that value.
     """
     _server_environment.update(_initial_environment().items(), os.environ.items())
     named = {*permitted, *PASSED} - {SIGNING_KEY}  # a guest with the key could sign documents as its user
@@ -39,7 +40,7 @@ def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
 
 
 _server_environment: set[tuple[str, str]] = set()
-"""Every (name, value) seen in the server's environment. A restart passes old ones again: not set for the kernel."""
+"""Every (name, value) that the server's environment had so far: a restart passes the values of the first start."""
 
 
 def _initial_environment() -> dict[str, str]:

@@ -32,7 +32,7 @@ def server_root(kernel_manager: Any) -> str:
 
 
 def distrust_programs(settings: SandboxSettings, root: str, cwd: str) -> None:
-    """Let no program be found in the folders that kernels can write to."""
+    """Exclude the folders that kernels can write to from all searches for programs."""
     shared = [mount.source for mount in map(parse_mount, settings.mounts) if mount.writable]
     note_writable(root, cwd, settings.working_folder, *shared)
 
@@ -55,21 +55,27 @@ def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Moun
         settings.log.warning("The kernel works in a private, empty home. %s", error.problem)
         return None
     if folder.source in map(os.path.realpath, sys.path):
-        settings.log.warning("The server itself imports from %s, which this kernel can write to.", folder.source)
+        settings.log.warning(
+            "The server imports Python modules from %s, which this kernel can write to: it could change the "
+            "server's code. Remove the folder from the server's PYTHONPATH, or start the server in another one.",
+            folder.source,
+        )
     return folder
 
 
 def remember_shared(settings: SandboxSettings, folder: Mount | None) -> None:
-    """Record the folders that the kernel can write to: from now on the server does not trust links there."""
+    """Record the folders that the kernel can write to: from now on, the server does not trust links in them."""
     given = [*([folder] if folder else []), *map(parse_mount, settings.mounts)]
     try:
         remember({os.path.realpath(mount.source) for mount in given if mount.writable}, list_file())
     except OSError as error:
-        settings.log.warning("Links that this kernel makes may lead anywhere in the server's folder: %s", error)
+        settings.log.warning(
+            "The server will follow links that this kernel makes: its folders were not recorded: %s", error
+        )
 
 
 def remember_protected(spec: BundleSpec) -> None:
-    """Record the read-only mounts in folders that the kernel can write to: the server does not write there."""
+    """Record the read-only mounts in folders that the kernel can write to: the server then does not write there."""
     writable = [mount.source for mount in spec.mounts if mount.source and mount.writable]
     shown = [mount.source for mount in spec.mounts if mount.source and not mount.writable]
     inner = {os.path.realpath(path) for path in shown if any(within(path, place) for place in writable)}

@@ -1,7 +1,7 @@
 """Answer the ZMTP handshakes and the heartbeats of clients that connect while their kernel is hibernated.
 
-A client sends its first request only after the handshake, and only some requests wake the kernel. The client's own
-handshake is held with its messages and reaches the kernel when it wakes. The kernel's handshake is then dropped,
+A client sends its first request only after the handshake, and only some requests wake the kernel. The client's part of
+the handshake is held with its messages and is sent to the kernel when it wakes. The kernel's part is then dropped,
 because the client has already received one.
 """
 
@@ -20,9 +20,9 @@ LARGEST_HEARTBEAT = 1 << 16
 
 
 class Handshake:
-    """The kernel's side of one client's handshake, answered on the kernel's behalf.
+    """The kernel's part of the handshake with one client, sent on the kernel's behalf.
 
-    ``opaque`` becomes True if the client requests encryption, which only the kernel can answer.
+    ``opaque`` becomes True if the client requests encryption; only the kernel can answer that.
     """
 
     def __init__(self, channel: str) -> None:
@@ -52,14 +52,14 @@ class Handshake:
 
     @property
     def done(self) -> bool:
-        """True when no further reply is sent from here."""
+        """True when there is nothing left to send on the kernel's behalf."""
         return self.opaque or self._sent == GREETING_SIZE
 
 
 class KernelHandshake:
     """A filter that drops the part of a woken kernel's handshake that its client has already received.
 
-    On a plain connection that is all of it. On an encrypted one it is the opening, and the client needs the rest.
+    On a plain connection the client has received the whole handshake, on an encrypted one only the opening.
     """
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class KernelHandshake:
 class HeldClient:
     """A client that connected while its kernel was hibernated. Owned by its connection, until the kernel has woken.
 
-    ``answered`` is the client's handshake, ``kernel`` the woken kernel's. ``waiting`` has the client's bytes after its
-    greeting, which the kernel gets after it has sent its own.
+    ``answered`` is the handshake with the client, ``kernel`` filters that of the woken kernel. ``waiting`` has the
+    client's bytes after its greeting; the kernel gets them after it has sent its own greeting.
     """
 
     def __init__(self, channel: str) -> None:
@@ -105,7 +105,7 @@ class HeldClient:
         self._greeting_left = GREETING_SIZE
 
     def to_kernel(self, data: bytes) -> bytes:
-        """Process bytes from the client. Return those that the kernel can get now."""
+        """Process bytes from the client. Return those that can be sent to the kernel now."""
         if self.kernel.greeted:
             return data
         greeting, rest = data[: self._greeting_left], data[self._greeting_left :]
@@ -114,9 +114,9 @@ class HeldClient:
         return greeting
 
     def from_kernel(self, stream: GuestStream, data: bytes) -> bytes:
-        """Process bytes from the kernel, and send it the waiting ones after its greeting. Return those for the client.
+        """Process bytes from the kernel, and return those for the client. The kernel gets credit for the others.
 
-        The kernel gets credit for the others.
+        After the kernel's greeting, send it the bytes that wait.
         """
         passed = self.kernel.strip(data)
         stream.consumed(len(data) - len(passed))

@@ -44,7 +44,7 @@ class Launch:
     start: Start
     targets: dict[str, str]
     bare: BundleSpec
-    """The same sandbox without the kernel's folder."""
+    """The sandbox's spec without the kernel's folder, for a template."""
     env: Mapping[str, str]
     """The kernel's variables, without those that this module adds."""
     platform: str
@@ -82,15 +82,15 @@ def plan(
         watched=watched,
         remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
     )
-    finds = needed_paths(argv, env) + (needed_paths([sys.executable], env) if argv[0] != sys.executable else [])
-    spec, bare = (_bundle(finds, env, shown, configured, settings, runsc) for shown in (folder, None))
+    needed = needed_paths(argv, env) + (needed_paths([sys.executable], env) if argv[0] != sys.executable else [])
+    spec, bare = (_bundle(needed, env, shown, configured, settings, runsc) for shown in (folder, None))
     return Launch(spec, start, targets(info), bare, env, settings.platform)
 
 
 def _configured(
     folder: Mount | None, settings: SandboxSettings, root: str
 ) -> tuple[tuple[Mount, ...], tuple[Mount, ...]]:
-    """Return the mounts of the settings, and those of them that kernels could replace while the sandbox starts.
+    """Return the mounts of the settings, then those of them that other kernels could replace during the start.
 
     Raises ConfigurationError for a link that a kernel may have made, or a writable mount of a reserved folder.
     """
@@ -108,17 +108,18 @@ def _configured(
 
 
 def _bundle(
-    finds: list[NeededPath],
+    needed: list[NeededPath],
     env: dict[str, str],
     folder: Mount | None,
     configured: tuple[Mount, ...],
     settings: SandboxSettings,
     runsc: Runsc,
 ) -> BundleSpec:
+    """Return the sandbox's spec: mounts of the ``needed`` paths, of ``folder``, if given, and of the settings."""
     given = [*([folder] if folder else []), *configured]
     reserved = reserved_folders(settings.storage_dir)
     hide(given, reserved, env["HOME"])  # creates missing reserved folders, before the lookups below
-    seen = trusted_mounts(finds, [mount.source for mount in given if mount.writable])
+    seen = trusted_mounts(needed, [mount.source for mount in given if mount.writable])
     trusted = [*jupyter_path(), *jupyter_config_path(), str(runsc.path.parent)]
     trusted += [part for mount in seen for part in (mount.source, *environment_parts(mount.source))]
     mounts = [*seen, *given, *shields(given, trusted)]

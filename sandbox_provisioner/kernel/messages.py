@@ -32,7 +32,7 @@ Header = Mapping[str, Any]
 
 
 class MessageTracker:
-    """The messages of one connection. ``unanswered`` has the ids of the requests that have no reply yet."""
+    """The messages of one connection. ``unanswered`` has the ids of the requests on shell that have no reply yet."""
 
     def __init__(self, relay: ChannelRelay, channel: str) -> None:
         self.identity = b""
@@ -48,7 +48,7 @@ class MessageTracker:
         self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
 
     def from_client(self, data: bytes) -> int:
-        """Process the client's bytes; return how many messages in them count: signed ones, or all if unreadable."""
+        """Process the client's bytes. Return how many signed messages are in them, or all messages if unreadable."""
         self._greeting += data[: GREETING_SIZE - len(self._greeting)]
         self._signed = 0
         begun = self._requests.follow(data)
@@ -67,7 +67,7 @@ class MessageTracker:
 
     @property
     def readable(self) -> bool:
-        """True if messages can be checked: the kernel's key is known and the connection is not encrypted."""
+        """True if signatures can be checked: the kernel's key is known and the connection is not encrypted."""
         return self._checked and is_plain(self._greeting)
 
     @property

@@ -10,7 +10,7 @@ from ..io_thread import IO
 from ..persistence.metadata import Checkpoint, GCSArtifact
 from ..sandbox.handle import Identity, SandboxHandle
 from ..sandbox.manager import SandboxManager
-from .activity import PLAIN, KernelActivity
+from .activity import USER_HOLD, KernelActivity
 from .kernel import KernelState, SandboxedKernel
 from .settings import SandboxSettings
 
@@ -103,7 +103,7 @@ class KernelOperations(SandboxSettings):
 
     async def keep_awake(self, seconds: float | None) -> None:
         """Prevent hibernation and culling for idleness for ``seconds``: None for no limit, 0 to stop."""
-        await IO.run(self._kernel.keep_awake(PLAIN, seconds))
+        await IO.run(self._kernel.keep_awake(USER_HOLD, seconds))
 
     async def follow(self, notebook_path: str) -> None:
         """Record the notebook's new path, unless the sandbox was opened by its own id."""

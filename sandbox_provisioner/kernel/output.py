@@ -21,6 +21,7 @@ from .._text import one_line
 from ..process import Process
 
 LAST_WORDS = 2000
+"""Bytes of a kernel's last output that are kept for the log."""
 DROPPED_PER_SECOND = 1 << 20
 """Read rate, in bytes per second, of output that is dropped instead of logged."""
 LINE_END = re.compile(rb"[\r\n]+")
@@ -179,7 +180,7 @@ class LogLines:
 
 
 async def copy_output(process: Process, ending: Ending, sandbox_id: str) -> None:
-    """Copy the output of ``process`` to the sinks until it ends, and keep its last words."""
+    """Copy the output of ``process`` to the sinks until it ends, and keep the last of it in ``ending``."""
     loop = asyncio.get_running_loop()
     budget = Budget(loop.time())
     logs = {name: LogLines(sandbox_id, budget) for name in ending.logged}
@@ -209,7 +210,7 @@ async def copy_output(process: Process, ending: Ending, sandbox_id: str) -> None
 
 
 async def _write_all(sink: int | None, pieces: Sequence[bytes]) -> None:
-    """Write each piece as a whole, so that lines of different writers do not mix."""
+    """Write each piece with one call, so that lines of different writers do not mix."""
     if sink is not None:
         for piece in pieces:
             with suppress(OSError):

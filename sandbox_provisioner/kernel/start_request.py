@@ -26,24 +26,27 @@ def requested(arguments: Mapping[str, Any], settings: SandboxSettings, kernel_na
 
 
 def from_environment(env: Mapping[str, str]) -> StartRequest:
-    """Return the request in the variables of ``env`` that differ from the server's: the request itself set those."""
-    asked = {name: value for name, value in env.items() if value and value != os.environ.get(name, "")}
+    """Return the request that the variables in ``env`` describe.
+
+    Variables with the same value as in the server's environment are ignored: they were not set for this start.
+    """
+    given = {name: value for name, value in env.items() if value and value != os.environ.get(name, "")}
 
     def flag(variable: str) -> bool | None:
-        return config.flag(variable, asked) if variable in asked else None
+        return config.flag(variable, given) if variable in given else None
 
-    gcs = asked.get("GCS_SANDBOX_ID", "")
+    gcs = given.get("GCS_SANDBOX_ID", "")
     return StartRequest(
-        sandbox_id=gcs or asked.get("SANDBOX_ID", ""),
+        sandbox_id=gcs or given.get("SANDBOX_ID", ""),
         gcs=bool(gcs),
         enable_handoff=flag("SANDBOX_ENABLE_HANDOFF"),
         enable_checkpoint_at_idle=flag("SANDBOX_ENABLE_CHECKPOINT_AT_IDLE"),
-        idle_timeout=config.seconds("SANDBOX_IDLE_TIMEOUT", 0, asked) if "SANDBOX_IDLE_TIMEOUT" in asked else None,
+        idle_timeout=config.seconds("SANDBOX_IDLE_TIMEOUT", 0, given) if "SANDBOX_IDLE_TIMEOUT" in given else None,
     )
 
 
 def complete(request: StartRequest, notebook_path: str, settings: SandboxSettings) -> StartRequest | None:
-    """Return the request with the kernel's settings where it leaves something open; None for an ephemeral kernel."""
+    """Return the request, completed from the kernel's settings; None if the kernel is ephemeral."""
     notebook = request.notebook_path or notebook_path
     sandbox_id, gcs = request.sandbox_id, request.gcs
     if not sandbox_id:

@@ -33,15 +33,14 @@ class Start:
     """Further mounts that other kernels could replace by links while this one starts."""
     files: Mapping[str, str] = field(default_factory=dict)
     connection_file: str = ""
-    """Path inside the sandbox; one of the ``files``."""
+    """Path of the connection file inside the sandbox; one of the ``files``."""
     remember: Mapping[str, Any] = field(default_factory=dict)
 
 
 async def start_process(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
-    """Start the kernel and return its process.
+    """Start the kernel and return its process. In a copy of a template, its kernel becomes the requested one.
 
-    If the sandbox is a copy of a template, its kernel becomes the requested one. The kernel starts only if the sandbox
-    shows the requested folder itself, not one that was put in its place; otherwise raises SandboxError.
+    Raises ConfigurationError if the requested folder was replaced by another one while the sandbox started.
     """
     begin = _activate if sandbox.spec.carried else _execute
     for _ in range(IDENTIFY_TRIES):  # writes of others change the time that identifies a folder
@@ -68,8 +67,8 @@ async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
     """Turn the kernel of a template's copy into the requested one. Raises GuestError if the copy has no kernel."""
     process, folder = sandbox.connection.process(FIRST_PROCESS), start.folder
     if process is None or folder is None:
-        raise GuestError("The copy of a template has no kernel in it any more.")
-    orders = {
+        raise GuestError("The kernel in the copy of a template has ended.")
+    settings = {
         **start.remember["connection"],
         "connection_file": start.connection_file,
         "env": dict(start.env),
@@ -77,7 +76,7 @@ async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
     }
     await activate(
         sandbox.connection,
-        orders,
+        settings,
         folder=folder.destination,
         files=start.files,
         expect=await control(identity, folder._replace(destination=CARRIED), *start.watched),

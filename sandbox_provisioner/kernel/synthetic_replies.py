@@ -1,7 +1,7 @@
 """Make replies on behalf of a kernel that cannot send them: it could not be woken, or its own cell rewound it.
 
-Requests are bytes that were held for the kernel on established connections; the answers go out on the same ones.
-Requests on encrypted connections cannot be answered.
+The requests are bytes that were held for the kernel; the replies are sent on the same connections. Requests on
+encrypted connections cannot be answered.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ def error_replies(held: bytes, session: Session, reason: str) -> Replies:
         kind = request["msg_type"]
         reply = session.msg(kind.replace("_request", "_reply"), {"status": "error", **error}, parent=request)
         private += zmtp.encode(session.serialize(reply))
-        news: list[tuple[str, Any]] = [("status", {"execution_state": state}) for state in ("busy", "idle")]
+        public += _published(session, "status", {"execution_state": "busy"}, request)
         if kind == "execute_request":
-            news.insert(1, ("error", error))
-        for name, content in news:
-            parts = session.serialize(session.msg(name, content, parent=request))
-            public += zmtp.encode([f"kernel.{name}".encode(), *parts])
+            public += _published(session, "error", error, request)
+        public += _published(session, "status", {"execution_state": "idle"}, request)
     return Replies(private, public)
 
 
@@ -52,27 +50,31 @@ class Cell(NamedTuple):
 def end_cell(cell: Cell, session: Session, text: str, problem: str = "") -> Replies:
     """Return the messages that end a cell that rewound its own kernel: the output ``text``, or the error ``problem``.
 
-    The cell's connection is unknown, so the private part is for every client on shell; its parent header names the
-    request.
+    The cell's connection is unknown, so the private part is sent to every client on shell; its parent header identifies
+    the request.
     """
     end: dict[str, Any] = {"status": "ok", "payload": [], "user_expressions": {}}
-    output: tuple[str, Any] = ("stream", {"name": "stdout", "text": f"{text}\n"})
+    output = _published(session, "stream", {"name": "stdout", "text": f"{text}\n"}, cell.header)
     if problem:
         error = {"ename": NOT_REWOUND, "evalue": problem, "traceback": [f"{NOT_REWOUND}: {problem}"]}
-        end, output = {"status": "error", **error}, ("error", error)
+        end, output = {"status": "error", **error}, _published(session, "error", error, cell.header)
     reply = session.msg("execute_reply", {**end, "execution_count": cell.number}, parent=dict(cell.header))
-    public = b""
-    for kind, content in (output, ("status", {"execution_state": "idle"})):
-        parts = session.serialize(session.msg(kind, content, parent=dict(cell.header)))
-        public += zmtp.encode([f"kernel.{kind}".encode(), *parts])
-    return Replies(zmtp.encode(session.serialize(reply)), public)
+    idle = _published(session, "status", {"execution_state": "idle"}, cell.header)
+    return Replies(zmtp.encode(session.serialize(reply)), output + idle)
+
+
+def _published(session: Session, kind: str, content: Mapping[str, Any], request: Mapping[str, Any]) -> bytes:
+    """Encode a message on iopub that belongs to ``request``."""
+    parts = session.serialize(session.msg(kind, dict(content), parent=dict(request)))
+    return zmtp.encode([f"kernel.{kind}".encode(), *parts])
 
 
 def _header(message: list[bytes], session: Session) -> dict[str, Any]:
+    """Return the header of a signed message. Raises ValueError if there is none."""
     try:
         header: dict[str, Any] = session.deserialize(session.feed_identities(message)[1])["header"]
         if not all(isinstance(header[name], str) for name in ("msg_id", "msg_type")):
             raise ValueError("not a header")
     except (TypeError, LookupError, RecursionError) as error:
-        raise ValueError("not a message of Jupyter's") from error
+        raise ValueError("not a Jupyter message") from error
     return header

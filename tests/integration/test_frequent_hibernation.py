@@ -1,4 +1,4 @@
-"""Kernels that hibernate again and again on a busy machine answer every cell."""
+"""Test that kernels which hibernate repeatedly on a busy machine answer every cell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def busy_machine() -> Iterator[None]:
 
 
 def use(notebook: Notebook, chance: random.Random) -> int:
-    """Run cells at moments that are likely to be those at which it falls asleep; how many they were."""
+    """Run cells at moments when the kernel probably starts to hibernate, and return their number."""
     until, cells = time.monotonic() + SECONDS, 0
     while time.monotonic() < until:
         time.sleep(chance.choice([0, chance.random(), IDLE + chance.uniform(-0.2, 0.6), 2 * IDLE]))

@@ -33,7 +33,7 @@ BASH = {
 
 
 class TestSandboxedIPykernel(jupyter_kernel_test.KernelTests):
-    """jupyter_kernel_test's suite, with something to do for each of its tests."""
+    """jupyter_kernel_test's suite, with input for each of its tests."""
 
     kernel_name = "python3-sandbox"
     language_name = "python"
@@ -73,7 +73,7 @@ class TestSandboxedIPykernel(jupyter_kernel_test.KernelTests):
             super().setUpClass()
 
     def execute_helper(self, *given: Any, **options: Any) -> Any:
-        """As the suite does it; but a message on its way has more than a tenth of a second to arrive."""
+        """Do the same as the suite, but give messages more than 0.1 s to arrive."""
         get = self.kc.iopub_channel.get_msg
         with mock.patch.object(self.kc.iopub_channel, "get_msg", lambda timeout: get(timeout=READY)):
             return super().execute_helper(*given, **options)
@@ -87,7 +87,7 @@ class TestSandboxedIPykernel(jupyter_kernel_test.KernelTests):
 
 
 def interrupt_once_busy(km: KernelManager, kc: BlockingKernelClient, code: str) -> dict[str, Any]:
-    """Execute ``code``, which prints and then sleeps; interrupt it when it has printed; return its reply."""
+    """Execute ``code``, which prints and then sleeps, interrupt it after the output, and return its reply."""
     request = kc.execute(code)
     while kc.get_iopub_msg(timeout=READY)["msg_type"] != "stream":
         pass

@@ -1,6 +1,6 @@
-"""``%sandbox`` in a notebook: what a person reads, in a real kernel, and what becomes of asks when a sandbox sleeps.
+"""Test ``%sandbox``: its output, in a real kernel, and requests that are pending when a sandbox hibernates.
 
-Where it matters what is answered, a clerk on the host does that; the way there and back is the real one.
+Some tests replace the host's actions by a Clerk; requests and answers always take the real path.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_rewind_request_names_its_cell(notebook: Notebook, clerk: Clerk) -> None
 
 
 class Waiting(Clerk):
-    """A clerk who is in no hurry."""
+    """A clerk whose savepoints are finished once ``go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,12 +44,12 @@ Sandboxed = Callable[..., str]
 
 
 def settled(notebook: Notebook) -> None:
-    """Wait until the timer has put the kernel to sleep."""
+    """Wait until the idle timer has hibernated the kernel."""
     until(lambda: notebook.asleep)
 
 
 def watch(notebook: Notebook, seconds: float = CELL - 1, act: Callable[[], object] = lambda: None) -> None:
-    """See that a busy kernel stays awake for a time, while something happens."""
+    """Check that a busy kernel stays awake while ``happens`` runs."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         act()
@@ -62,7 +62,7 @@ def control(notebook: Notebook, kind: str, content: dict[str, Any]) -> None:
     notebook.kc.control_channel.send(notebook.kc.session.msg(kind, content))
 
 
-def test_every_control_request_during_a_silent_cell(open_notebook: Open) -> None:
+def test_control_requests_do_not_end_a_silent_cell(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     request = notebook.kc.execute(f"import time; time.sleep({CELL}); x = 5", silent=True)
 
@@ -76,7 +76,7 @@ def test_every_control_request_during_a_silent_cell(open_notebook: Open) -> None
     assert notebook.run("x") == "5"
 
 
-def test_queued_cells(open_notebook: Open) -> None:
+def test_busy_until_the_last_queued_cell_ends(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     requests = [notebook.kc.execute(f"import time; time.sleep({CELL / 3})", silent=bool(n)) for n in range(3)]
     watch(notebook)
@@ -87,7 +87,7 @@ def test_queued_cells(open_notebook: Open) -> None:
     settled(notebook)
 
 
-def test_cell_in_a_subshell(open_notebook: Open) -> None:
+def test_busy_while_a_cell_runs_in_a_subshell(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     control(notebook, "create_subshell_request", {})
     created = notebook.kc.get_control_msg(timeout=30)["content"]
@@ -100,7 +100,7 @@ def test_cell_in_a_subshell(open_notebook: Open) -> None:
     settled(notebook)
 
 
-def test_client_that_disconnects_in_mid_cell(open_notebook: Open) -> None:
+def test_busy_after_the_client_disconnects(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     notebook.kc.execute(f"import time; time.sleep({CELL}); x = 5", silent=True)
     until(lambda: notebook.km.provisioner.busy)
@@ -123,7 +123,7 @@ def test_interrupt_ends_a_cell(open_notebook: Open) -> None:
     settled(notebook)
 
 
-def test_restart_and_death_end_a_cell(open_notebook: Open) -> None:
+def test_restart_or_death_ends_a_cell(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     notebook.kc.execute("import time; time.sleep(1000)", silent=True)
     watch(notebook, 2)
@@ -137,7 +137,7 @@ def test_restart_and_death_end_a_cell(open_notebook: Open) -> None:
     assert not notebook.km.provisioner.activity.executing
 
 
-def test_hibernated_and_woken_in_mid_cell(open_notebook: Open) -> None:
+def test_busy_after_hibernation_in_mid_cell(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     request = notebook.kc.execute(f"import time\nfor _ in range({CELL * 2}): time.sleep(0.5)\nx = 5", silent=True)
     watch(notebook, 1)
@@ -148,7 +148,7 @@ def test_hibernated_and_woken_in_mid_cell(open_notebook: Open) -> None:
     settled(notebook)
 
 
-def test_reopened_in_mid_cell(open_notebook: Open, kernelspecs: KernelSpecManager) -> None:
+def test_busy_after_reopening_in_mid_cell(open_notebook: Open, kernelspecs: KernelSpecManager) -> None:
     notebook = open_notebook(**TIMER)
     notebook.kc.execute(f"import time\nfor _ in range({CELL * 3}): time.sleep(0.5)\nx = 5", silent=True)
     watch(notebook, 1)
@@ -165,7 +165,7 @@ def test_reopened_in_mid_cell(open_notebook: Open, kernelspecs: KernelSpecManage
     again.end()
 
 
-def test_forged_and_unsigned_statuses(open_notebook: Open) -> None:
+def test_forged_statuses_are_ignored(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     request = notebook.kc.execute(f"import time; time.sleep({CELL})", silent=True)
     other = Session(key=b"another key")
@@ -174,7 +174,7 @@ def test_forged_and_unsigned_statuses(open_notebook: Open) -> None:
     settled(notebook)
 
 
-def test_keep_awake_magic_and_context_manager(open_notebook: Open) -> None:
+def test_magic_and_context_manager_keep_awake(open_notebook: Open) -> None:
     notebook = open_notebook(**TIMER)
     assert notebook.run("%sandbox keep-awake on") == "It is kept awake.\n"
     watch(notebook, 3)
@@ -196,7 +196,7 @@ def test_keep_awake_magic_and_context_manager(open_notebook: Open) -> None:
         notebook.run("%sandbox keep-awake sometimes")
 
 
-def test_the_culler_spares_a_busy_kernel(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+def test_culler_spares_a_busy_kernel(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     server = serve(*CULLING)
     notebook = ServerNotebook(server, sandboxed())
     notebook.kc.execute(f"import time; time.sleep({CELL}); x = 5", silent=True)
@@ -212,7 +212,7 @@ def test_the_culler_spares_a_busy_kernel(serve: Serve, sandboxed: Sandboxed, run
     notebook.close()
 
 
-def test_the_culler_takes_a_busy_kernel_if_it_is_told_to(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+def test_culler_ends_a_busy_kernel_if_configured(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     server = serve(*CULLING, "--MappingKernelManager.cull_busy=True")
     notebook = ServerNotebook(server, sandboxed())
     notebook.run("x = 5")
@@ -221,7 +221,7 @@ def test_the_culler_takes_a_busy_kernel_if_it_is_told_to(serve: Serve, sandboxed
     notebook.close()
 
 
-def test_the_culler_spares_an_ephemeral_kernel_that_is_busy(serve: Serve, sandboxed: Sandboxed) -> None:
+def test_culler_spares_a_busy_ephemeral_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
     server = serve(*CULLING)
     notebook = ServerNotebook(server, sandboxed(persistent=False))
     request = notebook.kc.execute(f"import time; time.sleep({CELL})", silent=True)
@@ -235,7 +235,7 @@ def test_the_culler_spares_an_ephemeral_kernel_that_is_busy(serve: Serve, sandbo
     until(lambda: not notebook.listed())
 
 
-def test_keep_awake_through_the_api(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+def test_api_keeps_awake(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     server = serve(*CULLING)
     notebook = ServerNotebook(server, sandboxed())
     notebook.run("x = 5")
@@ -250,7 +250,7 @@ def test_keep_awake_through_the_api(serve: Serve, sandboxed: Sandboxed, runtime:
     notebook.close()
 
 
-def test_off_ends_what_was_turned_on_elsewhere(
+def test_off_ends_a_hold_from_the_magic_command_line_or_api(
     serve: Serve, sandboxed: Sandboxed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = serve()
@@ -274,7 +274,7 @@ def test_off_ends_what_was_turned_on_elsewhere(
 
 
 @pytest.mark.slow
-def test_ten_minutes_of_a_silent_cell(open_notebook: Open) -> None:
+def test_silent_cell_runs_for_ten_minutes(open_notebook: Open) -> None:
     notebook = open_notebook(enable_checkpoint_at_idle=True, idle_timeout=2.0)
     request = notebook.kc.execute("import time; time.sleep(600); x = 5", silent=True)
     watch(notebook, 595, lambda: control(notebook, "usage_request", {}))

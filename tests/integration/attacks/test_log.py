@@ -51,7 +51,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def test_output_cannot_be_taken_for_the_servers(
+def test_output_is_marked_as_the_kernels(
     serve: Callable[..., Server], sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name, neighbour = hostile(sandboxed), sandboxed()

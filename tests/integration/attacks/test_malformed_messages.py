@@ -1,4 +1,4 @@
-"""Withstand a kernel whose messages are not what they should be: the server does not grow, and logs nothing forged."""
+"""Test that malformed messages of a kernel neither use up the server's memory nor forge its log."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def deaf(notebook: Notebook) -> socket.socket:
 
 
 @pytest.mark.parametrize("client", ["that left", "that does not read"])
-def test_messages_for_a_client_do_not_pile_up(
+def test_unread_messages_need_bounded_memory(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, client: str
 ) -> None:
     server = serve()
@@ -114,7 +114,7 @@ def test_messages_for_a_client_do_not_pile_up(
         assert process.memory_info().rss - before < MOST_KEPT + (200 << 20)
 
 
-def test_a_malformed_message_does_not_make_later_ones_pile_up(
+def test_messages_after_a_malformed_one_need_bounded_memory(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     server = serve()
@@ -129,7 +129,7 @@ def test_a_malformed_message_does_not_make_later_ones_pile_up(
     assert server.log.read_text().count("malformed messages are dropped") == 1
 
 
-def test_a_kernels_state_is_none_of_its_own_making(serve: Serve, sandboxed: Sandboxed, notebook_folder: Path) -> None:
+def test_forged_execution_state_is_ignored(serve: Serve, sandboxed: Sandboxed, notebook_folder: Path) -> None:
     server = serve()
     notebook = Notebook(server, sandboxed())
     notebook.run(STATE)
@@ -140,7 +140,7 @@ def test_a_kernels_state_is_none_of_its_own_making(serve: Serve, sandboxed: Sand
     notebook.close()
 
 
-def test_a_kernels_protocol_version_does_not_forge_the_log(serve: Serve, sandboxed: Sandboxed) -> None:
+def test_protocol_version_cannot_forge_log_lines(serve: Serve, sandboxed: Sandboxed) -> None:
     server = serve()
     notebook = Notebook(server, sandboxed())
     notebook.run(VERSION)

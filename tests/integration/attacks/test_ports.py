@@ -91,7 +91,7 @@ def endpoint(notebook: Notebook, channel: str) -> str:
     return str(notebook.km._make_url(channel))
 
 
-def test_sockets_are_this_users_only(open_notebook: Open) -> None:
+def test_sockets_are_private(open_notebook: Open) -> None:
     notebook = open_notebook()
     assert notebook.km.transport == "ipc"
     for channel in ("shell", "iopub", "stdin", "control", "hb"):
@@ -100,7 +100,7 @@ def test_sockets_are_this_users_only(open_notebook: Open) -> None:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_messages_without_the_key_wake_nothing_and_delay_no_hibernation(open_notebook: Open, transport: str) -> None:
+def test_unsigned_messages_neither_wake_nor_delay_hibernation(open_notebook: Open, transport: str) -> None:
     notebook = open_notebook(client_transport=transport, **IDLE)
     assert notebook.km.transport == transport
     context, other = zmq.Context(), Session(key=b"another key")
@@ -129,7 +129,7 @@ def test_messages_without_the_key_wake_nothing_and_delay_no_hibernation(open_not
     assert notebook.run("1 + 1") == "2"
 
 
-def test_a_new_connection_alone_wakes_nothing(open_notebook: Open) -> None:
+def test_new_connection_does_not_wake_the_kernel(open_notebook: Open) -> None:
     notebook = open_notebook(**IDLE)
     until(lambda: notebook.asleep)
     with socket.socket(socket.AF_UNIX) as peer:
@@ -158,7 +158,7 @@ def test_unread_heartbeats_are_not_kept(open_notebook: Open) -> None:
 
 
 @pytest.mark.parametrize("how", ENDLESS_MESSAGES)
-def test_an_endless_message_of_a_kernel_is_cut_off(
+def test_endless_message_of_a_kernel_is_cut_off(
     open_notebook: Open, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     notebook = open_notebook(max_message_size=4 << 20)
@@ -182,7 +182,7 @@ def test_an_endless_message_of_a_kernel_is_cut_off(
 
 if os.geteuid() == 0:  # only root can become another user
 
-    def test_another_user_wakes_nothing_over_tcp(open_notebook: Open) -> None:
+    def test_another_user_cannot_wake_the_kernel_over_tcp(open_notebook: Open) -> None:
         notebook = open_notebook(client_transport="tcp", **IDLE)
         until(lambda: notebook.asleep)
         ports = [str(getattr(notebook.km, f"{channel}_port")) for channel in ("shell", "control", "stdin", "hb")]

@@ -1,4 +1,4 @@
-"""A kernel that refuses to be saved is saved without its help, or ended, when the server stops."""
+"""Test that a kernel that refuses to be saved is saved without its help, or ended, when the server stops."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def sandboxes(runtime: Path) -> list[int]:
 
 @pytest.fixture
 def failing_runsc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a runsc whose checkpoints fail while a file says why; returns that file."""
+    """Use a runsc whose checkpoints fail while a file exists, which contains the error. Return that file."""
     words, script = tmp_path / "words", tmp_path / "runsc"
     real = find().path
     script.write_text(
@@ -108,7 +108,7 @@ def open_refusing(server: Server, kernel: str, refusal: str) -> None:
 
 
 def reopened(server: Server, kernel: str) -> str:
-    """Open the notebook again; what its kernel says of the variable."""
+    """Open the notebook again, and return its kernel's value of the variable."""
     status, session = server.open_notebook(kernel)
     assert status == 201, session
     client: BlockingKernelClient = server.client(session["kernel"]["id"])
@@ -181,7 +181,7 @@ def test_many_large_mapped_files_do_not_hold_up_a_stop(serve: Serve, sandboxed: 
 
 
 async def stop_init(sandbox: GVisorSandbox) -> None:
-    """Have a process stop PID 1; returns when PID 1 does not answer any more."""
+    """Let a process stop PID 1, and wait until PID 1 no longer answers."""
     code = "import os, signal; os.kill(1, signal.SIGSTOP)"
     with pytest.raises(TimeoutError):
         for _ in range(LONG):
@@ -224,7 +224,7 @@ async def test_stopped_init_is_an_error_for_a_savepoint(
 
 
 @pytest.mark.usefixtures("open_init")
-async def test_init_that_is_slow_to_go_on_is_waited_for(
+async def test_slow_init_gets_time_to_resume(
     spec: BundleSpec,
     runsc: Runsc,
     tmp_path: Path,
@@ -251,7 +251,7 @@ async def test_init_that_is_slow_to_go_on_is_waited_for(
 
 
 @pytest.mark.usefixtures("open_init")
-async def test_stopped_init_that_a_savepoint_waits_for_is_saved_when_the_server_stops(
+async def test_server_stop_saves_a_stopped_init_during_a_savepoint(
     spec: BundleSpec,
     runsc: Runsc,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""A relay, and connections to it, for the tests of this folder."""
+"""Fixtures: a relay, its ports, and clients that connect to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def ports(relay: ChannelRelay) -> dict[str, int]:
 
 @pytest.fixture
 async def dial(relay: ChannelRelay) -> AsyncIterator[Callable[..., asyncio.Future[Client]]]:
-    """Connects clients to a port or a path, and hangs up for those that did not."""
+    """Return a function that connects a client to a port or a path. All clients are closed after the test."""
     clients: list[Client] = []
 
     async def dial(address: int | str) -> Client:

@@ -1,4 +1,4 @@
-"""KernelActivity: requests by their ids; ActivityWatch against a real publisher, honest and hostile."""
+"""Test KernelActivity, and ActivityWatch with a real publisher that sends valid and hostile messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sandbox_provisioner.kernel.activity import (
     LARGEST_STATUS,
     MAX_HOLDS,
     MAX_REQUESTS,
-    PLAIN,
+    USER_HOLD,
     ActivityWatch,
     KernelActivity,
 )
@@ -38,7 +38,7 @@ CELL = request("cell")
 
 
 class Kernel:
-    """What a kernel's iopub channel is to those who listen."""
+    """The iopub channel of a kernel."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self.session = Session(key=KEY)
@@ -53,7 +53,7 @@ class Kernel:
         return Session(key=KEY)
 
     async def heard(self) -> None:
-        """Wait until somebody listens."""
+        """Wait until a client subscribes."""
         async with asyncio.timeout(PATIENCE):
             while await self.socket.recv() != b"\x01":
                 pass
@@ -84,7 +84,7 @@ def kernel(context: zmq.asyncio.Context) -> Kernel:
 
 
 class Ear(ActivityWatch):
-    """A watch that counts its news."""
+    """A watch that counts the messages that are news."""
 
     def __init__(self) -> None:
         self.news = 0
@@ -114,7 +114,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_kernel_is_busy_from_when_it_says_so_until_it_says_that_it_is_idle(kernel: Kernel, ear: Ear) -> None:
+async def test_busy_until_idle_status(kernel: Kernel, ear: Ear) -> None:
     for _ in range(3):
         await kernel.status("busy")
         await until(lambda: ear.busy)
@@ -122,9 +122,7 @@ async def test_a_kernel_is_busy_from_when_it_says_so_until_it_says_that_it_is_id
         await until(lambda: not ear.busy)
 
 
-async def test_everything_that_is_published_is_news_and_only_a_status_changes_what_it_is(
-    kernel: Kernel, ear: Ear
-) -> None:
+async def test_every_message_is_news_but_only_a_status_changes_the_activity(kernel: Kernel, ear: Ear) -> None:
     await kernel.status("busy")
     for number in range(100):
         await kernel.say("stream", {"name": "stdout", "text": f'{number} "status" idle execution_state'})
@@ -133,13 +131,13 @@ async def test_everything_that_is_published_is_news_and_only_a_status_changes_wh
     assert ear.busy
 
 
-async def test_a_kernel_that_starts_is_not_busy(kernel: Kernel, ear: Ear) -> None:
+async def test_starting_kernel_is_not_busy(kernel: Kernel, ear: Ear) -> None:
     await kernel.status("starting")
     await until(lambda: ear.news == 1)
     assert not ear.busy
 
 
-async def test_a_status_with_another_key_or_without_a_signature_is_not_believed(kernel: Kernel, ear: Ear) -> None:
+async def test_unsigned_status_is_ignored(kernel: Kernel, ear: Ear) -> None:
     await kernel.status("busy")
     await kernel.status("idle", Session(key=b"another key"))
     await kernel.status("idle", Session(key=b""))
@@ -147,7 +145,7 @@ async def test_a_status_with_another_key_or_without_a_signature_is_not_believed(
     assert ear.busy
 
 
-async def test_a_status_that_is_said_again_by_somebody_who_heard_it_is_not_believed(kernel: Kernel, ear: Ear) -> None:
+async def test_replayed_status_is_ignored(kernel: Kernel, ear: Ear) -> None:
     message = kernel.session.msg("status", {"execution_state": "idle"}, parent=CELL)
     idle = [b"kernel.1.status", *kernel.session.serialize(message)]
     await kernel.socket.send_multipart(idle)
@@ -176,7 +174,7 @@ UNSIGNED = (
 )
 
 
-async def test_hostile_messages_are_ignored_and_do_not_end_it(kernel: Kernel, ear: Ear) -> None:
+async def test_hostile_messages_do_not_end_the_watch(kernel: Kernel, ear: Ear) -> None:
     for content in SIGNED:
         await kernel.say("status", dict(content))
     for frames in UNSIGNED:
@@ -188,9 +186,7 @@ async def test_hostile_messages_are_ignored_and_do_not_end_it(kernel: Kernel, ea
 
 @pytest.mark.parametrize("where", range(4))
 @pytest.mark.parametrize("part", [b"[]", b"7", b"null", b'"status"', b"\xff", b"{", b"[" * 100_000, b"9" * 10_000])
-async def test_a_hostile_kernel_that_signs_what_it_says_does_not_end_it(
-    kernel: Kernel, ear: Ear, where: int, part: bytes
-) -> None:
+async def test_signed_hostile_messages_do_not_end_the_watch(kernel: Kernel, ear: Ear, where: int, part: bytes) -> None:
     message = kernel.session.msg("status", {"execution_state": "idle"}, parent=CELL)
     parts = [json.dumps(message[name], default=str).encode() for name in ("header", "parent_header", "metadata")]
     parts.append(b'{"execution_state": "idle"}')
@@ -201,7 +197,7 @@ async def test_a_hostile_kernel_that_signs_what_it_says_does_not_end_it(
     await until(lambda: ear.busy)
 
 
-async def test_an_encrypted_kernel_is_heard(context: zmq.asyncio.Context) -> None:
+async def test_encrypted_connection_is_watched(context: zmq.asyncio.Context) -> None:
     public, secret = zmq.curve_keypair()
     kernel, ear = Kernel(context), Ear()
     kernel.socket.curve_server, kernel.socket.curve_secretkey, kernel.socket.curve_publickey = True, secret, public
@@ -224,7 +220,7 @@ def threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-async def test_nothing_is_left_of_one_that_was_closed(kernel: Kernel) -> None:
+async def test_closed_watch_leaves_no_threads_or_descriptors(kernel: Kernel) -> None:
     before = open_files(), threads(), len(asyncio.all_tasks())
     for _ in range(5):
         ear = Ear()
@@ -236,13 +232,13 @@ async def test_nothing_is_left_of_one_that_was_closed(kernel: Kernel) -> None:
     await until(lambda: open_files() <= before[0] and threads() <= before[1] and len(asyncio.all_tasks()) <= before[2])
 
 
-async def test_one_that_never_listened_can_be_closed_too() -> None:
+async def test_watch_that_never_listened_can_be_closed() -> None:
     before = open_files(), threads()
     Ear().close()
     await until(lambda: open_files() <= before[0] and threads() <= before[1])
 
 
-async def test_one_that_nobody_answers_can_be_closed(kernel: Kernel) -> None:
+async def test_watch_without_a_kernel_can_be_closed(kernel: Kernel) -> None:
     kernel.socket.close()
     ear = Ear()
     ear.listen(kernel.url, kernel.client(), None)
@@ -251,7 +247,7 @@ async def test_one_that_nobody_answers_can_be_closed(kernel: Kernel) -> None:
     assert not ear.busy and ear.news == 0
 
 
-async def test_statuses_of_usage_requests_are_no_news(kernel: Kernel, ear: Ear) -> None:
+async def test_statuses_of_usage_requests_are_not_news(kernel: Kernel, ear: Ear) -> None:
     for state in ("busy", "idle"):
         await kernel.status(state, parent=request("usage", "usage_request"))
     await kernel.status("busy")
@@ -344,7 +340,7 @@ def test_requests_are_bounded(activity: KernelActivity) -> None:
     assert all(len(name) <= 200 for name in activity._requests)
 
 
-def test_another_kernel_is_idle(activity: KernelActivity) -> None:
+def test_reset_makes_the_kernel_idle(activity: KernelActivity) -> None:
     activity.requested(CELL)
     activity.keep_awake("notebook", None)
     activity.reset()
@@ -357,7 +353,7 @@ def test_requests_and_holds_are_recorded_for_the_next_server(activity: KernelAct
     activity.keep_awake("thread", 1000)
     other = KernelActivity()
     other.reset(json.loads(json.dumps(activity.record())))
-    assert other.inherited and other.kept_awake
+    assert other.executing and other.kept_awake
     other.published("idle", CELL)
     assert not other.executing
     assert other.record() == {**activity.record(), "busy": False, "pending": []}
@@ -384,7 +380,7 @@ def test_a_damaged_record_is_ignored(activity: KernelActivity, saved: dict[str, 
     assert not activity.busy
 
 
-def test_kept_awake_until_taken_back(activity: KernelActivity) -> None:
+def test_kept_awake_until_all_holds_end(activity: KernelActivity) -> None:
     activity.keep_awake("notebook", None)
     activity.keep_awake("thread", None)
     activity.keep_awake("notebook", 0)
@@ -395,28 +391,26 @@ def test_kept_awake_until_taken_back(activity: KernelActivity) -> None:
 
 
 @pytest.mark.parametrize("saved", [{"api": None}, {"notebook": None, "api": 1.0}, {"api": None, "notebook": 1.0}])
-def test_off_ends_a_hold_that_was_saved_under_an_earlier_name(
-    activity: KernelActivity, saved: dict[str, float | None]
-) -> None:
+def test_off_ends_a_saved_hold_with_its_old_name(activity: KernelActivity, saved: dict[str, float | None]) -> None:
     activity.reset({"keep_awake": saved})
     assert activity.reasons() == ["It is kept awake"]
-    activity.keep_awake(PLAIN, 0)
+    activity.keep_awake(USER_HOLD, 0)
     assert not activity.busy
 
 
-def test_a_kernel_saved_with_an_earlier_name_ends_the_one_hold(activity: KernelActivity) -> None:
-    activity.keep_awake(PLAIN, None)
+def test_old_name_ends_the_users_hold(activity: KernelActivity) -> None:
+    activity.keep_awake(USER_HOLD, None)
     activity.keep_awake("api", 0)
     assert not activity.busy
 
 
-def test_off_says_what_still_keeps_a_kernel_awake(activity: KernelActivity, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_after_off_name_the_other_holds(activity: KernelActivity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_provisioner.kernel.activity.time.time", lambda: 1000.0)
     activity.keep_awake("with-outer", 7200)
     activity.keep_awake("with-inner", 60)
-    activity.keep_awake(PLAIN, None)
+    activity.keep_awake(USER_HOLD, None)
     assert activity.reasons() == ["It is kept awake"]
-    activity.keep_awake(PLAIN, 0)
+    activity.keep_awake(USER_HOLD, 0)
     assert activity.reasons() == ["It is still kept awake by keep_awake() in the notebook, for another 2 hours"]
     activity.keep_awake("with-inner", 0)
     assert activity.kept_awake

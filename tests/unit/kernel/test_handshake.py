@@ -34,7 +34,7 @@ CURVE = GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:]
 
 
 async def converse(channel: str, prepare: Any = lambda socket: None) -> tuple[Position, Handshake]:
-    """Have a real client connect and send a message, if it can; return what it said."""
+    """Let a real client connect and send a message, if it can. Return the client's and the kernel's side."""
     said, handshake, heard = Position(), Handshake(channel), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,13 +63,13 @@ async def converse(channel: str, prepare: Any = lambda socket: None) -> tuple[Po
 
 
 @pytest.mark.parametrize("channel", SOCKET_TYPES)
-async def test_a_client_gets_through_its_handshake(channel: str) -> None:
+async def test_client_completes_its_handshake(channel: str) -> None:
     said, handshake = await converse(channel)
     assert handshake.done and not handshake.opaque
     assert b"Socket-Type" in said.ready
 
 
-async def test_the_identity_of_a_client_is_known() -> None:
+async def test_identity_of_a_client_is_read() -> None:
     def name(socket: Any) -> None:
         socket.identity = b"a session"
 
@@ -93,7 +93,7 @@ def test_other_protocols_are_refused(data: bytes) -> None:
 
 
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=10))
-def test_a_plain_kernels_handshake_is_dropped_however_it_is_cut(cuts: list[int]) -> None:
+def test_plain_handshake_of_the_kernel_is_dropped_in_any_pieces(cuts: list[int]) -> None:
     data, passed, kernel = GREETING + command(ready("shell")) + b"\x00\x02hi", b"", KernelHandshake()
     while data:
         for cut in cuts:
@@ -103,7 +103,7 @@ def test_a_plain_kernels_handshake_is_dropped_however_it_is_cut(cuts: list[int])
 
 
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=10))
-def test_of_an_encrypted_kernels_handshake_the_opening_is_dropped(cuts: list[int]) -> None:
+def test_only_the_opening_of_an_encrypted_handshake_is_dropped(cuts: list[int]) -> None:
     data, passed, kernel = CURVE + b"rest", b"", KernelHandshake()
     while data:
         for cut in cuts:
@@ -118,7 +118,7 @@ NULL_READY = bytes([COMMAND, len(ready("hb"))]) + ready("hb").replace(b"REP", b"
 
 
 class Beating(asyncio.Protocol):
-    """A connection to a server that has nothing but hearts."""
+    """A connection that answers heartbeats."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -132,7 +132,7 @@ class Beating(asyncio.Protocol):
 
 
 class Drop(Beating):
-    """The same, but the network brings one byte at a time."""
+    """The same, but the bytes arrive one at a time."""
 
     def data_received(self, data: bytes) -> None:
         for byte in data:
@@ -141,7 +141,7 @@ class Drop(Beating):
 
 @pytest.fixture(params=[Beating, Drop])
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """Where hearts beat."""
+    """The address of a server that answers heartbeats."""
     server = await asyncio.get_running_loop().create_server(request.param, "127.0.0.1", 0)
     yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
@@ -159,14 +159,14 @@ async def beat(socket: zmq.asyncio.Socket, *frames: bytes) -> list[bytes]:
     return await asyncio.wait_for(socket.recv_multipart(), PATIENCE)
 
 
-async def test_a_real_req_socket_gets_its_own_beats_back(url: str, context: zmq.asyncio.Context) -> None:
+async def test_req_socket_gets_its_heartbeats_back(url: str, context: zmq.asyncio.Context) -> None:
     socket = context.socket(zmq.REQ)
     socket.connect(url)
     for frames in ([b"ping"], [b""], [b"x" * 255], [b"x" * 256], [b"x" * 40_000], [b"a", b"b", b""]):
         assert await beat(socket, *frames) == frames
 
 
-async def test_many_clients_are_answered_each_its_own(url: str, context: zmq.asyncio.Context) -> None:
+async def test_each_of_many_clients_gets_its_own_heartbeats_back(url: str, context: zmq.asyncio.Context) -> None:
     sockets = [context.socket(zmq.REQ) for _ in range(10)]
     for socket in sockets:
         socket.connect(url)
@@ -174,9 +174,7 @@ async def test_many_clients_are_answered_each_its_own(url: str, context: zmq.asy
     assert answers == [[b"%d" % number] for number in range(10)]
 
 
-async def test_a_client_that_sends_heartbeats_of_zeromqs_own_stays_connected(
-    url: str, context: zmq.asyncio.Context
-) -> None:
+async def test_client_with_zeromq_heartbeats_stays_connected(url: str, context: zmq.asyncio.Context) -> None:
     socket = context.socket(zmq.REQ)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 50)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 200)
@@ -188,13 +186,13 @@ async def test_a_client_that_sends_heartbeats_of_zeromqs_own_stays_connected(
     monitor.close()
 
 
-async def test_a_dealer_with_delimiters_of_its_own_gets_them_back(url: str, context: zmq.asyncio.Context) -> None:
+async def test_dealer_socket_gets_its_delimiters_back(url: str, context: zmq.asyncio.Context) -> None:
     socket = context.socket(zmq.DEALER)
     socket.connect(url)
     assert await beat(socket, b"", b"ping") == [b"", b"ping"]
 
 
-async def test_an_encrypted_client_is_refused(url: str, context: zmq.asyncio.Context) -> None:
+async def test_encrypted_heartbeat_is_refused(url: str, context: zmq.asyncio.Context) -> None:
     public, secret = zmq.curve_keypair()
     socket = context.socket(zmq.REQ)
     socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
@@ -220,7 +218,7 @@ HOSTILE = st.one_of(
 
 
 def talk(pieces: list[bytes]) -> bytes:
-    """What a heart says to these pieces until it hears that they are no heartbeat."""
+    """Return the reply to these pieces, up to the first that is not a heartbeat."""
     heart, said = Heartbeat(), b""
     try:
         for piece in pieces:
@@ -231,12 +229,12 @@ def talk(pieces: list[bytes]) -> bytes:
 
 
 @given(st.lists(HOSTILE, max_size=4))
-def test_whatever_is_sent_only_a_valueerror_is_raised_and_no_more_is_said_than_was_heard(pieces: list[bytes]) -> None:
+def test_any_bytes_raise_only_valueerror_and_get_a_bounded_reply(pieces: list[bytes]) -> None:
     assert len(talk(pieces)) <= len(b"".join(pieces)) + len(GREETING) + len(NULL_READY)
 
 
 @given(HOSTILE, st.lists(st.integers(0, 300), max_size=5))
-def test_how_it_is_cut_makes_no_difference(data: bytes, cuts: list[int]) -> None:
+def test_reply_does_not_depend_on_the_pieces(data: bytes, cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(data)]
     pieces = [data[start:end] for start, end in itertools.pairwise(edges)]
     whole, cut = talk([data]), talk(pieces)
@@ -244,12 +242,12 @@ def test_how_it_is_cut_makes_no_difference(data: bytes, cuts: list[int]) -> None
 
 
 @given(st.binary(max_size=64).filter(lambda data: data[:1] not in (b"", b"\xff")))
-def test_what_is_not_zeromq_is_refused_or_waited_for_but_never_answered_as_if_it_were(data: bytes) -> None:
+def test_other_protocols_get_at_most_a_greeting(data: bytes) -> None:
     assert len(talk([data, bytes(64)])) <= len(GREETING)
 
 
 @pytest.mark.parametrize("flags", [0, MORE, COMMAND, LONG, LONG | MORE, LONG | COMMAND])
-def test_a_frame_that_never_ends_costs_bounded_memory(flags: int) -> None:
+def test_endless_frame_needs_bounded_memory(flags: int) -> None:
     heart = Heartbeat()
     heart.answer(GREETING + NULL_READY)
     tracemalloc.start()
@@ -262,7 +260,7 @@ def test_a_frame_that_never_ends_costs_bounded_memory(flags: int) -> None:
         tracemalloc.stop()
 
 
-def test_a_greeting_that_never_comes_costs_bounded_memory() -> None:
+def test_endless_greeting_needs_bounded_memory() -> None:
     heart = Heartbeat()
     with pytest.raises(ValueError):
         for _ in range(1000):

@@ -1,4 +1,4 @@
-"""SandboxedKernel: a process in a sandbox joined to its clients, one after another behind the same listeners."""
+"""Test SandboxedKernel: processes in sandboxes, one after another behind the same listeners."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ECHO = """
 
 
 class Bench:
-    """A kernel under test, what its end was, and what it printed."""
+    """A kernel under test; ``ends`` has the exit statuses that it reported."""
 
     def __init__(self, spec: BundleSpec, runsc: Runsc) -> None:
         self.kernel = SandboxedKernel()
@@ -53,7 +53,7 @@ class Bench:
         self.spec, self.runsc = spec, runsc
 
     async def launch(self, code: str, argv: list[str] | None = None, **options: Any) -> None:
-        """Run ``code`` as a kernel, with nothing shown of its output unless the test gives sinks."""
+        """Run ``code`` as a kernel. Its output is dropped unless the test passes sinks."""
         command = argv or [self.spec.python, "-u", "-c", textwrap.dedent(code)]
         handle = SandboxHandle.create_ephemeral("kernel", self.spec, options.pop("runsc", self.runsc))
         ending = Ending(options.pop("sinks", {}), self.ends.append)
@@ -66,7 +66,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Bench]:
-    """A kernel of which nothing is left: no descriptor, no sandbox."""
+    """A kernel that is closed after the test. Fails if a descriptor is left."""
     bench = Bench(spec, runsc)
     before = psutil.Process().num_fds()
     yield bench
@@ -75,7 +75,7 @@ async def bench(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Bench]:
 
 
 async def ask(address: int, text: bytes) -> bytes:
-    """Connect as a client does, say a line and hear the answer."""
+    """Connect as a client, send a line and return the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", address)
     writer.write(text)
     answer = await asyncio.wait_for(reader.readline(), LONG)
@@ -90,7 +90,7 @@ async def until(happened: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_clients_reach_the_channels_of_a_kernel_and_of_the_next_one(bench: Bench, runtime: Path) -> None:
+async def test_clients_reach_a_kernel_and_the_next_one_at_the_same_ports(bench: Bench, runtime: Path) -> None:
     kernel = bench.kernel
     ports = await kernel.relay.reserve_tcp("127.0.0.1", dict.fromkeys(CHANNELS, 0))
     for generation in ("first", "second"):
@@ -109,7 +109,7 @@ async def test_clients_reach_the_channels_of_a_kernel_and_of_the_next_one(bench:
     assert bench.ends == [5, 5]
 
 
-async def test_a_kernel_that_ends_by_itself_is_told_once_and_leaves_nothing(bench: Bench, runtime: Path) -> None:
+async def test_kernel_that_exits_is_reported_once_and_leaves_nothing(bench: Bench, runtime: Path) -> None:
     await bench.launch("raise SystemExit(3)")
     assert await bench.end() == 3
     assert await bench.end() == 3
@@ -119,7 +119,7 @@ async def test_a_kernel_that_ends_by_itself_is_told_once_and_leaves_nothing(benc
     await bench.kernel.signal(signal.SIGKILL)
 
 
-async def test_a_signal_reaches_the_kernel_and_sigkill_its_whole_sandbox(bench: Bench, runtime: Path) -> None:
+async def test_signals_reach_the_kernel_and_sigkill_ends_the_sandbox(bench: Bench, runtime: Path) -> None:
     code = """
         import signal, time
         try:
@@ -140,7 +140,7 @@ async def test_a_signal_reaches_the_kernel_and_sigkill_its_whole_sandbox(bench: 
     assert leftovers(runtime) == []
 
 
-async def test_a_sandbox_that_is_killed_from_outside_is_the_end_of_its_kernel(bench: Bench, runtime: Path) -> None:
+async def test_killed_sandbox_ends_its_kernel(bench: Bench, runtime: Path) -> None:
     await bench.launch("import signal; signal.pause()")
     for folder in runtime.iterdir():
         kill_processes(folder / "runsc")
@@ -149,7 +149,7 @@ async def test_a_sandbox_that_is_killed_from_outside_is_the_end_of_its_kernel(be
     assert leftovers(runtime) == []
 
 
-async def test_everything_that_a_kernel_printed_is_copied_to_its_sinks(bench: Bench, tmp_path: Path) -> None:
+async def test_all_output_is_copied_to_the_sinks(bench: Bench, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("stdout", "stderr")}
     sinks = {name: os.open(path, os.O_WRONLY | os.O_CREAT) for name, path in files.items()}
     amount = 1_500_000
@@ -164,7 +164,7 @@ async def test_everything_that_a_kernel_printed_is_copied_to_its_sinks(bench: Be
     assert len(bench.kernel.last_words) <= LAST_WORDS
 
 
-async def test_a_sink_that_nobody_reads_holds_up_the_kernel_and_not_its_end(bench: Bench) -> None:
+async def test_full_sink_delays_the_kernel_but_not_its_end(bench: Bench) -> None:
     reader, writer = os.pipe()
     await bench.launch("print('x' * 3_000_000)\nprint('done')", sinks={"stdout": writer, "stderr": None})
     await until(lambda: bool(bench.kernel.last_words))
@@ -175,14 +175,14 @@ async def test_a_sink_that_nobody_reads_holds_up_the_kernel_and_not_its_end(benc
     os.close(reader)
 
 
-async def test_a_sink_that_is_closed_at_its_other_end_is_no_concern_of_the_kernels(bench: Bench) -> None:
+async def test_broken_sink_does_not_disturb_the_kernel(bench: Bench) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     await bench.launch("print('x' * 3_000_000)\nraise SystemExit(4)", sinks={"stdout": writer, "stderr": None})
     assert await bench.end() == 4
 
 
-async def test_files_environment_and_folder_are_the_kernels(bench: Bench) -> None:
+async def test_kernel_gets_files_environment_and_folder(bench: Bench) -> None:
     await bench.launch(
         "import os; print(os.getcwd(), os.environ['NAME'], open('/run/x/connection.json').read())",
         env={"NAME": "value"},
@@ -192,9 +192,7 @@ async def test_files_environment_and_folder_are_the_kernels(bench: Bench) -> Non
     assert bench.kernel.last_words == b"/tmp value {}\n"
 
 
-async def test_a_kernel_that_cannot_be_executed_leaves_nothing_and_another_can_be_launched(
-    bench: Bench, runtime: Path
-) -> None:
+async def test_failed_execution_leaves_nothing_and_allows_another_launch(bench: Bench, runtime: Path) -> None:
     sink = os.open(os.devnull, os.O_WRONLY)
     with pytest.raises(GuestError, match="no-such-kernel"):
         await bench.launch("", argv=["no-such-kernel"], sinks={"stdout": sink})
@@ -207,7 +205,7 @@ async def test_a_kernel_that_cannot_be_executed_leaves_nothing_and_another_can_b
     assert bench.ends == [6]
 
 
-async def test_a_sandbox_that_does_not_start_leaves_nothing(bench: Bench, runtime: Path, tmp_path: Path) -> None:
+async def test_failed_sandbox_start_leaves_nothing(bench: Bench, runtime: Path, tmp_path: Path) -> None:
     broken = tmp_path / "runsc"
     broken.write_text("#!/bin/sh\necho 'no cheese today' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -217,7 +215,7 @@ async def test_a_sandbox_that_does_not_start_leaves_nothing(bench: Bench, runtim
     assert bench.ends == []
 
 
-async def test_a_cancelled_launch_leaves_nothing(bench: Bench, runtime: Path) -> None:
+async def test_cancelled_launch_leaves_nothing(bench: Bench, runtime: Path) -> None:
     launching = asyncio.create_task(bench.launch("import signal; signal.pause()"))
     await until(lambda: any(word.startswith("process") for word in leftovers(runtime)))
     launching.cancel()
@@ -226,7 +224,7 @@ async def test_a_cancelled_launch_leaves_nothing(bench: Bench, runtime: Path) ->
     assert leftovers(runtime) == []
 
 
-async def test_close_ends_everything_and_may_be_repeated(bench: Bench, runtime: Path) -> None:
+async def test_close_ends_everything_and_can_be_repeated(bench: Bench, runtime: Path) -> None:
     ports = await bench.kernel.relay.reserve_tcp("127.0.0.1", dict.fromkeys(CHANNELS, 0))
     await bench.launch("import signal; signal.pause()")
     await asyncio.wait_for(bench.kernel.close(), LONG)
@@ -236,7 +234,7 @@ async def test_close_ends_everything_and_may_be_repeated(bench: Bench, runtime: 
     await asyncio.wait_for(bench.kernel.close(), LIMIT)
 
 
-async def test_closing_what_never_ran_is_no_mistake() -> None:
+async def test_kernel_that_never_ran_can_be_closed() -> None:
     kernel = SandboxedKernel()
     assert await kernel.ended() == 0
     await kernel.kill()

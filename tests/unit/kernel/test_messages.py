@@ -1,4 +1,4 @@
-"""MessageReader: headers of signed messages, however the bytes are cut, and nothing of any other bytes."""
+"""Test MessageReader: it reports the headers of signed messages only, in whatever pieces the bytes arrive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wire(session: Session, kind: str = "execute_request", buffers: int = 0, **co
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(0, 3))
-def test_all_signed_messages_are_read_however_they_are_cut(cuts: list[int], buffers: int) -> None:
+def test_signed_messages_are_read_in_any_pieces(cuts: list[int], buffers: int) -> None:
     session, seen = Session(key=KEY), Seen()
     messages = [wire(session, code="x" * 1000, buffers=buffers) for _ in range(3)]
     data = b"".join(encoded for _, encoded in messages)
@@ -56,7 +56,7 @@ def test_parent_header_is_read() -> None:
     assert [parent["msg_id"] for _, parent in seen.headers] == ["cell"]
 
 
-def test_identities_before_the_delimiter_are_passed_over() -> None:
+def test_identities_before_the_delimiter_are_skipped() -> None:
     session, seen = Session(key=KEY), Seen()
     message = session.msg("execute_request", {})
     seen.position.follow(encode([b"router id", b"<IDS|MSG", *session.serialize(message)]))
@@ -64,7 +64,7 @@ def test_identities_before_the_delimiter_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize("key", [b"another key", b""])
-def test_other_keys_are_not_believed(key: bytes) -> None:
+def test_messages_with_another_key_are_ignored(key: bytes) -> None:
     seen = Seen()
     seen.position.follow(wire(Session(key=key))[1])
     assert seen.headers == []
@@ -76,7 +76,7 @@ def test_without_a_key_all_messages_count() -> None:
     assert len(seen.headers) == 1
 
 
-def test_other_schemes() -> None:
+def test_other_signature_schemes_are_supported() -> None:
     seen = Seen(scheme="hmac-sha512")
     seen.position.follow(wire(Session(key=KEY, signature_scheme="hmac-sha512"))[1])
     assert len(seen.headers) == 1
@@ -100,7 +100,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_messages_are_passed_over(bad: str) -> None:
+def test_invalid_messages_are_skipped(bad: str) -> None:
     seen, (msg_id, good) = Seen(), wire(Session(key=KEY))
     seen.position.follow(BAD[bad] + good)
     assert seen.ids == [msg_id]
@@ -117,5 +117,5 @@ def test_a_large_message_is_not_kept() -> None:
 
 
 @given(st.binary(max_size=500))
-def test_any_bytes_can_be_read(data: bytes) -> None:
+def test_any_bytes_are_read_without_error(data: bytes) -> None:
     Seen().position.follow(data)

@@ -50,7 +50,7 @@ def test_line_in_pieces_is_one_line() -> None:
     assert not log.pending
 
 
-def test_line_that_comes_slowly_is_shown_before_its_end() -> None:
+def test_slow_line_is_logged_before_its_end() -> None:
     log = lines()
     assert log.feed(b"a", 0.0) == []
     assert log.feed(b"b", PARTIAL + 0.1) == [f"{OWN}ab\n".encode()]

@@ -1,4 +1,4 @@
-"""ChannelRelay with real sockets on both sides: clients held, joined, dropped and limited, and every byte delivered."""
+"""Test ChannelRelay with real sockets on both sides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 # -- listening -------------------------------------------------------------------------------------------------
 
 
-async def test_reserved_ports_are_five_on_loopback_and_nobody_gets_through_yet(relay: ChannelRelay) -> None:
+async def test_reserved_ports_refuse_connections_until_the_relay_listens(relay: ChannelRelay) -> None:
     ports = await relay.reserve_tcp(IP, ANY)
     assert set(ports) == set(CHANNELS)
     assert len(set(ports.values())) == 5
@@ -35,12 +35,12 @@ async def test_reserved_ports_are_five_on_loopback_and_nobody_gets_through_yet(r
             await asyncio.open_connection(IP, port)
 
 
-async def test_it_listens_on_loopback_only(ports: dict[str, int], relay: ChannelRelay) -> None:
+async def test_ports_are_on_loopback_only(ports: dict[str, int], relay: ChannelRelay) -> None:
     addresses = {server.sockets[0].getsockname() for server in relay._servers.values()}
     assert addresses == {(IP, port) for port in ports.values()}
 
 
-async def test_it_listens_on_the_other_loopback_too(relay: ChannelRelay, dial: Dial) -> None:
+async def test_ports_can_be_on_ipv6_loopback(relay: ChannelRelay, dial: Dial) -> None:
     ports = await relay.reserve_tcp("::1", ANY)
     await relay.listen()
     _, writer = await asyncio.open_connection("::1", ports["shell"])
@@ -49,7 +49,7 @@ async def test_it_listens_on_the_other_loopback_too(relay: ChannelRelay, dial: D
 
 
 @pytest.mark.user
-async def test_ports_that_are_held_are_kept(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
+async def test_reserved_ports_are_kept(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
     await dial(ports["hb"])
     await until(lambda: len(relay._clients) == 1)
     assert await relay.reserve_tcp(IP, ports) == ports
@@ -57,14 +57,14 @@ async def test_ports_that_are_held_are_kept(ports: dict[str, int], relay: Channe
     assert len(relay._clients) == 1
 
 
-async def test_other_ports_replace_the_old_ones(ports: dict[str, int], relay: ChannelRelay) -> None:
+async def test_new_ports_replace_the_old_ones(ports: dict[str, int], relay: ChannelRelay) -> None:
     new = await relay.reserve_tcp(IP, ANY)
     assert not set(new.values()) & set(ports.values())
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(IP, ports["shell"])
 
 
-async def test_a_port_in_use_is_named_and_nothing_stays_bound(relay: ChannelRelay) -> None:
+async def test_error_names_a_port_in_use_and_no_port_stays_bound(relay: ChannelRelay) -> None:
     before = descriptors(os.getpid())
     with socket.create_server((IP, 0)) as other:
         taken = other.getsockname()[1]
@@ -74,7 +74,7 @@ async def test_a_port_in_use_is_named_and_nothing_stays_bound(relay: ChannelRela
     assert await relay.reserve_tcp(IP, ANY)
 
 
-async def test_a_port_can_be_bound_again_at_once(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
+async def test_closed_port_can_be_bound_again_at_once(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
     await dial(ports["shell"])
     await until(lambda: len(relay._clients) == 1)
     await relay.close()
@@ -87,9 +87,7 @@ def paths_in(folder: Path) -> dict[str, str]:
     return {channel: str(folder / f"ipc-{number}") for number, channel in enumerate(CHANNELS, 1)}
 
 
-async def test_ipc_sockets_are_for_this_user_only_and_go_with_the_relay(
-    relay: ChannelRelay, tmp_path: Path, dial: Dial
-) -> None:
+async def test_ipc_sockets_are_private_and_removed_on_close(relay: ChannelRelay, tmp_path: Path, dial: Dial) -> None:
     paths = paths_in(tmp_path)
     await relay.reserve_ipc(paths)
     await relay.listen()
@@ -102,9 +100,7 @@ async def test_ipc_sockets_are_for_this_user_only_and_go_with_the_relay(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_an_ipc_socket_that_a_dead_server_left_is_replaced(
-    relay: ChannelRelay, tmp_path: Path, dial: Dial
-) -> None:
+async def test_leftover_ipc_socket_is_replaced(relay: ChannelRelay, tmp_path: Path, dial: Dial) -> None:
     paths = paths_in(tmp_path)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(paths["iopub"])
@@ -113,7 +109,7 @@ async def test_an_ipc_socket_that_a_dead_server_left_is_replaced(
     await dial(paths["iopub"])
 
 
-async def test_ipc_sockets_are_kept_while_they_are_there_and_made_again_if_not(
+async def test_ipc_sockets_are_kept_and_missing_ones_are_created_again(
     relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     paths = paths_in(tmp_path)
@@ -130,7 +126,7 @@ async def test_ipc_sockets_are_kept_while_they_are_there_and_made_again_if_not(
     await dial(paths["hb"])
 
 
-async def test_a_path_that_cannot_be_bound_is_named_and_nothing_stays(relay: ChannelRelay, tmp_path: Path) -> None:
+async def test_error_names_an_invalid_path_and_no_socket_stays(relay: ChannelRelay, tmp_path: Path) -> None:
     paths = paths_in(tmp_path) | {"control": str(tmp_path / "missing" / "ipc-4")}
     with pytest.raises(SandboxError, match=r"control channel .*missing/ipc-4: No such file or directory"):
         await relay.reserve_ipc(paths)
@@ -140,7 +136,7 @@ async def test_a_path_that_cannot_be_bound_is_named_and_nothing_stays(relay: Cha
 # -- joining ---------------------------------------------------------------------------------------------------
 
 
-async def test_every_channel_leads_to_its_own_target(
+async def test_each_channel_leads_to_its_target(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     async def name_yourself(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -152,7 +148,7 @@ async def test_every_channel_leads_to_its_own_target(
             assert await (await dial(port)).rest() == channel.encode()
 
 
-async def test_clients_that_come_early_are_held_and_then_served(
+async def test_early_clients_wait_for_the_kernel(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     clients = [await dial(port) for port in ports.values() for _ in range(5)]
@@ -167,7 +163,7 @@ async def test_clients_that_come_early_are_held_and_then_served(
             assert await client.receive(4) == b"late"
 
 
-async def test_much_that_comes_early_is_held_back_and_not_lost(
+async def test_early_bytes_beyond_the_limit_are_not_lost(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     data = os.urandom(1 << 20) * 16
@@ -182,7 +178,7 @@ async def test_much_that_comes_early_is_held_back_and_not_lost(
         await sending
 
 
-async def test_large_transfers_both_ways_are_exact(
+async def test_large_transfers_in_both_directions_are_exact(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     data = os.urandom(1 << 20) * 12
@@ -195,7 +191,7 @@ async def test_large_transfers_both_ways_are_exact(
         await asyncio.gather(*sending)
 
 
-async def test_many_clients_at_once_are_kept_apart(
+async def test_simultaneous_clients_get_their_own_bytes(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     async with kernel(tmp_path) as (connection, targets):
@@ -206,7 +202,7 @@ async def test_many_clients_at_once_are_kept_apart(
             assert await client.receive(len(data)) == data
 
 
-async def test_a_client_that_does_not_read_delays_nobody_and_costs_about_the_window(
+async def test_client_that_does_not_read_delays_no_other_and_needs_bounded_memory(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     block = os.urandom(1 << 20)
@@ -249,7 +245,7 @@ def read_exactly(sock: socket.socket, amount: int) -> bytes:
 # -- ending ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_hangs_up_before_there_is_a_kernel_frees_its_socket(
+async def test_client_that_disconnects_before_the_kernel_starts_frees_its_socket(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial
 ) -> None:
     held = descriptors(os.getpid())
@@ -264,7 +260,7 @@ async def test_a_client_that_hangs_up_before_there_is_a_kernel_frees_its_socket(
     assert descriptors(os.getpid()) <= held
 
 
-async def test_a_client_that_hangs_up_before_its_target_listens_frees_its_stream(
+async def test_client_that_disconnects_before_its_target_listens_frees_its_stream(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     async with real_guest() as (connection, init):
@@ -278,7 +274,7 @@ async def test_a_client_that_hangs_up_before_its_target_listens_frees_its_stream
         assert descriptors(init.pid) == held
 
 
-async def test_when_a_client_hangs_up_its_kernel_side_does_too(
+async def test_disconnected_client_is_disconnected_from_the_kernel(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     noticed = asyncio.Event()
@@ -296,10 +292,10 @@ async def test_when_a_client_hangs_up_its_kernel_side_does_too(
         await until(lambda: not relay._clients and not connection._streams)
 
 
-async def test_what_a_client_sent_before_it_hung_up_still_arrives(
+async def test_bytes_sent_before_a_disconnect_reach_the_kernel(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
-    """As with a kernel's own socket: closing it does not take back what was sent, however slowly it is read."""
+    """The kernel reads slowly; closing the socket does not discard bytes that were sent."""
     data = os.urandom(WINDOW - 1)
     arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     reading = asyncio.Event()
@@ -321,7 +317,7 @@ async def test_what_a_client_sent_before_it_hung_up_still_arrives(
         assert await asyncio.wait_for(arrived, LIMIT) == data
 
 
-async def test_when_the_kernel_closes_its_client_gets_everything_first(
+async def test_client_gets_all_bytes_before_the_kernels_close(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     data = os.urandom(1 << 20) * 4
@@ -339,7 +335,7 @@ async def test_when_the_kernel_closes_its_client_gets_everything_first(
         await asyncio.wait_for(relay.drained(), LIMIT)
 
 
-async def test_another_kernel_takes_over_behind_the_same_ports(
+async def test_next_kernel_serves_the_same_ports(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     for generation in ("one", "two", "three"):
@@ -359,7 +355,7 @@ async def test_another_kernel_takes_over_behind_the_same_ports(
             await until(lambda: not relay._clients)
 
 
-async def test_a_kernel_that_is_lost_takes_its_clients_and_leaves_the_listeners(
+async def test_lost_kernel_disconnects_its_clients_but_listeners_stay(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     async with kernel(tmp_path) as (connection, targets):
@@ -396,7 +392,7 @@ async def test_close_does_not_wait_for_a_client_that_does_not_read(
         await asyncio.open_connection(IP, ports["iopub"])
 
 
-async def test_closing_twice_is_closing(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
+async def test_relay_can_be_closed_twice(ports: dict[str, int], relay: ChannelRelay, dial: Dial) -> None:
     client = await dial(ports["shell"])
     await until(lambda: len(relay._clients) == 1)
     await relay.close()
@@ -407,7 +403,7 @@ async def test_closing_twice_is_closing(ports: dict[str, int], relay: ChannelRel
 # -- limits ----------------------------------------------------------------------------------------------------
 
 
-async def test_beyond_the_limit_clients_are_turned_away_until_others_leave(
+async def test_clients_beyond_the_limit_are_refused_until_others_leave(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_module, "MAX_CLIENTS", 10)
@@ -423,7 +419,7 @@ async def test_beyond_the_limit_clients_are_turned_away_until_others_leave(
     await until(lambda: len(relay._clients) == 10)
 
 
-async def test_where_no_stream_is_left_a_client_is_turned_away(
+async def test_client_is_refused_without_a_free_stream(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sandbox_provisioner.mux.stream.MAX_STREAMS", 2)
@@ -442,7 +438,7 @@ async def test_where_no_stream_is_left_a_client_is_turned_away(
 # -- a checkpoint's quiet time ---------------------------------------------------------------------------------
 
 
-async def test_clients_notice_nothing_of_a_quiet_time(
+async def test_clients_do_not_notice_a_pause_of_the_connection(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     data = os.urandom(1 << 20) * 6
@@ -458,7 +454,7 @@ async def test_clients_notice_nothing_of_a_quiet_time(
         await sending
 
 
-async def test_clients_that_come_and_go_in_a_quiet_time_are_served_and_forgotten(
+async def test_clients_that_connect_or_leave_during_a_pause_are_handled(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     async with kernel(tmp_path) as (connection, targets):
@@ -482,7 +478,7 @@ QUESTION = b"\x01\x01a\x00\x01b"
 
 
 @pytest.mark.parametrize("channel", ["shell", "control", "stdin"])
-async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
+async def test_kernel_is_waited_for_until_it_reacts_to_a_request(
     channel: str, ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with kernel(tmp_path) as (connection, targets):
@@ -512,7 +508,7 @@ async def test_a_client_that_asks_is_waiting_until_the_kernel_says_something(
         assert (relay.sent, relay.answered) == (4, 4)
 
 
-async def test_what_a_client_said_before_there_was_a_kernel_counts_once(
+async def test_early_request_counts_once(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with kernel(tmp_path) as (connection, targets):

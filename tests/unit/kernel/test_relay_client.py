@@ -1,4 +1,4 @@
-"""ClientConnection: which messages count, what wakes a kernel, and what a connection can make the server keep."""
+"""Test ClientConnection: which messages count, which wake a kernel, and how much memory a client can use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KERNEL = GREETING + command(ready("shell"))
 
 
 class Kernel:
-    """A kernel's end of its channels: says what a test has it say, and keeps what it hears."""
+    """The kernel's end of its channels: records what it receives, and sends what a test tells it to."""
 
     def __init__(self) -> None:
         self.heard: dict[str, bytearray] = {channel: bytearray() for channel in CHANNELS}
@@ -50,7 +50,7 @@ class Kernel:
 
 @asynccontextmanager
 async def joined(relay: ChannelRelay, folder: Path) -> AsyncIterator[tuple[Kernel, Any]]:
-    """A relay that is joined to such a kernel, with its key."""
+    """A relay that is connected to such a kernel and has its key."""
     end = Kernel()
     async with kernel(folder, end.serve) as (connection, targets):
         relay.connect(connection, targets, SIGNING)
@@ -83,7 +83,7 @@ async def test_busy_from_a_signed_request_to_its_reply(
         assert not relay.activity.busy
 
 
-async def test_replies_with_another_key_end_nothing(
+async def test_replies_with_another_key_are_ignored(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (end, _):
@@ -138,7 +138,7 @@ async def test_usage_requests_do_not_wake(
         connection._flow()
 
 
-async def test_a_client_that_connects_while_the_kernel_rests_gets_its_handshake(
+async def test_client_of_a_hibernated_kernel_gets_its_handshake(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (end, connection):
@@ -185,7 +185,7 @@ async def test_held_requests_are_answered_without_the_handshake(
         await until(lambda: end.heard["shell"] == CLIENT)
 
 
-async def test_a_cell_goes_on_when_its_client_leaves(
+async def test_cell_continues_after_its_client_disconnects(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (end, connection):
@@ -203,7 +203,7 @@ async def test_a_cell_goes_on_when_its_client_leaves(
         await until(lambda: end.closed == 1 and not connection._streams and not relay.lingering)
 
 
-async def test_a_client_that_leaves_without_a_request_leaves_the_kernel(
+async def test_client_without_requests_is_disconnected_from_the_kernel(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (end, _):
@@ -214,7 +214,7 @@ async def test_a_client_that_leaves_without_a_request_leaves_the_kernel(
         assert not relay.lingering
 
 
-async def test_a_client_that_comes_back_replaces_its_old_connection(
+async def test_reconnected_client_replaces_its_old_connection(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     named = GREETING + command(ready("shell").replace(b"ROUTER", b"DEALER") + b"\x08Identity\x00\x00\x00\x02me")
@@ -243,7 +243,7 @@ async def test_lingering_connections_are_bounded(
         assert len(relay.lingering) == 2 and relay.activity.busy
 
 
-async def test_a_message_over_the_limit_is_not_passed_on(
+async def test_too_large_message_is_not_passed_on(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     refused: list[str] = []
@@ -293,7 +293,7 @@ async def test_heartbeats_that_are_not_read_are_not_kept(
         client._writer.transport.abort()
 
 
-async def test_other_users_cannot_wake_or_crowd_out(
+async def test_other_users_cannot_wake_the_kernel_or_use_up_its_connections(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[None] = []
@@ -314,8 +314,10 @@ async def test_other_users_cannot_wake_or_crowd_out(
         await until(lambda: relay.called)
 
 
-async def test_a_real_client_talks_to_a_kernel_that_it_met_asleep(relay: ChannelRelay, tmp_path: Path) -> None:
-    """ZeroMQ on both sides, and the handshake in between answered by the relay."""
+async def test_zeromq_client_that_connected_during_hibernation_gets_replies(
+    relay: ChannelRelay, tmp_path: Path
+) -> None:
+    """ZeroMQ sockets on both sides; the relay answers the handshake."""
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)
     router.bind(f"ipc://{tmp_path}/shell")

@@ -28,7 +28,7 @@ def settings(**given: object) -> SandboxProvisioner:
 
 
 def features(env: dict[str, str], ours: SandboxProvisioner, **given: object) -> Features:
-    """The policy of a start for a notebook, with these variables in its environment and these keyword arguments."""
+    """Return the policy of a start for a notebook with these variables and keyword arguments."""
     env = {**os.environ, "JPY_SESSION_NAME": "/w/a.ipynb", **env}
     found = requested({"env": env, **given}, ours, "python3")
     assert found is not None
@@ -36,27 +36,27 @@ def features(env: dict[str, str], ours: SandboxProvisioner, **given: object) -> 
 
 
 @pytest.mark.parametrize("case", WANTED)
-def test_request_comes_before_the_settings(case: str) -> None:
+def test_request_takes_precedence_over_the_settings(case: str) -> None:
     env, given, expected = WANTED[case]
     found = requested({"env": {**os.environ, **env}}, settings(**given), "python3")
     assert (found and (found.sandbox_id, found.gcs)) == expected
 
 
-def test_policy_of_the_request_comes_before_the_settings() -> None:
+def test_policy_of_the_request_takes_precedence_over_the_settings() -> None:
     ours = settings(idle_timeout=7.0, enable_handoff=True)
     found = features({"SANDBOX_ENABLE_CHECKPOINT_AT_IDLE": "1", "SANDBOX_ENABLE_HANDOFF": "0"}, ours)
     assert (found.enable_checkpoint_at_idle, found.enable_handoff, found.idle_timeout) == (True, False, 7.0)
     assert features({"SANDBOX_IDLE_TIMEOUT": "3"}, ours).idle_timeout == 3.0
 
 
-def test_policy_of_a_typed_request_counts_even_if_the_server_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typed_request_may_repeat_a_variable_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_IDLE_TIMEOUT", "600")
     ours = settings(idle_timeout=1800.0)
     assert features({}, ours).idle_timeout == 1800.0
     assert features({}, ours, **{KEYWORD: StartRequest(idle_timeout=600.0)}).idle_timeout == 600.0
 
 
-def test_server_waits_for_another_one_only_with_hand_off() -> None:
+def test_only_a_start_with_hand_off_waits_for_another_server() -> None:
     request = {"env": {"JPY_SESSION_NAME": "/w/a.ipynb"}}
     for handoff, patience in ((True, 5.0), (False, 0.0)):
         found = requested(request, settings(enable_handoff=handoff, handoff_timeout=5.0), "python3")

@@ -1,4 +1,4 @@
-"""The answers to requests that a sleeping kernel cannot be woken for: signed, addressed, and only to whole requests."""
+"""Test the replies to requests that a hibernated kernel cannot be woken for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def heard(session: Session, data: bytes) -> list[dict[str, Any]]:
     return [reader.deserialize(reader.feed_identities(frames)[1]) for frames in messages(data)]
 
 
-def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: Session) -> None:
+def test_cell_ends_with_the_error_on_shell_and_iopub(session: Session) -> None:
     header, held = request(session, "execute_request", code="x" * 1000)
     private, public = error_replies(held, session, "It is damaged.")
     (reply,) = heard(session, private)
@@ -47,7 +47,7 @@ def test_a_cell_gets_an_error_with_the_reason_and_its_listeners_see_it(session: 
     assert [news[place]["content"]["execution_state"] for place in (0, 2)] == ["busy", "idle"]
 
 
-def test_every_request_is_answered_in_its_own_kind_and_order(session: Session) -> None:
+def test_requests_are_answered_in_order_with_their_reply_types(session: Session) -> None:
     _, first = request(session, "kernel_info_request")
     _, second = request(session, "complete_request", code="zi")
     private, public = error_replies(first + second, session, "No.")
@@ -55,7 +55,7 @@ def test_every_request_is_answered_in_its_own_kind_and_order(session: Session) -
     assert [message["msg_type"] for message in heard(session, public)] == ["status"] * 4
 
 
-def test_part_of_a_request_or_one_with_another_signature_is_not_answered(session: Session) -> None:
+def test_incomplete_or_unsigned_request_is_not_answered(session: Session) -> None:
     _, held = request(session, "execute_request", code="1")
     for strange in (held[:-1], held[1:], held + b"\x01", request(Session(key=b"other"), "execute_request")[1]):
         with pytest.raises(ValueError):
@@ -65,7 +65,7 @@ def test_part_of_a_request_or_one_with_another_signature_is_not_answered(session
 CELL = Cell({"msg_id": "a1", "msg_type": "execute_request", "session": "s"}, 7)
 
 
-def test_a_cell_that_rewound_its_kernel_ends_well(session: Session) -> None:
+def test_cell_that_rewound_its_kernel_succeeds(session: Session) -> None:
     private, public = end_cell(CELL, session, "Rewound.")
     (reply,) = heard(session, private)
     assert (reply["msg_type"], reply["parent_header"]["msg_id"]) == ("execute_reply", "a1")
@@ -76,7 +76,7 @@ def test_a_cell_that_rewound_its_kernel_ends_well(session: Session) -> None:
     assert {message["parent_header"]["msg_id"] for message in (output, idle)} == {"a1"}
 
 
-def test_a_cell_that_could_not_rewind_its_kernel_ends_with_the_reason(session: Session) -> None:
+def test_cell_that_failed_to_rewind_its_kernel_shows_the_reason(session: Session) -> None:
     private, public = end_cell(CELL, session, "Rewound.", "It is damaged.")
     (reply,) = heard(session, private)
     assert (reply["content"]["status"], reply["content"]["evalue"]) == ("error", "It is damaged.")
@@ -86,7 +86,7 @@ def test_a_cell_that_could_not_rewind_its_kernel_ends_with_the_reason(session: S
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_raise_anything_else(data: bytes) -> None:
+def test_any_bytes_raise_only_valueerror(data: bytes) -> None:
     try:
         error_replies(data, Session(key=b"secret"), "No.")
     except ValueError:
@@ -94,5 +94,5 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=600), min_size=1, max_size=6))
-def test_frames_survive_the_wire(frames: list[bytes]) -> None:
+def test_encoded_frames_are_decoded_unchanged(frames: list[bytes]) -> None:
     assert list(messages(encode(frames))) == [frames]
