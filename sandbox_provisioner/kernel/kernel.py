@@ -66,8 +66,7 @@ class SandboxedKernel(HandleObserver):
 
     def __init__(self) -> None:
         self.activity = KernelActivity()
-        self.restored = False
-        """True if the kernel was restored: it may be working on requests that did not pass through this server."""
+        self.restored = False  # if True, it may be working on requests that did not pass through this server
         self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._wake_for_client
         self.on_wake_failed: Callable[[SandboxError], None] = lambda error: None
@@ -77,14 +76,12 @@ class SandboxedKernel(HandleObserver):
         self.handle: SandboxHandle | None = None
         self._waking: asyncio.Task[None] | None = None
         self._starting = self._restoring = False
-        self._answered = 0
-        """Requests that the kernel had reacted to when the current save began."""
+        self._answered = 0  # requests that the kernel had reacted to when the current save began
         self.status: int | None = 0
         self._process: GuestProcess | None = None
         self._life: asyncio.Task[None] | None = None
         self._ending = Ending()
-        self._rewinds = 0
-        """Rewinds in progress: each holds the handle's lock, or waits for it."""
+        self._rewinds = 0  # rewinds in progress: each holds the handle's lock, or waits for it
 
     async def launch(
         self,
@@ -115,12 +112,7 @@ class SandboxedKernel(HandleObserver):
         """
         async with self._replacing(handle, ending):
             await handle.restore()
-            self._process = handle.instance.connection.process(handle.contents["process"])
-            if self._process is None:
-                raise SandboxError(
-                    f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
-                    f"`jupyter sandbox delete {handle.sandbox_id}` deletes it; the notebook then starts a new one.",
-                )
+            self._process = _restored_process(handle)
         self._connect(handle, ending, restored=True)
 
     async def hibernate(self, insist: float | None = None) -> None:
@@ -139,8 +131,7 @@ class SandboxedKernel(HandleObserver):
 
     async def wake(self) -> None:
         """Restore a hibernated kernel. Does nothing if it is awake."""
-        if self.asleep:
-            assert self.handle is not None
+        if self.asleep and self.handle:
             self._restoring = True
             try:
                 await self.handle.restore()
@@ -226,8 +217,7 @@ class SandboxedKernel(HandleObserver):
 
     def _note_activity(self) -> None:
         """Record the kernel's unfinished requests with the sandbox, for the server that restores it."""
-        assert self.handle is not None
-        if not self.asleep:
+        if self.handle and not self.asleep:
             self.handle.describe({**self.handle.contents, **self.activity.record()})
 
     @property
@@ -279,8 +269,6 @@ class SandboxedKernel(HandleObserver):
         self.relay.connect(handle.instance.connection, handle.contents["targets"], _signing(handle.contents))
         self._life = asyncio.create_task(self._run(handle, self._process, ending))
 
-    # -- called by the handle ----------------------------------------------------------------------------------------
-
     def busy(self) -> bool:
         """Return True while the kernel is not idle. The idle timer, the culler, REST and the metrics all call it."""
         return self.relay.waited_for or self.activity.busy
@@ -311,9 +299,8 @@ class SandboxedKernel(HandleObserver):
             self.on_wake_failed(error)
         except Exception as error:
             log.exception("Kernel could not be woken")
-            self.on_wake_failed(
-                SandboxError(f"{type(error).__name__}: {error}.", "The server's log has more. Run the cell again.")
-            )
+            remedy = "The server's log has more. Run the cell again."
+            self.on_wake_failed(SandboxError(f"{type(error).__name__}: {error}.", remedy))
 
     async def signal(self, signum: int) -> None:
         """Wake the kernel and signal its process group; SIGKILL ends the whole sandbox, without help of the guest."""
@@ -368,6 +355,17 @@ class SandboxedKernel(HandleObserver):
         self.relay.disconnect()
         await sandbox.delete()
         EVENT_BUS.write(handle.entry(EventKind.ENDED))
+
+
+def _restored_process(handle: SandboxHandle) -> GuestProcess:
+    """Return the kernel's process in a restored sandbox. Raises SandboxError if it had ended before the save."""
+    process = handle.instance.connection.process(handle.contents["process"])
+    if process is None:
+        raise SandboxError(
+            f"The kernel in sandbox {handle.sandbox_id} had ended before it was saved.",
+            f"`jupyter sandbox delete {handle.sandbox_id}` deletes it; the notebook then starts a new one.",
+        )
+    return process
 
 
 def _require_same_keys(handle: SandboxHandle, savepoint: str) -> None:

@@ -41,7 +41,6 @@ class MessageTracker:
         self._relay = relay
         self._channel = channel
         self._checked = relay.knows_key
-        self._greeting = b""
         self._signed = 0
         self._requests = Position(sink=relay.reader(self._requested) if channel in CALLS else None)
         replies = relay.reader(self._replied) if channel == "shell" else None
@@ -49,7 +48,6 @@ class MessageTracker:
 
     def from_client(self, data: bytes) -> int:
         """Process the client's bytes. Return how many signed messages are in them, or all messages if unreadable."""
-        self._greeting += data[: GREETING_SIZE - len(self._greeting)]
         self._signed = 0
         begun = self._requests.follow(data)
         if self._requests.ready and not self.identity:
@@ -68,7 +66,7 @@ class MessageTracker:
     @property
     def readable(self) -> bool:
         """True if signatures can be checked: the kernel's key is known and the connection is not encrypted."""
-        return self._checked and is_plain(self._greeting)
+        return self._checked and is_plain(self._requests.greeting)
 
     @property
     def handshake_size(self) -> int:

@@ -55,8 +55,7 @@ class ChannelRelay:
         self.sent = self.answered = 0
         self.lingering: set[LingeringStream] = set()
         self._signing: tuple[bytes, str] | None = None
-        self._reserved: dict[str, socket.socket] = {}
-        self._servers: dict[str, asyncio.Server] = {}
+        self._servers: list[asyncio.Server] = []
         self._addresses: dict[str, str | int] = {}
         self._clients: set[ClientConnection] = set()
         self._connection: GuestConnection | None = None
@@ -90,15 +89,13 @@ class ChannelRelay:
 
     async def listen(self) -> None:
         """Start to accept connections on the reserved addresses."""
-        loop = asyncio.get_running_loop()
-        while self._reserved:
-            channel, listener = self._reserved.popitem()
-            create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
-            server = await create(partial(ClientConnection, self, channel), sock=listener, start_serving=False)
-            self._servers[channel] = server  # before the next await, so that a cancelled launch closes it
+        for server in self._servers:
             await server.start_serving()
 
     async def _bind(self, channel: str, listener: socket.socket, address: str | tuple[str, int]) -> None:
+        """Bind the listener of a channel. Raises SandboxError if that fails; nothing stays bound then."""
+        loop = asyncio.get_running_loop()
+        create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
         try:
             await finished(control(_bind, listener, address))
         except asyncio.CancelledError:
@@ -111,7 +108,8 @@ class ChannelRelay:
             await self.close()
             where = address if isinstance(address, str) else "{}:{}".format(*address)
             raise SandboxError(f"The {channel} channel cannot listen on {where}: {error.strerror or error}.") from error
-        self._reserved[channel] = listener
+        server = await create(partial(ClientConnection, self, channel), sock=listener, start_serving=False)
+        self._servers.append(server)
 
     def connect(
         self, connection: GuestConnection, targets: Mapping[str, str], signing: tuple[bytes, str] | None = None
@@ -206,7 +204,7 @@ class ChannelRelay:
     async def close(self) -> None:
         """Close all connections and listeners; nothing listens when this returns."""
         loop = asyncio.get_running_loop()
-        for server in self._servers.values():
+        for server in self._servers:
             for listener in server.sockets:
                 loop.remove_reader(listener.fileno())
         await asyncio.sleep(0)  # a connection that was just accepted arrives in these two turns of the loop,
@@ -214,12 +212,9 @@ class ChannelRelay:
         self.disconnect()
         for client in list(self._clients):
             client.abandon()
-        for reserved in self._reserved.values():
-            reserved.close()
-        for server in self._servers.values():
+        for server in self._servers:
             server.close()
         paths = [path for path in self._addresses.values() if isinstance(path, str)]
-        self._reserved.clear()
         self._servers.clear()
         self._addresses.clear()
         await finished(control(_remove, paths))

@@ -110,9 +110,10 @@ class Position:
         """The body of the first command, which contains the peer's identity; at most ``MAX_READY`` bytes."""
         self.handshake_size = 0
         """Size in bytes of greeting and first command together; 0 until it is known."""
+        self.greeting = b""
+        """The bytes of the peer's greeting that have passed."""
         self._rest = GREETING_SIZE
         self._head = b""
-        self._greeting = b""
         self._more = False
         self._in_message = False
         self._commands = 0
@@ -128,8 +129,8 @@ class Position:
     def follow(self, data: bytes) -> int:
         """Process bytes that passed; return how many messages begin in them.
 
-        Raises MessageTooLargeError as soon as a frame's header shows that the limit is exceeded, or a greeting that the
-        version of the protocol is too old.
+        Raises MessageTooLargeError as soon as a frame's header shows that the limit is exceeded, or the greeting shows
+        that the version of the protocol is too old.
         """
         messages = 0
         if self._head:
@@ -176,14 +177,16 @@ class Position:
                     self._sink.end_frame(self._more)
         elif self._commands == 1 and len(self.ready) < MAX_READY:
             self.ready = (self.ready + data[place : place + step])[:MAX_READY]
-        elif self._commands == 0 and self._limit < UNLIMITED:
+        elif self._commands == 0:
             self._greet(data[place : place + step])
         return step
 
     def _greet(self, data: bytes) -> None:
-        """Check the next bytes of the greeting."""
-        before = len(self._greeting)
-        self._greeting += data
+        """Keep the next bytes of the greeting. With a limit, check the version of the protocol."""
+        before = len(self.greeting)
+        self.greeting += data
+        if self._limit == UNLIMITED:
+            return
         for place, byte in enumerate(data, before):
             old = (place == 0 and byte != FIRST) or (place == MAJOR - 1 and not byte & 1)
             if old or (place == MAJOR and byte < ZMTP_3):
