@@ -384,7 +384,9 @@ async def test_close_does_not_wait_for_a_client_that_does_not_read(
 
     async with kernel(tmp_path, flood) as (connection, targets):
         relay.connect(connection, targets)
-        with socket.create_connection((IP, ports["iopub"])):
+        with socket.socket() as client_that_does_not_read:
+            client_that_does_not_read.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            client_that_does_not_read.connect((IP, ports["iopub"]))
             await until(lambda: any(client._unsent > WINDOW // 2 for client in relay._clients))
             await asyncio.wait_for(relay.close(), LIMIT)
             await until(lambda: not relay._clients)
