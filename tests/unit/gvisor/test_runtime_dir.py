@@ -23,7 +23,14 @@ from leftovers import leftovers
 
 from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.gvisor import runtime_dir as runtime_module
-from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder, kill_processes, mounts_below, runtime_root, sweep
+from sandbox_provisioner.gvisor.runtime_dir import (
+    RuntimeFolder,
+    kill_processes,
+    left_behind,
+    mounts_below,
+    runtime_root,
+    sweep,
+)
 
 pytestmark = pytest.mark.user
 
@@ -367,6 +374,22 @@ def test_links_inside_a_swept_folder_are_not_followed(runtime: Path, tmp_path: P
     (dead / "bundle").symlink_to(precious)
     assert sweep() == ["00000000dead"]
     assert (precious / "data").exists()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda note: note.write_text("[")], ids=["unreadable", "invalid"])
+def test_sweep_keeps_a_sandbox_whose_note_cannot_be_read(
+    runtime: Path, idler: type[Idler], make: Callable[[Path], object]
+) -> None:
+    """It may be a persistent sandbox that still runs, whose only state is its memory."""
+    folder = runtime / "0123456789ab"
+    folder.mkdir()
+    make(folder / "note.json")
+    running = idler(f"--root={folder / 'runsc'}")
+    assert sweep() == []
+    assert running.alive
+    (left,) = left_behind()
+    left.remove()
+    assert running.ended() == -signal.SIGKILL
 
 
 def test_two_sweeps_at_once_do_not_disturb_each_other(runtime: Path) -> None:
