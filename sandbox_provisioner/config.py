@@ -267,7 +267,7 @@ class GCSConfig:
             names = [place.bucket_variable if place in strict else place.variables for place in missing]
             raise ConfigurationError(
                 missing[0].bucket_variable,
-                f"This server cannot store such a sandbox: it lacks {' and '.join(names)}.",
+                f"This server cannot store such a sandbox: {' and '.join(names)} must be set.",
                 "Set these variables in the server's environment, or request a sandbox that does not need them.",
             )
 

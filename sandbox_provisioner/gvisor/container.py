@@ -66,7 +66,7 @@ class Container:
                 raise DiskFullError(str(error)) from error
             raise SandboxError(
                 f"The sandbox was not started: its runtime folder cannot be written ({error}).",
-                "Correct this, or set SANDBOX_RUNTIME_DIR to another folder.",
+                "Make it writable, or set SANDBOX_RUNTIME_DIR to another folder.",
             ) from error
 
     def write_note(self, note: Mapping[str, Any] | None) -> None:

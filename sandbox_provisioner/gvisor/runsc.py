@@ -126,26 +126,22 @@ def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
         raise RunscNotFoundError(f"No runsc at {named}.", remedy)
     if not os.access(path, os.X_OK):
         raise RunscNotFoundError(f"{named} is not executable.", f"Run `chmod +x {path}`.")
-    version = _read_version(path, path.stat(), remedy)
-    return Runsc(path.absolute(), version)
+    stat = path.stat()
+    return Runsc(path.absolute(), _read_version(path, stat.st_mtime_ns, stat.st_size, remedy))
 
 
-_versions: dict[tuple[str, int, int], str] = {}
-
-
-def _read_version(path: Path, stat: os.stat_result, remedy: str) -> str:
-    key = (str(path), stat.st_mtime_ns, stat.st_size)
-    if key not in _versions:
-        try:
-            answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise RunscNotFoundError(f"{path} could not be run: {error}.", remedy) from error
-        found = re.search(r"version (\S+)", answer.stdout)
-        if answer.returncode or not found:
-            message = (answer.stderr or answer.stdout).strip()[:200]
-            raise RunscNotFoundError(f"{path} is not runsc: `{path} --version` answered {message!r}.", remedy)
-        _versions[key] = found[1]
-    return _versions[key]
+@cache
+def _read_version(path: Path, mtime: int, size: int, remedy: str) -> str:
+    """Return the version of the binary. ``mtime`` and ``size`` let it be read again after the file was replaced."""
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RunscNotFoundError(f"{path} could not be run: {error}.", remedy) from error
+    found = re.search(r"version (\S+)", answer.stdout)
+    if answer.returncode or not found:
+        message = (answer.stderr or answer.stdout).strip()[:200]
+        raise RunscNotFoundError(f"{path} is not runsc: `{path} --version` answered {message!r}.", remedy)
+    return found[1]
 
 
 @cache
@@ -225,10 +221,13 @@ def require_user_namespaces() -> None:
         ) from error
     attempt = subprocess.run(argv, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     if attempt.returncode:
-        raise UserNamespacesForbiddenError(
-            f"This system forbids user namespaces to ordinary users ({attempt.stderr.strip()}).",
-            namespace_remedy(),
-        )
+        raise _namespaces_forbidden(attempt.stderr)
+
+
+def _namespaces_forbidden(output: str) -> UserNamespacesForbiddenError:
+    """Return the error for the ``output`` of a failed ``unshare``."""
+    problem = f"This system forbids user namespaces to ordinary users ({output.strip()})."
+    return UserNamespacesForbiddenError(problem, namespace_remedy())
 
 
 def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
@@ -256,9 +255,7 @@ def checked(argv: Sequence[str], returncode: int | None, output: bytes) -> None:
 def explain(argv: Sequence[str], returncode: int | None, output: str) -> SandboxError:
     """Return the error for a sandbox that did not start, by its cause if it is known, else with runsc's message."""
     if "unshare failed" in output or "unshare: write failed" in output:
-        return UserNamespacesForbiddenError(
-            f"This system forbids user namespaces to ordinary users ({output.strip()}).", namespace_remedy()
-        )
+        return _namespaces_forbidden(output)
     if "no space left on device" in output.lower():
         return DiskFullError(output)
     return RunscError(argv, returncode, output, problem="The sandbox did not start: runsc")
