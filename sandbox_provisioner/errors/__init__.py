@@ -297,7 +297,7 @@ class LeaseHeldError(SandboxError, kind=Kind.IN_USE):
     def __init__(self, name: str, owner: object) -> None:
         self.name, self.owner = name, owner
         super().__init__(
-            f"{name.removesuffix('/lock').replace('sandboxes/', 'Sandbox ')} is in use by {owner}.",
+            f"{_sandbox(name)} is in use by {owner}.",
             "Stop that server, or set enable_handoff on both. Do not shut the kernel down there: that can delete the "
             "saved state.",
         )
@@ -308,7 +308,7 @@ class LeaseLostError(SandboxError, kind=Kind.IN_USE):
 
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason
-        super().__init__(f"The lease of {name} was lost: {reason}.")
+        super().__init__(f"{_sandbox(name)} is no longer leased to this server: {reason}.")
 
 
 class SandboxNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
@@ -421,6 +421,11 @@ class UnsaveableError(SandboxError, kind=Kind.UNSAVEABLE):
     def __init__(self, sandbox_id: str, reasons: Sequence[str]) -> None:
         self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
         super().__init__(f"Sandbox {sandbox_id} was not checkpointed and continues to run: {_first(reasons)}.")
+
+
+def _sandbox(lease: str) -> str:
+    """Return the words for the sandbox that a lease, such as "sandboxes/ID/lock", belongs to."""
+    return lease.removesuffix("/lock").replace("sandboxes/", "Sandbox ")
 
 
 def _first(reasons: Sequence[str], most: int = 5) -> str:
