@@ -182,7 +182,7 @@ class RuntimeFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists():
                 raise BlockingIOError
-        except BlockingIOError:
+        except OSError:
             os.close(lock)
             return None
         return cls(path, lock)
@@ -268,13 +268,18 @@ def scan(wanted: NoteFilter) -> tuple[list[RuntimeFolder], list[Path]]:
     """
     found: list[RuntimeFolder] = []
     rescued: list[Path] = []
-    for root in runtime_roots():
-        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _scan(root, wanted, found, rescued)
-        finally:
-            os.close(lock)
+    try:
+        for root in runtime_roots():
+            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _scan(root, wanted, found, rescued)
+            finally:
+                os.close(lock)
+    except BaseException:
+        for folder in found:
+            folder.release()
+        raise
     return found, rescued
 
 

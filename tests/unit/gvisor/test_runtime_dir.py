@@ -376,6 +376,19 @@ def test_sweep_does_not_follow_links_in_a_folder(runtime: Path, tmp_path: Path) 
     assert (precious / "data").exists()
 
 
+def test_failed_sweep_releases_the_folders_that_it_locked(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise no process could save these sandboxes until this one exits."""
+    folder = runtime / "0123456789ab"
+    folder.mkdir()
+    monkeypatch.setattr(runtime_module, "runtime_roots", lambda: [runtime, tmp_path / "missing"])
+    with pytest.raises(FileNotFoundError) as failure:
+        sweep()
+    assert not is_locked(folder), failure.traceback  # the traceback keeps the locks alive that were not released
+    folder.rmdir()
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, lambda note: note.write_text("[")], ids=["unreadable", "invalid"])
 def test_sweep_keeps_a_sandbox_whose_note_cannot_be_read(
     runtime: Path, idler: type[Idler], make: Callable[[Path], object]
