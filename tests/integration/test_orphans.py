@@ -111,7 +111,7 @@ async def test_orphan_can_be_deleted_but_not_used_or_swept(
     orphaned: RuntimeFolder, spec: BundleSpec, runsc: Runsc
 ) -> None:
     sandbox = adopt(orphaned, spec, runsc)
-    with pytest.raises(LinkClosedError, match="its server died"):
+    with pytest.raises(LinkClosedError, match="its server was killed"):
         await sandbox.execute(["/bin/true"])
     assert sweep() == []
     await sandbox.delete()

@@ -216,7 +216,7 @@ async def test_stopped_init_is_an_error_for_a_savepoint(
     await sandbox.start()
     try:
         await stop_init(sandbox)
-        with pytest.raises(UnresponsiveError, match="did not come to rest"):
+        with pytest.raises(UnresponsiveError, match="did not stop its traffic"):
             await sandbox.copy(tmp_path / "image")
         assert not (tmp_path / "image").exists()
     finally:
@@ -268,7 +268,7 @@ async def test_stopped_init_that_a_savepoint_waits_for_is_saved_when_the_server_
             while "It is not saved, so the server waits" not in caplog.text:
                 await asyncio.sleep(0.05)
         sandbox.hurry()
-        with pytest.raises(UnresponsiveError, match="did not come to rest"):
+        with pytest.raises(UnresponsiveError, match="did not stop its traffic"):
             await asyncio.wait_for(copying, LONG)
         await sandbox.checkpoint(tmp_path / "image", force=True)
         assert sandbox.state == State.CHECKPOINTED
