@@ -166,23 +166,28 @@ class Beneath:
         with self._opened(source) as old, self._opened(target, os.O_WRONLY) as new:
             shutil.copystat(f"/proc/self/fd/{old}", f"/proc/self/fd/{new}")
 
-    def copytree(self, source: str, target: str) -> None:
+    def copytree(self, source: str, target: str, linked: bool = False) -> None:
         """Copy a folder and its contents to a path that does not exist.
 
         A link to an accessible place is copied as that place's content, any other link as a link that stays bound to
-        its folder. Raises AccessRefused for an entry that is neither a file nor a folder nor a link.
+        its folder. In a folder that was reached through a link (``linked``), links to folders are copied as links:
+        a guest's links to their own folder would fill the disk otherwise. Raises AccessRefused for an entry that is
+        neither a file nor a folder nor a link.
         """
         names = self.listdir(source)
         self.mkdir(target)
         for name in names:
             old, new = os.path.join(source, name), os.path.join(target, name)
+            is_link = stat.S_ISLNK(self.lstat(old).st_mode)
             try:
-                kind = self.stat(old).st_mode
+                is_folder = stat.S_ISDIR(self.stat(old).st_mode)
             except (AccessRefused, FileNotFoundError):
                 self._copy_link(old, new)
                 continue
-            if stat.S_ISDIR(kind):
-                self.copytree(old, new)
+            if is_folder and is_link and linked:
+                self._copy_link(old, new)
+            elif is_folder:
+                self.copytree(old, new, linked or is_link)
             else:
                 self.copyfile(old, new)
                 self.copystat(old, new)

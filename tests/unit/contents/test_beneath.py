@@ -220,6 +220,17 @@ def test_copytree_copies_links_that_lead_outside_as_links(root: Path) -> None:
     assert (root / "copy" / "a").stat().st_mode & 0o777 == 0o640
 
 
+@pytest.mark.timeout(30)
+def test_copytree_ends_if_links_lead_to_their_own_folder(root: Path) -> None:
+    """Without a limit, the copy has 2 to the power of 40 folders."""
+    for name in ("first", "second"):
+        (root / "project" / name).symlink_to(".")
+    Beneath(LinkRules(str(root))).copytree(str(root / "project"), str(root / "copy"))
+    assert (root / "copy" / "first" / "data" / "b").read_text() == "root/project/data/b"
+    assert not (root / "copy" / "first").is_symlink()
+    assert os.readlink(root / "copy" / "first" / "second") == "."
+
+
 def sharing(root: Path, *areas: Area, folders: tuple[str, ...] = ("project",)) -> tuple[Beneath, list[str]]:
     """Return a guard with shared folders, and the growing list of them."""
     shared = [str(root / folder) for folder in folders]

@@ -266,6 +266,53 @@ def test_saving_through_a_link_inside_keeps_the_link(manager: Any, root: Path) -
     assert (root / "b.txt").read_text() == "new"
 
 
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The growing list of all calls of os.open."""
+    paths: list[str] = []
+    real_open = os.open
+
+    def open_and_count(path: Any, *arguments: Any, **options: Any) -> int:
+        paths.append(str(path))
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_and_count)
+    return paths
+
+
+def test_listing_limits_the_work_for_links(manager: Any, root: Path, opened: list[str]) -> None:
+    """Without the limit, 100 links that are chained to each other take 325,000 calls of os.open."""
+    (root / "sub" / "folder").mkdir(parents=True)
+    (root / "sub" / "file.txt").touch()
+    (root / "sub" / "short").symlink_to("file.txt")
+    for number in range(100):
+        target = f"link{number - 1}" if number % 38 else "folder"
+        (root / "sub" / f"link{number}").symlink_to("folder/../" * 11 + target)
+    entries = {entry["name"]: entry for entry in do(manager.get("sub"))["content"]}
+    assert len(opened) < 25_000
+    assert set(entries) == set(os.listdir(root / "sub"))
+    assert {entries[name]["writable"] for name in ("folder", "file.txt", "short")} == {True}
+    links = [name for name in entries if name.startswith("link")]
+    refused = [name for name in links if entries[name]["type"] == "file" and not entries[name]["writable"]]
+    assert 30 < len(refused) < 100
+    assert {entries[name]["type"] for name in links if name not in refused} == {"directory"}
+    assert do(manager.get(f"sub/{refused[0]}"))["type"] == "directory"
+    do(manager.delete(f"sub/{refused[0]}"))
+    assert not (root / "sub" / refused[0]).is_symlink()
+
+
+def test_folder_behind_long_links_is_listed(manager: Any, root: Path, opened: list[str]) -> None:
+    (root / "real").mkdir()
+    for number in range(50):
+        (root / "real" / f"{number}.txt").touch()
+        (root / "real" / f"link{number}").symlink_to(f"{number}.txt")
+    (root / "link").symlink_to("real/../" * 450 + "real")
+    entries = do(manager.get("link"))["content"]
+    assert len(opened) < 15_000
+    assert len(entries) == 100
+    assert all(entry["writable"] for entry in entries)
+
+
 def test_links_to_configured_places(tmp_path: Path, root: Path) -> None:
     for name in ("free", "mounted", "writable", "other"):
         (tmp_path / name).mkdir()
