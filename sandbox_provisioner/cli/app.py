@@ -26,6 +26,7 @@ from . import kernels, sandboxes, templates
 from .exit_codes import HELP as EXIT_HELP
 from .exit_codes import exit_status
 from .output import reported, warn
+from .targets import StorageTimeoutError
 
 ABOUT = "Jupyter kernels inside gVisor sandboxes."
 COMPLETION_HELP = """
@@ -71,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except StorageTimeoutError as error:
+        warn(error)
+        sys.stdout.flush()
+        os._exit(exit_status(error))  # at a normal exit, Python would wait for the threads that wait for the storage
     except (SandboxError, OSError) as error:
         warn(error)
         return exit_status(error)
