@@ -119,16 +119,16 @@ class _Request:
         self, walk: _Walk, pending: list[str], follow: bool, relative: str, parent: tuple[str | bool, ...]
     ) -> str:
         """Walk the ``pending`` components, the last one first, and return the name that the walk ends with."""
-        linked = steps = 0
+        charge = steps = 0  # steps cost nothing before the first link
         while pending:
             part = pending.pop()
             if not pending:
                 self.found.setdefault(parent, (walk.real, "", tuple(walk.links)))
             steps += 1
-            self.steps -= linked
+            self.steps -= charge
             if steps > STEPS:
-                raise AccessRefused(_endless(relative))
-            if linked and self.steps < 0:
+                raise AccessRefused(_too_many_links(relative))
+            if charge and self.steps < 0:
                 raise AccessRefused(_too_much_work(relative))
             if part in ("", "."):
                 continue
@@ -144,11 +144,11 @@ class _Request:
                 raise
             kind = os.fstat(entry).st_mode
             if stat.S_ISLNK(kind) and (follow or not last):
-                linked = 1
+                charge = 1
                 target = _read_link(entry)
                 walk.links.append(walk.real)
                 if len(walk.links) > LINKS:
-                    raise AccessRefused(_endless(relative))
+                    raise AccessRefused(_too_many_links(relative))
                 if os.path.isabs(target):
                     walk.restart("/")
                 pending += target.split("/")[::-1]
@@ -220,7 +220,7 @@ class LinkRules:
         finally:
             walk.close()
 
-    def left_by_move(self, old: str, new: str) -> Area | None:
+    def area_left(self, old: str, new: str) -> Area | None:
         """Return the area, if any, that links at the real path ``old`` are bound to, but links at ``new`` are not."""
         scope = self.scope(os.path.dirname(old))
         return None if scope.trusted or within(self.scope(os.path.dirname(new)).real, scope.real) else scope
@@ -305,7 +305,7 @@ def _read_only(path: str, real: str) -> str:
     )
 
 
-def _endless(path: str) -> str:
+def _too_many_links(path: str) -> str:
     return f"{path} leads through too many symbolic links, perhaps in a circle."
 
 

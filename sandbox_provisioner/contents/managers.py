@@ -34,10 +34,10 @@ from .guarded import GuardedContents
 from .links import one_request
 from .rebinding import REBOUND
 
-HASHED_AT_ONCE = 1 << 20
+HASH_CHUNK = 1 << 20
 
 
-def _is_leftover(os_path: str) -> bool:
+def _bypasses_trash(os_path: str) -> bool:
     """Return True if an entry is a link, or neither a file nor a folder; such entries bypass the trash."""
     try:
         return stat.S_IFMT(call(Beneath.lstat, os_path).st_mode) not in (stat.S_IFDIR, stat.S_IFREG)
@@ -86,14 +86,14 @@ class _Manager(GuardedContents):
         """Return the hash of a file for its model, without loading the whole file at once."""
         digest = hashlib.new(self.hash_algorithm)  # type: ignore[attr-defined]
         with self.open(self._get_os_path(path), "rb") as file:
-            while chunk := file.read(HASHED_AT_ONCE):
+            while chunk := file.read(HASH_CHUNK):
                 digest.update(chunk)
         return {"hash": digest.hexdigest(), "hash_algorithm": self.hash_algorithm}  # type: ignore[attr-defined]
 
-    def _delete_leftover(self, path: str) -> bool:
+    def _delete_link_or_special_file(self, path: str) -> bool:
         """Delete an entry that is a link or a special file, not a link's target. Return False for other entries."""
         os_path = self._get_os_path(path.strip("/"))
-        if not _is_leftover(os_path) or (not self.allow_hidden and is_hidden(os_path, self.root_dir)):  # type: ignore[attr-defined]
+        if not _bypasses_trash(os_path) or (not self.allow_hidden and is_hidden(os_path, self.root_dir)):  # type: ignore[attr-defined]
             return False
         with self.perm_to_403():  # type: ignore[attr-defined]
             call(Beneath.unlink, os_path)
@@ -121,7 +121,7 @@ class _Manager(GuardedContents):
 
     async def delete_file(self, path: str) -> None:
         """Delete a file, a folder or a link, not a link's target."""
-        if not self._delete_leftover(path):
+        if not self._delete_link_or_special_file(path):
             await ensure_async(super().delete_file(path))  # type: ignore[misc]
 
     async def _get_dir_size(self, path: str = ".") -> str:
@@ -146,7 +146,7 @@ class _Checkpoints(GuardedContents):
         try:
             yield
         except Refused as refusal:
-            self.log.warning("The checkpoint of %s stays as it is. %s", one_line(path), refusal.log_message)
+            self.log.warning("The checkpoint of %s was not changed. %s", one_line(path), refusal.log_message)
 
 
 def _without_loop(function: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:

@@ -201,7 +201,7 @@ def remove_twins(folder: Path, names: Iterable[str] = ()) -> list[Path]:
     removed = []
     for place in sorted(folder.glob(f"*{SUFFIX}")):
         if (not wanted or place.name in wanted) and MARK in _metadata(_read(place)):
-            with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=folder.parent) as bin_:
-                place.rename(Path(bin_) / place.name)
+            with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=folder.parent) as trash:
+                place.rename(Path(trash) / place.name)
             removed.append(place)
     return removed

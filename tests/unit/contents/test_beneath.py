@@ -400,7 +400,7 @@ def test_trash_has_the_file_and_a_note_of_its_place(root: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["x" * 255, "x" * 250 + ".txt", "x." + "y" * 253, "é" * 127, os.fsdecode(b"\xff" * 255)]
 )
-def test_a_file_whose_name_is_as_long_as_can_be_goes_to_the_trash(root: Path, name: str) -> None:
+def test_file_with_longest_name_goes_to_the_trash(root: Path, name: str) -> None:
     trash = root.parent / "Trash"
     for _ in range(2):
         (root / name).write_text("x")

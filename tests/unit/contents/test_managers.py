@@ -94,7 +94,7 @@ def test_guarded_though_another_kernel_manager_is_configured(root: Path) -> None
     assert type(app.contents_manager) is managers.GuardedAsyncLargeFileManager
 
 
-def test_another_manager_stays_and_the_log_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_manager_is_kept_with_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app = server(root, f"--ServerApp.contents_manager_class={full_name(OtherManager)}")
     assert type(app.contents_manager) is OtherManager
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not guarded" in line]
@@ -407,7 +407,7 @@ def test_size_limit_of_the_environment(root: Path, monkeypatch: pytest.MonkeyPat
     assert make(root_dir=str(root)).checkpoints.max_file_size == 12345
 
 
-def test_file_that_grows_while_it_is_read_ends_where_it_ended(root: Path) -> None:
+def test_reading_ends_at_the_size_when_opened(root: Path) -> None:
     manager = managers.GuardedLargeFileManager(root_dir=str(root), max_file_size=10)
     (root / "a.txt").write_text("12345")
     with manager.open(manager._get_os_path("a.txt"), "rb") as file:
