@@ -128,7 +128,7 @@ def run_wake(arguments: argparse.Namespace) -> int:
 
 
 def awake_for(text: str) -> float | None:
-    """Return the seconds to keep a kernel awake: None for no limit, 0 to stop that. Raises ArgumentTypeError."""
+    """Return the seconds to keep a kernel awake: None for no limit, 0 for not at all. Raises ArgumentTypeError."""
     return {"on": None, "off": 0.0}[text] if text in ("on", "off") else span(text).total_seconds()
 
 

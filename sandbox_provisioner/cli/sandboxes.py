@@ -217,7 +217,7 @@ def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | N
 
 
 def _server_decides(found: Found) -> bool:
-    """Return True if a server that could not read a sandbox decides whether it is deleted."""
+    """Return True if a server will decide whether to delete the sandbox, because the server could not read it."""
     return found.server is not None and found.sandbox.state in UNREAD
 
 

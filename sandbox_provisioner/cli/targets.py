@@ -93,7 +93,7 @@ class Found:
         return f"{self.sandbox.id} ({about})" if about else self.sandbox.id
 
     def after(self, sandbox: Sandbox, server: Server) -> Found:
-        """Return it with the new state that ``server`` reported."""
+        """Return this sandbox in the state that ``server`` reported."""
         return Found(placed(sandbox, self.record, server), self.record, server)
 
 
@@ -149,7 +149,10 @@ class Reach:
         return self._read(dict.fromkeys(str(each.id) for each in found), STORAGE_TIMEOUT)
 
     def server_of(self, found: Found) -> Server:
-        """Return the server that has its kernel. Raises NoServerError if none runs, NoKernelError if none has it."""
+        """Return the server that has the sandbox's kernel.
+
+        Raises NoServerError if no server runs, and NoKernelError if no server has the kernel.
+        """
         if found.server:
             return found.server
         if not self.servers:
@@ -159,14 +162,14 @@ class Reach:
         raise NoKernelError(found.sandbox)
 
     def starter_of(self, found: Found) -> Server:
-        """Return the server that has its kernel, or one that can start it. Raises NoServerError without one."""
+        """Return the server that has the sandbox's kernel, or one that can start it. Raises NoServerError."""
         if server := self.any_server(found):
             return server
         self._raise_server_error()
         raise NoServerError(f"None of your Jupyter Servers on this machine can start sandbox {found.sandbox.id}.")
 
     def any_server(self, found: Found) -> Server | None:
-        """Return the server that has its kernel, or one that lists it; or None."""
+        """Return the server that has the sandbox's kernel, or else a server that lists the sandbox, or else None."""
         return found.server or next((server for server in self.servers if server.knows(found.sandbox.id)), None)
 
     def _raise_server_error(self) -> None:

@@ -231,7 +231,7 @@ def check_runtime_root() -> Check:
 
 
 def check_folder(name: str, folder: Path, megabytes: int, variable: str, required: bool = True) -> Check:
-    """Check that ``folder`` is writable, or can be created, and has so many megabytes free."""
+    """Check that ``folder`` is writable, or can be created, and that its disk has ``megabytes`` MB free."""
     if not writable(folder):
         remedy = f"Set {variable} to a folder that you own."
         return Check(name, False, f"{folder} cannot be written", remedy, required)

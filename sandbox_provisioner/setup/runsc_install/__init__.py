@@ -71,7 +71,7 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Make a temporary file in ``folder`` and a workspace elsewhere for the block. Turns OSError into SandboxError."""
+    """Make a temporary file in ``folder`` and a temporary workspace for the block. Turns OSError into SandboxError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)

@@ -109,7 +109,7 @@ def _go_from_pypi(oldest: str, folder: Path, note: Note) -> str:
 
 
 def _go_environment(go: str, workspace: Path) -> dict[str, str]:
-    """Return the user's environment with strict settings for Go. Existing caches are used; no new one remains."""
+    """Return the user's environment with strict settings for Go. Existing caches are used; new ones are temporary."""
     strict = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOTOOLCHAIN": "local", "GOWORK": "off"}
     environment = {**os.environ, **strict, "GO111MODULE": "on", "GOTMPDIR": str(workspace)}
     for name in ("GOOS", "GOARCH", "GOROOT", "GOEXPERIMENT"):
