@@ -25,16 +25,15 @@ from ..errors import (
 from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.runsc import Runsc
-from ..gvisor.state import State
 from ..lock.base import Owner
 from ..mux.connection import Hooks
 from ..persistence.backends import Stores, open_snapshot_storage, open_stores, share_stores
 from ..persistence.names import lock_name, valid_id
 from ..workers import control, finished
 from . import detached, user_sandboxes
-from .handle import PLACEHOLDER_SPEC, Identity, SandboxHandle
+from .handle import Identity, SandboxHandle
 from .recovery import Recovered, Recovery
-from .registration import Registration, derived, facts, identities, known
+from .registration import Registration, facts, requested
 from .start_request import Features, StartRequest
 from .supervisor import Supervisor
 
@@ -55,7 +54,8 @@ class SandboxManager:
     2. ``SandboxHandle.lock``, one per sandbox id: around each operation that changes the sandbox
     3. the driver's lock in GVisorSandbox: around each command to runsc
 
-    A rewind of a kernel also holds a lock of SandboxedKernel, between 1 and 2.
+    A rewind of a kernel also holds a lock of SandboxedKernel, between 1 and 2. Document holds a lock of its own around
+    each write of metadata.json, which waits for no other lock.
     """
 
     def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "", stores: Stores | None = None) -> None:
@@ -119,34 +119,28 @@ class SandboxManager:
             return await self._open(request)
 
     async def _open(self, request: StartRequest) -> SandboxHandle:
-        registry, stores, about = user_sandboxes.registry(), self.stores, facts(request)
-        before = await asyncio.to_thread(identities, registry)
-        record = await asyncio.to_thread(known, registry, stores, request)
-        is_known = record is not None
-        if record is None:
-            record = await asyncio.to_thread(derived, registry, stores, request)
-        if not request.sandbox_id and record.sandbox_id in self.handles:  # the notebook's old kernel still has it
-            record, is_known = await asyncio.to_thread(registry.allocate, stores, **about), True
-        first, handle = record, None
+        registry, stores, known_facts = user_sandboxes.registry(), self.stores, facts(request)
+        found = await asyncio.to_thread(requested, registry, stores, request, set(self.handles))
+        record, handle = found.record, None
         try:
             handle = await self._attach_or_create(record.sandbox_id, request)
             if handle.metadata.user == request.user and handle.metadata.shared_with != request.shared_with:
                 await handle.change(shared_with=request.shared_with)
-            path = handle.metadata.notebook_path
-            if not is_known and request.notebook_path and path != request.notebook_path:
-                await self.close(handle, save=False)  # its notebook was renamed on another server
-                record = await asyncio.to_thread(registry.allocate, stores, **about)
-                handle = await self._attach_or_create(record.sandbox_id, request)
-            elif request.notebook_path and path != request.notebook_path:
-                await handle.change(notebook_path=request.notebook_path)
-            record = await asyncio.to_thread(registry.record, record.sandbox_id, stores, **about)
+            if request.notebook_path and handle.metadata.notebook_path != request.notebook_path:
+                if found.is_derived:  # its notebook was renamed on another server
+                    await self.close(handle, save=False)
+                    record = await asyncio.to_thread(registry.allocate, stores, **known_facts)
+                    handle = await self._attach_or_create(record.sandbox_id, request)
+                else:
+                    await handle.change(notebook_path=request.notebook_path)
+            record = await asyncio.to_thread(registry.record, record.sandbox_id, stores, **known_facts)
             handle.registration = Registration(registry, record)
             return handle
         except BaseException as error:
             if handle:  # its lease would be renewed for ever
                 await asyncio.shield(self._undo(handle))
-            if isinstance(error, ForeignSandboxError | SignatureError) and first.id not in before:
-                await asyncio.to_thread(registry.forget, first.id)  # the user's registry lists no sandboxes of others
+            if found.is_new and isinstance(error, ForeignSandboxError | SignatureError):
+                await asyncio.to_thread(registry.forget, found.record.id)  # a registry lists no sandboxes of others
             raise
 
     async def _undo(self, handle: SandboxHandle) -> None:
@@ -166,7 +160,7 @@ class SandboxManager:
             return await self.attach(sandbox_id, None, request.features, patience=request.patience)
         except SandboxNotFoundError:
             try:
-                return await self.create(sandbox_id, PLACEHOLDER_SPEC, about, request.features)
+                return await self.create(sandbox_id, None, about, request.features)
             except SandboxExistsError:  # another server has just created it
                 return await self.attach(sandbox_id, None, request.features, patience=request.patience)
 
@@ -178,7 +172,7 @@ class SandboxManager:
     async def create(
         self,
         sandbox_id: str,
-        spec: BundleSpec,
+        spec: BundleSpec | None,
         identity: Identity | None = None,
         features: Features | None = None,
         platform: str = "systrap",
@@ -260,11 +254,11 @@ class SandboxManager:
                 return
             if save:
                 with EVENT_BUS.doing(handle.entry(EventKind.HANDED_OFF)) as work:
-                    if handle.can_save and handle.instance.state == State.RUNNING:
+                    if handle.can_save and handle.running:
                         work.size = (await finished(handle.memory.checkpoint())).size
                     await self._drop(handle)
             else:
-                await handle.instance.delete()
+                await handle.memory.end()
                 if handle.persistent and handle.metadata.running:
                     with suppress(SandboxError):  # the next owner finds that no server runs it
                         await handle.memory.stored.record_stopped()
@@ -318,7 +312,7 @@ class SandboxManager:
         self.handles[handle.sandbox_id] = handle
         handle.lock = self._lock(handle.sandbox_id)
         if features:
-            handle.instance.connection.hooks = Hooks(features.hook_timeout, features.reseed)
+            handle.memory.hooks = Hooks(features.hook_timeout, features.reseed)
             handle.idle_timeout = features.idle_timeout if features.enable_checkpoint_at_idle else None
             handle.hands_over = features.enable_handoff
             hand_over = self._hand_over if features.enable_handoff else None

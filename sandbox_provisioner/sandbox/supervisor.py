@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..errors import FencedError, LeaseHeldError, SandboxError
-from ..gvisor.state import State
 from ..lock.base import Owner
 from ..workers import finished
 from .handle import SandboxHandle
@@ -68,7 +67,7 @@ class Supervisor:
             patience = None if idle_in is None else max(idle_in, SHORTEST)
             await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if lease.lost.done():
-                await self._regain()
+                await self._replace_lease()
             elif self._hand_over and wanted.done():
                 await self._hand_over(handle)
             elif self._idle_in() == 0:
@@ -79,7 +78,7 @@ class Supervisor:
     def _idle_in(self) -> float | None:
         """Return the seconds until the sandbox has been idle for ``idle_timeout``; None if that is not set."""
         handle = self._handle
-        if handle.idle_timeout is None or handle.instance.state != State.RUNNING:
+        if handle.idle_timeout is None or not handle.running:
             return handle.idle_timeout
         if handle.observer.busy():
             handle.touch()
@@ -88,16 +87,16 @@ class Supervisor:
     async def _save_idle(self) -> None:
         handle = self._handle
         async with handle.lock:
-            if handle.closed or handle.instance.state != State.RUNNING or self._idle_in() != 0:
+            if handle.closed or not handle.running or self._idle_in() != 0:
                 return
             handle.touch()  # a failure is retried after another idle timeout
             await finished(handle.save_locked())
 
-    async def _regain(self) -> None:
+    async def _replace_lease(self) -> None:
         """Replace a lost lease, so that the sandbox runs on if the lease only expired while storage was unreachable.
 
         Raises FencedError or LeaseHeldError if another server took the sandbox.
         """
         log.warning("Sandbox %s: %s", self._handle.sandbox_id, self._handle.lease.lost.result())
         async with self._handle.lock:
-            await self._handle.regain(self._owner())
+            await self._handle.memory.stored.replace_lease(self._owner())

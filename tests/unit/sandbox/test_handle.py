@@ -503,13 +503,13 @@ async def test_revert_without_previous_checkpoint_is_refused(create: Attach, sto
 @pytest.mark.runsc
 async def test_a_lost_lease_is_regained_if_nobody_had_the_sandbox(running: SandboxHandle, attach: Attach) -> None:
     before = running.lease.token
-    await running.regain(Owner.here("first"))
+    await running.memory.stored.replace_lease(Owner.here("first"))
     assert running.lease.token != before
     await running.save()
     await running.release()
     other = await attach()
     with pytest.raises((FencedError, LeaseHeldError)):
-        await running.regain(Owner.here("first"))
+        await running.memory.stored.replace_lease(Owner.here("first"))
     await other.restore()
 
 
