@@ -116,7 +116,6 @@ class SandboxHandle:
         stores: Stores,
         owner: Owner,
         identity: Identity | None = None,
-        platform: str = "systrap",
     ) -> SandboxHandle:
         """Return a new, unstarted persistent sandbox. Raises SandboxExistsError, LeaseHeldError.
 
@@ -125,7 +124,8 @@ class SandboxHandle:
         first = (identity or Identity()).document(sandbox_id)
         handle = cls(sandbox_id, runsc, await StoredState.create(stores, owner, first))
         if spec:
-            handle.memory.replace_instance(spec, platform, Grant.of(spec, platform))
+            grant = Grant.of(spec, "systrap")
+            handle.memory.replace_instance(spec, grant.platform, grant)
         return handle
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Find the record of the sandbox that a start requests, and keep the record of an open sandbox up to date."""
+"""Find the record of the sandbox that a start requests, and update the record of an open sandbox."""
 
 from __future__ import annotations
 

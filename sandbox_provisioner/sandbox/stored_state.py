@@ -19,7 +19,6 @@ from ..errors import (
     ForeignSandboxError,
     GuestError,
     MetadataError,
-    ObjectNotFoundError,
     RunscError,
     SandboxError,
     SandboxNotFoundError,
@@ -43,14 +42,14 @@ from ..persistence.names import artifacts, checkpoints_prefix, metadata_name
 from ..persistence.staging import staging
 from ..storage.base import Advance
 from ..workers import bulk, control
-from .detached import leased, open_document, sign
+from .detached import exists, leased, open_document, sign
 
 log = logging.getLogger(__name__)
 
 RECORD_AGAIN = 5.0
 """Seconds between attempts to record in storage that a restored sandbox runs."""
 NOT_OURS = (FencedError, ForeignSandboxError, MetadataError, SandboxNotFoundError, SignatureError)
-"""Errors that mean that this server may no longer change the document; a retry does not help."""
+"""Errors after which this server may no longer change the document; a retry does not help."""
 MAX_SAVEPOINTS = 64
 MOST_WITH_SAVEPOINT = documents.MOST_DOCUMENT - 2 * capture.MOST_RECORDED
 """Maximum bytes of a document with a new savepoint: leaves room for the next two checkpoints."""
@@ -98,7 +97,8 @@ class StoredState:
 
         Raises SandboxNotFoundError, and the errors of ``detached.leased`` and ``detached.open_document``.
         """
-        await control(_require_document, stores, sandbox_id)  # a sandbox that does not exist yet costs no lease
+        if not await control(exists, stores, sandbox_id):  # before the lease is acquired, which costs time and requests
+            raise SandboxNotFoundError(sandbox_id, stores.metadata.where)
         async with leased(sandbox_id, stores, owner, patience) as lease:
             document = await open_document(stores, sandbox_id, lease)
             yield cls(stores, document)
@@ -248,10 +248,9 @@ class StoredState:
         self.cleanup_task = asyncio.create_task(self.delete(garbage))
 
     async def record_restored(self, instance: GVisorSandbox, source: Checkpoint) -> None:
-        """Record that it runs again; if storage fails, retry in the background, because clients already use it.
+        """Record that it runs again. If storage fails, retry in the background, because clients already use it.
 
-        The sandbox is ended and the error raised only if this server may no longer change the document, or if the I/O
-        thread ends.
+        If this server may no longer change the document, or the I/O thread ends, delete the instance and raise.
         """
         last = self.metadata.last
         try:
@@ -261,8 +260,8 @@ class StoredState:
                 await asyncio.shield(instance.delete())
                 raise
             log.warning(
-                "Sandbox %s was woken, but that could not be recorded in storage: %s It runs on, and the record is "
-                "tried again every %g seconds. If this lasts, it cannot be saved: see that storage can be written to",
+                "Sandbox %s was woken, but that could not be recorded in storage: %s It runs, and recording is tried "
+                "again every %g seconds. It cannot be saved before that: check that storage can be written to",
                 self._sandbox_id,
                 error,
                 RECORD_AGAIN,
@@ -306,14 +305,6 @@ class StoredState:
         for task in filter(None, (self.cleanup_task, self._recording)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _require_document(stores: Stores, sandbox_id: str) -> None:
-    """Raise SandboxNotFoundError unless the sandbox has a document. Blocks."""
-    try:
-        stores.metadata.info(metadata_name(sandbox_id))
-    except ObjectNotFoundError as error:
-        raise SandboxNotFoundError(sandbox_id, stores.metadata.where) from error
 
 
 async def _undo(creating: asyncio.Task[Document], stores: Stores) -> None:

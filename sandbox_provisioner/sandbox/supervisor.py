@@ -16,9 +16,9 @@ from .handle import SandboxHandle
 log = logging.getLogger(__name__)
 
 PAUSE = 5.0
-"""Seconds until a failed task is tried again."""
+"""Seconds until the supervisor continues after an error."""
 SHORTEST = 0.1
-"""Minimum seconds between two checks for idleness, however short the idle timeout."""
+"""Minimum seconds between two checks for idleness, even with a shorter idle timeout."""
 
 Leave = Callable[[SandboxHandle], Awaitable[None]]
 
@@ -54,11 +54,11 @@ class Supervisor:
                 log.error("Sandbox %s: %s", handle.sandbox_id, error)
                 await asyncio.sleep(PAUSE)
             except Exception:
-                log.exception("Sandbox %s: a background task failed and is retried", handle.sandbox_id)
+                log.exception("Sandbox %s: background task failed; trying again in %g s", handle.sandbox_id, PAUSE)
                 await asyncio.sleep(PAUSE)
 
     async def _act(self) -> None:
-        """Wait for the next event and react to it."""
+        """Wait until the sandbox is idle, is asked for by another server, or loses its lease; then react to that."""
         handle, lease = self._handle, self._handle.lease
         wanted = asyncio.create_task(lease.wanted.wait())
         waiting: set[asyncio.Future[Any]] = {lease.lost, wanted} if self._hand_over else {lease.lost}

@@ -41,7 +41,7 @@ def registry() -> PersistentSandboxRegistry:
 
 
 def touch(sandbox_ids: Iterable[str]) -> None:
-    """Set the last use of sandboxes to now, because their killed servers could not. Blocks."""
+    """Set the last use of rescued sandboxes to now, because their killed servers could not. Blocks."""
     used = set(sandbox_ids)
     for record in registry().list().records if used else []:
         if record.sandbox_id in used:
@@ -72,7 +72,7 @@ class Persistence:
         return detached.summarise_persistent(self.stores, record.sandbox_id)
 
     def snapshots(self, record: SandboxRecord) -> dict[str, Stored]:
-        """Return the complete snapshots of a sandbox by name, even damaged ones. Blocks. Raises StorageNotHereError."""
+        """Return the complete snapshots of a sandbox by name, unverified. Blocks. Raises StorageNotHereError."""
         require_here(record, self.stores)
         if self.stores.snapshots is None:
             return {}
@@ -107,7 +107,7 @@ class Persistence:
         return asyncio.run(destroy)
 
     def require_deletable(self, record: SandboxRecord, unverified: bool = False) -> None:
-        """Raise the error with which ``destroy`` would refuse to delete a sandbox now. Changes nothing. Blocks."""
+        """Raise the error that ``destroy`` would raise for a sandbox now. Changes nothing. Blocks."""
         require_here(record, self.stores)
         asyncio.run(detached.require_deletable(self.stores, record.sandbox_id, unverified))
 

@@ -152,7 +152,7 @@ async def test_orphan_runs_until_it_can_be_saved(
     manager = serve()
     (one,) = await manager.recover()
     assert (one.sandbox_id, one.saved, one.runs_on) == ("a", False, True)
-    with pytest.raises(SandboxError, match="runs on since its server was killed, and was not saved"):
+    with pytest.raises(SandboxError, match="still runs without its killed server"):
         await manager.attach("a", spec)
     assert len(list(runtime.iterdir())) == 1
     checkpoints.unlink()

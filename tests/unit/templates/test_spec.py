@@ -14,7 +14,7 @@ from sandbox_provisioner.guest.capabilities import CARRIED
 from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts, config, visible_mounts
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.kernel.kernel import Start
-from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, carrying, frozen_part, recipe, suits
+from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, frozen_part, recipe, suits
 
 INSIDE = "/run/jupyter/kernel-1.json"
 ARGV = ["/usr/bin/python3", "/.sandbox/entrypoint.py", "ipykernel_launcher", "-f", INSIDE]
@@ -121,7 +121,7 @@ def test_recipe_survives_json(bare: BundleSpec, binary: Runsc) -> None:
 
 @pytest.mark.parametrize("value", [{}, {"runsc": 1}, {"runsc": ["a", "b"], "argv": [], "preload": [], "spec": {}}])
 def test_invalid_recipe_is_refused(value: dict[str, Any]) -> None:
-    with pytest.raises(MetadataError, match="no recipe"):
+    with pytest.raises(MetadataError, match="Invalid recipe"):
         Recipe.from_json(value)
 
 
@@ -149,7 +149,7 @@ def test_folder_with_protected_part_does_not_suit_copies(bare: BundleSpec) -> No
 
 def test_carried_folder_is_mounted_at_the_place_for_all_copies(bare: BundleSpec) -> None:
     folder = Mount("/srv/w", "/w", True)
-    spec = carrying(bare, folder)
+    spec = replace(bare, carried=folder)
     assert Mount("/srv/w", CARRIED, True) in all_mounts(spec) and folder not in all_mounts(spec)
     assert folder in visible_mounts(spec)
     process = config(spec)["process"]
