@@ -36,10 +36,10 @@ RESEED = "reseed"
 
 @asynccontextmanager
 async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
-    """Acquire the lease of a sandbox for the block. If the block fails, the lease is released, otherwise kept.
+    """Acquire the lease of a sandbox for the block. Release the lease only if the block fails.
 
-    Raises LeaseHeldError after ``patience`` seconds, or ForeignSandboxError or SignatureError if another user's server
-    holds the lease: that server is not asked for a hand-off.
+    Raises LeaseHeldError after ``patience`` seconds, or ForeignSandboxError or SignatureError if the sandbox is
+    another user's: that user's server is not asked for a hand-off.
     """
     try:
         lease = await stores.leases.acquire(lock_name(sandbox_id), owner)
@@ -58,7 +58,7 @@ async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float 
 
 @asynccontextmanager
 async def borrowed(sandbox_id: str, stores: Stores, owner: Owner) -> AsyncIterator[Document]:
-    """Hold the lease of a sandbox during the block, and provide its document.
+    """Acquire the lease of a sandbox, provide its document, and release the lease after the block.
 
     Raises LeaseHeldError, SandboxNotFoundError.
     """
@@ -102,7 +102,7 @@ def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
 async def create_fork(
     stores: Stores, first: GCSSandboxMetadata, owner: Owner, make: Callable[[str], Awaitable[Checkpoint]]
 ) -> Checkpoint:
-    """Create the fork with the document ``first`` and the checkpoint that ``make`` stores for its id; return that.
+    """Create a sandbox as a fork and return its checkpoint. ``make`` stores the checkpoint, ``first`` is the document.
 
     The document is written last; until then a tombstone marks the checkpoint as garbage. Raises SandboxExistsError.
     """
@@ -236,7 +236,7 @@ def _unreadable_generation(stores: Stores, name: str, error: MetadataError | Sig
 
 
 async def destroy_remains(stores: Stores, sandbox_id: str, owner: Owner) -> None:
-    """Delete the remains of a sandbox with a tombstone; if it has a document, delete only the tombstone.
+    """Delete the artifacts of a sandbox with a tombstone; if the sandbox has a document, delete only the tombstone.
 
     Raises LeaseHeldError.
     """
@@ -280,7 +280,7 @@ def _remove_tombstone(stores: Stores, sandbox_id: str) -> None:
 
 
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
-    """Revert a sandbox to its previous checkpoint and return that; keep the latest one as a savepoint.
+    """Revert a sandbox to its previous checkpoint and return that checkpoint; keep the latest one as a savepoint.
 
     Raises LeaseHeldError if it is in use, SandboxError without a previous checkpoint.
     """
@@ -295,7 +295,7 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
 
 
 def with_tombstone(stores: Stores) -> set[str]:
-    """Return the ids of sandboxes with a tombstone: their deletion or fork was interrupted. Blocks."""
+    """Return the ids of all sandboxes with a tombstone, whose deletion or fork was interrupted. Blocks."""
     store = stores.checkpoints
     if store is None:
         return set()

@@ -35,7 +35,7 @@ from .stored_state import StoredState
 
 @dataclass(frozen=True)
 class Identity:
-    """The owner, purpose and settings of a sandbox: its metadata without its state."""
+    """The fields of a sandbox's document that are known before it is created."""
 
     kernel_name: str = ""
     notebook_path: str = ""
@@ -66,11 +66,11 @@ class HandleObserver:
 
 
 class SandboxHandle:
-    """A sandbox that this process holds: its id, its driver ``instance`` and, if persistent, its document and lease.
+    """A sandbox that this process has open: its id, its driver ``instance`` and, if persistent, its document and lease.
 
     Owned by a SandboxManager; if ephemeral, by the kernel; during a rescue, by Recovery. Operations that change the
-    sandbox wait for each other (``lock``) and raise SandboxNotFoundError once the handle is closed. Those that save or
-    restore come to their end before a cancellation is raised. Use a factory instead of the constructor.
+    sandbox wait for each other (``lock``) and raise SandboxNotFoundError once the handle is closed. If the caller of a
+    save or restore is cancelled, the operation is completed first. Use a factory instead of the constructor.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SandboxHandle:
 
     @property
     def instance(self) -> GVisorSandbox:
-        """The driver, which each restart and rewind replaces. Raises SandboxError before its mounts are known."""
+        """The driver; each restart and rewind makes a new one. Raises SandboxError before its mounts are known."""
         return self.memory.instance
 
     @property
@@ -184,22 +184,22 @@ class SandboxHandle:
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """The description of the processes inside."""
+        """The description of the processes in the sandbox, set by ``describe``."""
         return self.memory.contents
 
     @property
     def persistent(self) -> bool:
-        """True if it has a document in storage."""
+        """True if the sandbox has a document in storage."""
         return self._stored is not None
 
     @property
     def can_save(self) -> bool:
-        """True if it is persistent and this server has a store for checkpoints."""
+        """True if the sandbox is persistent and this server has a store for checkpoints."""
         return self.memory.can_save
 
     @property
     def saved(self) -> bool:
-        """True if it has a checkpoint for ``restore``."""
+        """True if there is a checkpoint for ``restore``."""
         return self.memory.source is not None
 
     @property
@@ -209,16 +209,16 @@ class SandboxHandle:
 
     @property
     def lease(self) -> Lease:
-        """The lease by which this server holds it. Raises SandboxError for an ephemeral sandbox."""
+        """This server's lease of the sandbox. Raises SandboxError for an ephemeral sandbox."""
         return self.memory.stored.document.lease
 
     @property
     def record(self) -> SandboxRecord | None:
-        """Its record in the user's registry; None if it is not recorded."""
+        """The sandbox's record in the user's registry; None if it is not recorded."""
         return self.registration.record if self.registration else None
 
     def touch(self) -> None:
-        """Restart its idle time."""
+        """Restart the sandbox's idle time."""
         self.last_activity = time.monotonic()
 
     def describe(self, contents: Mapping[str, Any]) -> None:
@@ -250,16 +250,16 @@ class SandboxHandle:
             await self.memory.permit(grant)
 
     async def start(self, template: Path | None = None) -> None:
-        """Start it without saved state, or as a copy of ``template``. A checkpoint is kept until the next is made."""
+        """Start the sandbox without saved state, or as a copy of ``template``. An existing checkpoint is kept."""
         async with self.exclusive():
             await self.memory.start(template)
             self.touch()
 
     async def restore(self) -> None:
-        """Restore it from its checkpoint.
+        """Restore the sandbox from its checkpoint.
 
         Raises CorruptObjectError if the checkpoint is damaged; nothing has changed then. If storage cannot record that
-        the sandbox runs, it runs all the same and is recorded later. A cancellation during runsc's restore is raised
+        the sandbox runs, that is recorded later. A cancellation during runsc's restore is raised
         only after the restore: clients may already use the sandbox.
         """
         async with self.exclusive():
@@ -267,7 +267,7 @@ class SandboxHandle:
             self.touch()
 
     async def save(self, name: str = "", insist: float | None = None) -> Checkpoint:
-        """Save its memory and return the checkpoint. The only way to save.
+        """Save the sandbox's memory and return the checkpoint. The only way to save.
 
         Without ``name``, save the current checkpoint and end the sandbox, which ``restore`` starts again. With
         ``name``, save a savepoint; the sandbox runs on or stays hibernated. If the save fails, the sandbox runs on.
@@ -281,7 +281,7 @@ class SandboxHandle:
             return await finished(self.memory.save_as(name) if name else self.save_locked(insist))
 
     async def save_locked(self, insist: float | None = None) -> Checkpoint:
-        """Save and end it, for a caller that holds ``lock`` and cannot be cancelled. Called by the idle timer."""
+        """Hibernate the sandbox, for a caller that holds ``lock`` and cannot be cancelled. Called by Supervisor."""
         self.saving = True
         try:
             self.observer.saving()
@@ -316,7 +316,7 @@ class SandboxHandle:
             return kept
 
     async def save_snapshot(self, name: str) -> GCSArtifact:
-        """Save its files, without its memory, as the snapshot ``name``; it continues to run."""
+        """Save the sandbox's files, without its memory, as the snapshot ``name``; the sandbox continues to run."""
         async with self.exclusive():
             storage, folder = require_snapshots(self._storage), snapshot_prefix(self.sandbox_id, name)
             with EVENT_BUS.doing(self.entry(EventKind.SAVED)) as work:
@@ -332,7 +332,7 @@ class SandboxHandle:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     async def release(self) -> None:
-        """End it on this server without saving it, and release the lease."""
+        """End the sandbox on this server without saving it, and release the lease."""
         self.closed = True
         if self.supervisor and self.supervisor is not asyncio.current_task():
             self.supervisor.cancel()
@@ -350,7 +350,7 @@ class SandboxHandle:
     async def exclusive(self, insist: float | None = None) -> AsyncIterator[None]:
         """Hold ``lock`` during the block. Raises SandboxNotFoundError if the handle is closed by then.
 
-        With ``insist``, an operation that holds the lock for that many seconds no longer waits for the guest.
+        With ``insist``, interrupt another operation's wait for the guest if it holds the lock for that many seconds.
         """
         loop = asyncio.get_running_loop()
         patience = None if insist is None else loop.call_later(insist, self.memory.give_up_waiting)

@@ -20,7 +20,7 @@ AT_ONCE = 8
 
 @dataclass(frozen=True)
 class StoredSandbox:
-    """A record and its sandbox with the data in storage; ``problem`` is set if that could not be read."""
+    """A record and its sandbox; ``problem`` is the error if the sandbox's data in storage could not be read."""
 
     record: SandboxRecord
     sandbox: Sandbox

@@ -88,7 +88,7 @@ class SandboxManager:
         return Owner.here(self._server)
 
     def get(self, sandbox_id: str) -> SandboxHandle:
-        """Return the handle of an open sandbox. Raises SandboxNotFoundError if this manager does not have it."""
+        """Return the handle of an open sandbox. Raises SandboxNotFoundError if it is not open here."""
         if sandbox_id not in self.handles:
             raise SandboxNotFoundError(sandbox_id, self._server)
         return self.handles[sandbox_id]

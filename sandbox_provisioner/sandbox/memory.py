@@ -73,7 +73,10 @@ class SandboxMemory:
 
     @property
     def can_save(self) -> bool:
-        """True if it is persistent and this server has a store for checkpoints: it then outlives a killed server."""
+        """True if the sandbox is persistent and this server has a store for checkpoints.
+
+        Such a sandbox keeps running if this server is killed, so that another process can save it.
+        """
         return self._stored is not None and self._stored.stores.checkpoints is not None
 
     def describe(self, contents: Mapping[str, Any]) -> None:
@@ -98,7 +101,7 @@ class SandboxMemory:
     def replace_instance(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
         """Replace the instance, which has ended or never started, with a new, unstarted one of the same id.
 
-        ``grant`` has the mounts for later restores; without it, those of the present grant are used.
+        ``grant`` has the mounts for later restores; by default they do not change.
         """
         self._grant = grant or self._grant
         spec = replace(spec, outlives=self.can_save)
@@ -299,7 +302,7 @@ class SandboxMemory:
         return self._grant
 
     def _working_folder(self) -> Mount | None:
-        """Return the mount of its kernel's working folder; None if that is not a folder of the host."""
+        """Return the mount of the kernel's working folder; None if that is not a folder of the host."""
         spec, cwd = self.instance.spec, self.contents.get("cwd")
         shown = (mount for mount in spec.mounts if mount.source and mount.writable and mount.destination == cwd)
         return spec.carried or next(shown, None)

@@ -36,7 +36,7 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of one rescue: ``saved``, or the ``problem`` and whether the sandbox still runs."""
+    """The result of a rescue: ``saved``, or the ``problem``; ``runs_on`` is True if the sandbox still runs."""
 
     sandbox_id: str
     saved: bool
@@ -46,7 +46,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Recovery of sandboxes in ``stores``. ``owner`` returns a new identity for each attempt to acquire a lease."""
+    """Saves the sandboxes of killed servers. ``owner`` returns a new identity for each attempt to acquire a lease."""
 
     runsc: Runsc
     stores: Stores
@@ -62,24 +62,24 @@ class Recovery:
             await self._find(sandbox_id, found)
             slots, keys = asyncio.Semaphore(MOST_AT_ONCE), [self._key(note.sandbox_id) for _, note in found]
             ended: Future[None] = Future()
-            _under_way.update(dict.fromkeys(keys, ended))
+            _in_progress.update(dict.fromkeys(keys, ended))
             try:
                 return await asyncio.gather(*(self._rescue(folder, note, slots) for folder, note in found))
             finally:
                 ended.set_result(None)
                 for key in keys:
-                    _under_way.pop(key, None)
+                    _in_progress.pop(key, None)
         except BaseException:
             for folder, _ in found:
                 folder.release()
             raise
 
     async def _find(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> None:
-        """Add the folders to rescue to ``found``; first wait until no other rescue of ``sandbox_id`` is under way."""
+        """Wait until no other rescue of ``sandbox_id`` is in progress, and add the folders to rescue to ``found``."""
         give_up = time.monotonic() + RESCUE_LIMIT
         while True:
             rescued = await finished(control(self._scan, sandbox_id, found))
-            other = _under_way.get(self._key(sandbox_id))
+            other = _in_progress.get(self._key(sandbox_id))
             if found or not sandbox_id or not (rescued or other):
                 return
             if time.monotonic() > give_up:
@@ -93,7 +93,7 @@ class Recovery:
                 await asyncio.sleep(POLL)
 
     def _scan(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> bool:
-        """Add the folders of dead servers to ``found``; return True if another rescue has locked one. Blocks."""
+        """Add the folders of killed servers to ``found``; return True if another rescue has locked one. Blocks."""
 
         def wanted(value: dict[str, Any] | None) -> bool:
             note, here = _decode(value), self.stores.metadata.where
@@ -110,7 +110,7 @@ class Recovery:
         return self.stores.metadata.where, sandbox_id
 
     async def collect_garbage(self) -> None:
-        """Delete staged images of dead servers, and remains of sandboxes whose deletion or fork was interrupted."""
+        """Delete staged images of killed servers, and artifacts of sandboxes whose deletion or fork was interrupted."""
         try:
             await asyncio.to_thread(collect, self.stores.staging)
         except SandboxError as error:
@@ -127,13 +127,13 @@ class Recovery:
             try:
                 handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), PATIENCE)
                 try:
-                    await self._keep(handle, alive)
+                    await self._save(handle, alive)
                 except BaseException:
                     await asyncio.shield(handle.lease.release())
                     raise
                 await handle.release()
                 if alive and not handle.outdated:
-                    await self._take_inventory(note)
+                    await self._record_files(note)
                 return Recovered(note.sandbox_id, saved=alive)
             except SandboxNotFoundError:
                 await control(folder.remove)
@@ -145,7 +145,7 @@ class Recovery:
                 return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
 
     @staticmethod
-    async def _keep(handle: SandboxHandle, alive: bool) -> None:
+    async def _save(handle: SandboxHandle, alive: bool) -> None:
         """Save the sandbox, as a savepoint if another server has saved a newer state; if it has ended, record that."""
         if not alive:
             await handle.memory.stored.record_stopped()
@@ -160,8 +160,8 @@ class Recovery:
         else:
             await handle.save()
 
-    async def _take_inventory(self, note: Note) -> None:
-        """Restore it and checkpoint it again, to record the files it depends on: an orphan cannot be asked for them."""
+    async def _record_files(self, note: Note) -> None:
+        """Restore and save the sandbox again to record the files it depends on, which an orphan cannot report."""
         try:
             handle = await SandboxHandle.attach_persistent(
                 note.sandbox_id, note.spec, self.runsc, self.stores, self.owner(), note.platform
@@ -177,7 +177,7 @@ class Recovery:
             )
 
 
-_under_way: dict[tuple[str, str], Future[None]] = {}
+_in_progress: dict[tuple[str, str], Future[None]] = {}
 """The rescues in progress in all threads of this process, by storage and sandbox id; each future is done at the end."""
 
 

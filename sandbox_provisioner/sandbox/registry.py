@@ -115,7 +115,7 @@ class PersistentSandboxRegistry:
         return sorted(found, key=lambda record: record.last_used, reverse=True)
 
     def list(self) -> Listing:
-        """Return all records; an unreadable one is reported in the result."""
+        """Return all records, and the errors of those that cannot be read."""
         listing = Listing([], [])
         for name in self._names():
             try:

@@ -75,7 +75,7 @@ class StoredState:
 
     @classmethod
     async def create(cls, stores: Stores, owner: Owner, first: GCSSandboxMetadata) -> StoredState:
-        """Acquire the lease and write the first document. Nothing is left if this fails or the caller is cancelled.
+        """Acquire the lease and write the first document. A failure or cancellation leaves nothing in storage.
 
         Raises SandboxExistsError, LeaseHeldError.
         """
@@ -93,7 +93,7 @@ class StoredState:
     async def attached(
         cls, sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0
     ) -> AsyncIterator[StoredState]:
-        """Acquire the lease, read the document, and sign it after the block. The block's failure releases the lease.
+        """Acquire the lease, read the document, and sign it after the block. If the block fails, release the lease.
 
         Raises SandboxNotFoundError, and the errors of ``detached.leased`` and ``detached.open_document``.
         """
@@ -121,7 +121,7 @@ class StoredState:
     async def checkpoint(
         self, instance: GVisorSandbox, contents: Contents, insist: float | None, advance: Advance
     ) -> tuple[Checkpoint, set[str]]:
-        """Store the memory of ``instance`` as the current checkpoint, and end it. On failure it continues to run.
+        """Store the memory of ``instance`` as the current checkpoint, and end it. If that fails, the instance runs on.
 
         Return the checkpoint, and the garbage to ``delete``. Errors and ``insist`` are those of SandboxHandle.save.
         """
@@ -171,7 +171,7 @@ class StoredState:
         instance.hurry()
 
     async def _prepare(self, instance: GVisorSandbox, insist: float | None) -> dict[str, Any]:
-        """Return the host files that it depends on.
+        """Return the host files that ``instance`` depends on.
 
         With ``insist``, a guest that fails or takes longer than that many seconds is cut off, and the result is empty.
         """
@@ -187,7 +187,7 @@ class StoredState:
             return {}
 
     async def _list_files(self, instance: GVisorSandbox) -> dict[str, Any]:
-        """Return the host files that it depends on. Raises SandboxError if ``give_up_waiting`` interrupts that."""
+        """Return the host files that ``instance`` depends on. Raises SandboxError if ``give_up_waiting`` is called."""
         self._inventory = asyncio.create_task(capture.prepare(instance, self.stores.digests))
         try:
             return await self._inventory
@@ -203,9 +203,9 @@ class StoredState:
     # -- document ----------------------------------------------------------------------------------------------------
 
     async def change(self, change: documents.Change, most: int = documents.MOST_DOCUMENT) -> set[str]:
-        """Change the document and return the artifacts that it no longer needs: superseded ones and failed attempts.
+        """Change the document and return the garbage: artifacts that the document does not name.
 
-        Only artifacts from before the change are returned: after it, another server may have added its own.
+        Artifacts that are stored after the change are not returned: another server may have added them.
         """
         store, found = self.stores.checkpoints, set[str]()
         if store:
@@ -233,7 +233,7 @@ class StoredState:
             raise UnsaveableError(self._sandbox_id, [problem])
 
     async def record_stopped(self) -> None:
-        """Record that it no longer runs, although it was not saved."""
+        """Record that the sandbox no longer runs, although it was not saved."""
         await self.document.change(GCSSandboxMetadata.stopped)
 
     async def record_started(self, instance: GVisorSandbox) -> None:
@@ -248,7 +248,7 @@ class StoredState:
         self.cleanup_task = asyncio.create_task(self.delete(garbage))
 
     async def record_restored(self, instance: GVisorSandbox, source: Checkpoint) -> None:
-        """Record that it runs again. If storage fails, retry in the background, because clients already use it.
+        """Record that ``instance`` runs again. If storage fails, retry in the background: clients already use it.
 
         If this server may no longer change the document, or the I/O thread ends, delete the instance and raise.
         """

@@ -24,10 +24,10 @@ Leave = Callable[[SandboxHandle], Awaitable[None]]
 
 
 class Supervisor:
-    """The background work for one persistent sandbox. Its task is started by SandboxManager and ends with the handle.
+    """The background work for one persistent sandbox. SandboxManager runs ``run`` as a task until the handle is closed.
 
-    ``owner`` returns a new identity for an attempt to acquire a lease. ``hand_over`` saves the sandbox and releases it;
-    None if this server does not hand it over. ``lose`` releases a sandbox that another server has taken.
+    ``owner`` returns a new identity for an attempt to acquire a lease. ``hand_over`` saves and releases the sandbox if
+    another server asks for it; None to keep it. ``lose`` releases a sandbox that another server has taken.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Supervisor:
                 await asyncio.sleep(PAUSE)
 
     async def _act(self) -> None:
-        """Wait until the sandbox is idle, is asked for by another server, or loses its lease; then react to that."""
+        """Wait until the sandbox is idle, another server asks for it, or the lease is lost; then react to that."""
         handle, lease = self._handle, self._handle.lease
         wanted = asyncio.create_task(lease.wanted.wait())
         waiting: set[asyncio.Future[Any]] = {lease.lost, wanted} if self._hand_over else {lease.lost}

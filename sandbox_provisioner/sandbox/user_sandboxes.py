@@ -31,7 +31,7 @@ def settings(storage_dir: str = "") -> GCSConfig:
 
 
 def server() -> str:
-    """Return the name of this process as the owner of leases, as other users see it."""
+    """Return the name of this process that other users see in its leases."""
     return f"Jupyter server {os.getpid()}"
 
 
@@ -67,7 +67,7 @@ class Persistence:
         return detached.describe_persistent(self.stores, record.sandbox_id)
 
     def summarise(self, record: SandboxRecord) -> Summary:
-        """Return the summary of a sandbox, in a fraction of the time of ``describe``, with the same errors. Blocks."""
+        """Return the summary of a sandbox, much faster than ``describe`` and with the same errors. Blocks."""
         require_here(record, self.stores)
         return detached.summarise_persistent(self.stores, record.sandbox_id)
 
@@ -112,7 +112,7 @@ class Persistence:
         asyncio.run(detached.require_deletable(self.stores, record.sandbox_id, unverified))
 
     def discard(self, record: SandboxRecord) -> int:
-        """Delete a sandbox like ``destroy``. Blocks. Raises SandboxExistsError if anything was saved of it."""
+        """Delete an empty sandbox like ``destroy``. Blocks. Raises SandboxExistsError if it has any saved state."""
         require_here(record, self.stores)
         return asyncio.run(detached.destroy_persistent(self.stores, record.sandbox_id, _owner(), only_empty=True))
 

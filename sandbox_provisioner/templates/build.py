@@ -131,7 +131,7 @@ async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lam
 
 
 async def _freeze_settled(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
-    """Call ``_freeze``; repeat it, TRIES times at most, if files changed meanwhile or just before, such as by pip."""
+    """Call ``_freeze`` up to TRIES times, as long as files change during the build, for example by pip."""
     for _ in range(TRIES - 1):
         with suppress(UnsettledError):
             return await _freeze(recipe, modules, draft, say)
@@ -140,7 +140,7 @@ async def _freeze_settled(recipe: Recipe, modules: list[str], draft: Path, say: 
 
 
 async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
-    """Start the kernel and return its report and the marks of its files. Write its image to ``draft`` unless unfit."""
+    """Start the kernel, checkpoint it to ``draft`` if possible, and return its report with the marks of its files."""
     begun = time.time()
     empty = draft.with_name(f"{draft.name}-folder")
     empty.mkdir(mode=0o700, exist_ok=True)
@@ -164,7 +164,10 @@ async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> 
 
 
 async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) -> dict[str, Any]:
-    """Start the kernel, make it import ``modules``, and return why it is unfit, the modules left out, and its files."""
+    """Start the kernel, make it import ``modules``, and return its report.
+
+    ``unfit`` is why it cannot have a template, ``left_out`` the modules that cannot be part of it, ``files`` its files.
+    """
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
     process = await sandbox.execute(as_zygote(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
     if process.number != FIRST_PROCESS:
@@ -226,7 +229,7 @@ async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tup
 
 
 async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
-    """Return when the kernel must be serving: SERVING after its shell socket answers, after STARTING in any case."""
+    """Wait until SERVING seconds after the kernel's shell socket answers, but not longer than STARTING."""
     answered = asyncio.Event()
     stream = sandbox.connection.open(targets(recipe.connection)["shell"])
     stream.on_data = lambda data: answered.set()
@@ -241,7 +244,7 @@ async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
 
 
 def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, Mount]]:
-    """Yield the host path and the mount of each sandbox path that a sandbox of ``spec`` has from the host."""
+    """Yield the host path and the mount of each of the sandbox's ``paths`` that ``spec`` mounts from the host."""
     views = sorted(visible_mounts(spec), key=lambda mount: len(mount.destination), reverse=True)
     for path in map(str, paths):
         view = next((mount for mount in views if within(path, mount.destination)), None)

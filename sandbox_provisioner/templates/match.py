@@ -57,28 +57,28 @@ class TemplateMatch:
 
 
 def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> TemplateMatch | None:
-    """Return the match for ``launch``; None if it can use no template, not even a new one. Blocks."""
+    """Return the match for ``launch``; None if this start cannot use a template, even a new one. Blocks."""
     recipe = recipe_of(launch, runsc, settings)
     folder = launch.start.folder
     if recipe is None or folder is None or not recipes.suits(launch.bare, launch.spec, folder):
         return None
     shelf = TemplateShelf()
     template = shelf.get(recipe.kernel_name)
-    spec = replace(launch.bare, carried=folder)
+    without = TemplateMatch(recipe, replace(launch.bare, carried=folder), None, shelf)
     if template is None or template.key != recipe.key:
-        return TemplateMatch(recipe, spec, None, shelf)
+        return without
     if template.unfit:
-        patience = FAILED_FOR if template.failed else UNFIT_FOR
-        return None if template.age < patience else TemplateMatch(recipe, spec, None, shelf)
+        return None if template.age < (FAILED_FOR if template.failed else UNFIT_FOR) else without
+    found = replace(without, template=template)
     if changed := template.changed:
         log.info("The template of %s is built again: %s has changed", recipe.kernel_name, changed)
-        TemplateMatch(recipe, spec, template, shelf).drop()
-        return TemplateMatch(recipe, spec, None, shelf)
-    return TemplateMatch(recipe, spec, template, shelf)
+        found.drop()
+        return without
+    return found
 
 
 def grant_of(launch: Launch) -> Grant:
-    """Return the mounts that a restore may use instead of a start: those that ``launch`` would start with."""
+    """Return the mounts that a restore may use: the same that a start by ``launch`` would have."""
     folder = launch.start.folder
     bindable = folder is not None and recipes.suits(launch.bare, launch.spec, folder)
     carrying = replace(launch.bare, carried=folder) if bindable else None

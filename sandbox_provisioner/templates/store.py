@@ -15,7 +15,7 @@ import shutil
 import stat
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -139,7 +139,7 @@ class TemplateShelf:
             files = sorted(image.iterdir())
             marks = {**template.marks, **{str(path): found for path in files if (found := mark(str(path)))}}
             size = sum(path.stat().st_size for path in files)
-            template = Template(**{**asdict(template), "image": name, "marks": marks, "size": size})
+            template = replace(template, image=name, marks=marks, size=size)
         partial = place / LOCK / DOCUMENT
         partial.write_text(json.dumps(asdict(template)))
         partial.rename(place / DOCUMENT)
@@ -154,7 +154,7 @@ class TemplateShelf:
                 self.publish(failure)
 
     def drop(self, kernel_name: str, image: str = "") -> bool:
-        """Delete a kernelspec's template, if ``image`` is given only that one. Return True if it was deleted."""
+        """Delete a kernelspec's template, or nothing if ``image`` is given and not current. Return True if deleted."""
         found, place = self.get(kernel_name), self.folder / kernel_name
         if not (place / DOCUMENT).exists() or (image and found and found.image != image):
             return False

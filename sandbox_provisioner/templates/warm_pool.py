@@ -58,9 +58,10 @@ class Copy:
     def fits(self, match: TemplateMatch) -> bool:
         """Return True if the copy runs, and has the image and the folders that a start of ``match`` would have."""
         template, own = match.template, self.match.template
-        same = template is not None and own is not None and template.image == own.image
-        same = same and match.spec.carried == self.match.spec.carried and self.sandbox.state == State.RUNNING
-        return same and _folder_ids(match) == self.folder_ids
+        if template is None or own is None or template.image != own.image:
+            return False
+        same_folder = match.spec.carried == self.match.spec.carried and _folder_ids(match) == self.folder_ids
+        return same_folder and self.sandbox.state == State.RUNNING
 
 
 class WarmPool:
@@ -113,7 +114,7 @@ class WarmPool:
             await IO.release(self)
 
     def forget(self) -> None:
-        """Empty the pool in a forked child: the copies belong to the parent. Called by ``os.fork``."""
+        """Empty the pool in a forked child process: the copies belong to the parent. Called after ``os.fork``."""
         self._copies, self._tasks = [], {}
 
     async def _keep(self, match: TemplateMatch, count: int, before: asyncio.Task[None] | None) -> None:
@@ -166,7 +167,7 @@ class WarmPool:
 
     @staticmethod
     async def _prepare(sandbox: GVisorSandbox, folder: Mount) -> None:
-        """Bind the folder in the sandbox, and wait until the kernel listens, as far as possible without its owner."""
+        """Do the part of the activation that is the same for each start: bind the folder, wait for the kernel."""
         for _ in range(IDENTIFY_TRIES):
             expected = identity(folder._replace(destination=CARRIED))
             try:
@@ -214,7 +215,7 @@ def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _left(cgroup: Path) -> tuple[int, int] | None:
-    """Return a control group's free memory, with reclaimable file cache, and its limit; None if it has no limit."""
+    """Return a control group's free memory, including its file cache, and its limit; None if it has no limit."""
     try:
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         return limit - used + _numbers(cgroup / "memory.stat").get("inactive_file", 0), limit

@@ -46,6 +46,8 @@ from sandbox_provisioner.sandbox.handle import Identity, SandboxHandle
 from sandbox_provisioner.storage.base import ObjectInfo
 
 GOOD = ["a", "0", "kernel-1", "A_b-C", "5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d", "x" * 128]
+Attach = Callable[..., Awaitable[SandboxHandle]]
+
 BAD = ["", ".", "..", "../x", "a/b", "a\\b", "-a", "_a", "a b", "a\n", "a\0", "é", "x" * 129, "a.b", "٣"]
 
 
@@ -74,6 +76,13 @@ async def test_factory_refuses_invalid_id(spec: BundleSpec) -> None:
         SandboxHandle.create_ephemeral("../box", spec, Runsc(Path("/nowhere"), ""))
 
 
+async def test_start_before_mounts_are_planned_is_refused(create: Attach) -> None:
+    handle = await create(spec=None)
+    with pytest.raises(SandboxError, match="its mounts are not planned"):
+        await handle.start()
+    assert not handle.metadata.running
+
+
 @given(st.text(max_size=200))
 def test_object_names_stay_below_their_prefix(name: str) -> None:
     try:
@@ -91,8 +100,6 @@ def test_object_names_stay_below_their_prefix(name: str) -> None:
 
 
 # -- a persistent sandbox ------------------------------------------------------------------------------------------
-
-Attach = Callable[..., Awaitable[SandboxHandle]]
 
 
 @pytest.fixture
