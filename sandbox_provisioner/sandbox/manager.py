@@ -47,14 +47,14 @@ class SandboxManager:
 
     All kernels with the same storage and runsc share a manager (``shared``). It owns the handles.
 
-    Locks, outermost first; a task that holds one may wait only for those below it:
+    Each Document has a lock around its writes, in which no other lock is taken. The other locks, outermost first; a
+    task that holds one may wait only for those below it:
 
     1. the start lock, one per notebook or requested id: in the server, around the whole start, and here, in ``open``
     2. ``SandboxHandle.lock``, one per sandbox id: around each operation that changes the sandbox
     3. the driver's lock in GVisorSandbox: around each command to runsc
 
-    A rewind of a kernel also holds a lock of SandboxedKernel, between 1 and 2. Document holds a lock of its own around
-    each write of metadata.json, which waits for no other lock.
+    A rewind of a kernel also holds a lock of SandboxedKernel, between 1 and 2.
     """
 
     def __init__(self, config: GCSConfig, runsc: Runsc, server: str = "", stores: Stores | None = None) -> None:
