@@ -65,9 +65,9 @@ def requested(
 ) -> Requested:
     """Find or write the record of the requested sandbox. Blocks.
 
-    A notebook without a record, or whose sandbox is in ``open_ids``, gets a new one: its other kernel keeps the old
-    one. The new id is derived from user, notebook path and kernel, so that a server that shares only the storage finds
-    the same sandbox. If a record has that id already, its notebook was renamed, and the new id is random.
+    A notebook gets a new record if it has none, or if another kernel has its sandbox open (``open_ids``). The new id is
+    derived from user, notebook path and kernel, so that a server that shares only the storage finds the same sandbox.
+    If a record has that id already, the notebook of that record was renamed, and the new id is random.
     """
     recorded = {record.id for record in registry.list().records}
     if request.sandbox_id:
