@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from sandbox_provisioner.config import GCSConfig
@@ -23,7 +24,7 @@ LONG = 60
 
 
 def local_stores(folder: Path) -> Stores:
-    """The stores of a server that keeps everything in ``folder``."""
+    """Return the stores of a server that stores everything in ``folder``."""
     return open_stores(GCSConfig(folder=folder))
 
 
@@ -45,6 +46,13 @@ async def tell(handle: SandboxHandle, line: str) -> str:
             assert piece.stream == "stdout", piece.data
             answer += piece.data
     return answer.decode().strip()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` returns True."""
+    async with asyncio.timeout(LONG):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 async def close_all(manager: SandboxManager) -> None:

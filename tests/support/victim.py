@@ -26,7 +26,7 @@ STEPS = ("read", "info", "write", "delete", "list", "upload", "download", "in_pl
 
 
 class Doom:
-    """Counts, and kills this process at the count it was given: an even one before a step, an odd one after it."""
+    """Counts the steps, and kills this process at a given count: even before a step, odd after it."""
 
     def __init__(self, at: int) -> None:
         self.count = 0

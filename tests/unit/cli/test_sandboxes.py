@@ -217,7 +217,7 @@ def test_revert(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_pa
     record = keep()
     kept = Persistence.open()
     assert main(["revert", str(record.id)]) == 1
-    assert "no checkpoint before its last" in capsys.readouterr().err
+    assert "has no previous checkpoint" in capsys.readouterr().err
     document = kept.describe(record)
     assert document.checkpoint is not None
     older = replace(document.checkpoint, seconds=7.0)
