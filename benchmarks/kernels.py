@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import bounce
-from frame import framed, readable, verdict
+import relay_delay
+from common import framed, readable, verdict
 from session import CONTENDERS, DIRECT, OURS, PLAIN, Bench, Contender, Session
 
 GOAL = 1.15
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def measure() -> None:
         relay_cpu = compare(effort)
-        report_relay(relay_cpu, *bounce.measure(effort.bounces))
+        report_relay(relay_cpu, *relay_delay.measure(effort.bounces))
 
     return framed(measure, "ipykernel", "jupyter_client")
 
@@ -95,10 +95,10 @@ def measure_trips(sessions: dict[Contender, Session], count: int) -> tuple[Sampl
     relay_cpu = 0.0
     for _ in range(count // BLOCK):
         for contender, session in sessions.items():
-            before = bounce.relay_cpu_time()
+            before = relay_delay.relay_cpu_time()
             samples[contender] += [session.execute("1").seconds for _ in range(BLOCK)]
             if contender is OURS:
-                relay_cpu += bounce.relay_cpu_time() - before
+                relay_cpu += relay_delay.relay_cpu_time() - before
     return samples, relay_cpu / count
 
 

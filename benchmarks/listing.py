@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from frame import framed, readable, scratch, verdict
+from common import framed, readable, scratch, verdict
 
 from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import SandboxError

@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from frame import framed, readable, scratch, verdict
+from common import framed, readable, scratch, verdict
 
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.gvisor.runtime_dir import left_behind
 
 MB = 10**6
 MEMORY_GOAL = 100 * MB
-HOARDER = Path(__file__).with_name("hoarder.py")
+HOARDER = Path(__file__).with_name("checkpoint_round.py")
 EMULATOR = Path(__file__).parents[1] / "tests" / "support" / "gcs_server.py"
 BUCKET = "bench-bucket"
 CAT, LOCAL, GCS = "cat", "local storage", "emulated GCS"

@@ -125,7 +125,7 @@ class Bench:
     def __enter__(self) -> Self:
         factory = KernelProvisionerFactory.instance()
         factory.provisioners[DIRECT.provisioner] = EntryPoint(
-            DIRECT.provisioner, "direct:HostSocketProvisioner", factory.GROUP_NAME
+            DIRECT.provisioner, "host_sockets:HostSocketProvisioner", factory.GROUP_NAME
         )
         for contender in (*CONTENDERS, KEPT, COPY, READY, PRELOADED):
             folder = self._folder / "kernels" / contender.name

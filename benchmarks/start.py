@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from frame import framed, readable, scratch, verdict
+from common import framed, readable, scratch, verdict
 from session import COPY, OURS, PLAIN, PRELOADED, READY, Bench, Contender
 from traitlets.config import Config
 from wake import IMPORTS, use

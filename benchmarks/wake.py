@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frame import framed, readable, scratch, verdict
+from common import framed, readable, scratch, verdict
 from session import KEPT, PLAIN, Bench, Session
 
 from sandbox_provisioner.errors import SandboxError

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cell import LONG, close_all, tell
 from gcs_server import GCS
+from value_program import LONG, close_all, tell
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import SandboxNotFoundError
@@ -44,7 +44,7 @@ class Killing:
 
     def victim(self, at: int, act: str) -> list[str]:
         """Let it act, and be killed at the given step; what it said until then."""
-        script = Path(__file__).parents[1] / "support" / "victim.py"
+        script = Path(__file__).parents[1] / "support" / "killed_server.py"
         ended = subprocess.run(
             [sys.executable, str(script), str(at), act, str(self._given)], capture_output=True, text=True
         )

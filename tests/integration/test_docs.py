@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from doc_pages import RUN, SHOWN, Block, blocks, fits, steps
+from doc_shell import Reader
 from leftovers import leftovers
 from notebooks import until
-from pages import RUN, SHOWN, Block, blocks, fits, steps
-from readers import Reader
 
 from sandbox_provisioner.gvisor.runsc import Runsc
 

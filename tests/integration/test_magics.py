@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clerk import Clerk, checkpoint
+from fake_kernel import Clerk, checkpoint
 from kernels import LONG, Notebook, Open
 
 from sandbox_provisioner.errors import SandboxError

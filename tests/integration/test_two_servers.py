@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cell import LONG, close_all, start_cell, tell
 from gcs_server import GCS
+from value_program import LONG, close_all, start_cell, tell
 
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import LeaseHeldError
@@ -103,7 +103,7 @@ async def test_transient_storage_failures_are_survived(
 FROZEN = """
 import asyncio, pickle, sys
 sys.path.insert(0, sys.argv[2])
-from cell import start_cell, tell
+from value_program import start_cell, tell
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.sandbox.manager import SandboxManager
 

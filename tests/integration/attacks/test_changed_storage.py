@@ -11,7 +11,7 @@ from pathlib import Path
 import google_crc32c
 import psutil
 import pytest
-from cell import start_cell, tell
+from value_program import start_cell, tell
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import CorruptObjectError, SandboxError, SignatureError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cell import local_stores, start_cell, tell
+from value_program import local_stores, start_cell, tell
 
 from sandbox_provisioner.errors import UnsaveableError
 from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import pytest
-from clerk import Clerk, checkpoint
+from fake_kernel import Clerk, checkpoint
 from guests import LIMIT, scripted_guest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -25,7 +25,7 @@ from gcs_server import GCS
 from google.cloud.storage import Client
 from hypothesis import given
 from hypothesis import strategies as st
-from lock_player import SANDBOX, open_leases
+from lease_process import SANDBOX, open_leases
 from memory_store import MemoryStore
 
 from sandbox_provisioner.errors import (
@@ -179,7 +179,7 @@ class Players:
     """Processes that want a lease."""
 
     def __init__(self, ground: Ground, count: int, lease: tuple[float, ...] = (LEASE, RENEWAL, POLL)) -> None:
-        program = str(Path(__file__).parents[2] / "support" / "lock_player.py")
+        program = str(Path(__file__).parents[2] / "support" / "lease_process.py")
         self.processes = [
             subprocess.Popen(
                 [sys.executable, program, ground.kind, ground.place, f"player-{number}", *map(str, lease)],

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cell import LONG, local_stores, start_cell, tell
 from documents import put_document
 from hypothesis import given
 from hypothesis import strategies as st
+from value_program import LONG, local_stores, start_cell, tell
 
 from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import (

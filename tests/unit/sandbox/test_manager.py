@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from cell import LONG, close_all, start_cell, tell
-from rescuer import in_child, recover
+from recover_sandbox import in_child, recover
+from value_program import LONG, close_all, start_cell, tell
 
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (

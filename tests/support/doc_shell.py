@@ -14,8 +14,8 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from doc_pages import Step
 from kernels import run
-from pages import Step
 from servers import READY, connect, hears
 
 from sandbox_provisioner.gvisor.runsc import Runsc

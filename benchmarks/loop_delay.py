@@ -1,4 +1,4 @@
-"""A server extension for crowd.py: how late the loops of a Jupyter Server are, its own and that of our I/O thread."""
+"""Server extension for many_kernels.py: the delays of the loops of a Jupyter Server, its own and the I/O thread's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The server of one round, in a process of its own: a sandbox full of memory, saved and brought back once.
 
-    hoarder.py FOLDER SIZE [BUCKET]
+    checkpoint_round.py FOLDER SIZE [BUCKET]
 
 Prints what it saw as one line of JSON. Its memory is its own, so the peak that it reports is of the work alone.
 """

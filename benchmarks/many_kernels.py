@@ -1,6 +1,6 @@
 """`make bench`: what a crowd of hibernated kernels costs their server, beside kernels that are kept running.
 
-Each is a notebook's, in a Jupyter Server that has lateness.py as an extension, with a websocket as a browser has it.
+Each is a notebook's, in a Jupyter Server that has loop_delay.py as an extension, with a websocket as a browser has it.
 Then one with much in its memory wakes and sleeps among them, and the server says by how much its loops were late.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psutil
-from frame import framed, readable, scratch, verdict
-from lateness import Late
+from common import framed, readable, scratch, verdict
+from loop_delay import Late
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 from wake import HOARD, MB
@@ -38,7 +38,7 @@ KINDS = {
     "sandboxed, running": ("sandbox-provisioner", {}),
     "sandboxed, hibernated": ("sandbox-provisioner", SLEEPY),
 }
-ONLY_OURS = {"sandbox_provisioner.extension": True, "lateness": True, "jupyterlab": False, "jupyter_lsp": False}
+ONLY_OURS = {"sandbox_provisioner.extension": True, "loop_delay": True, "jupyterlab": False, "jupyter_lsp": False}
 
 
 class Effort(NamedTuple):

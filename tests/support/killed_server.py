@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cell import start_cell, tell
+from value_program import start_cell, tell
 
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.persistence.backends import Stores
