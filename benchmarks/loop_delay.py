@@ -1,4 +1,4 @@
-"""Server extension for many_kernels.py: the delays of the loops of a Jupyter Server, its own and the I/O thread's."""
+"""Server extension for many_kernels.py: measures the delays of the server's event loop and of the I/O thread's loop."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from sandbox_provisioner.io_thread import IO
 TICK = 0.01
 
 
-class Late(NamedTuple):
-    """By how many seconds a loop was late at worst: in all, and not for want of a processor."""
+class Delay(NamedTuple):
+    """The longest delays of a loop, in seconds."""
 
-    in_all: float = 0.0
+    total: float = 0.0
     blocked: float = 0.0
+    """Without the time in which the thread was ready to run, but other threads had the processors."""
 
 
-class Watch:
-    """Looks at one loop, from inside."""
+class DelayProbe:
+    """Records by how much a sleep of one tick is too long in one event loop."""
 
     def __init__(self) -> None:
-        self.worst = Late()
+        self.longest = Delay()
 
-    async def look(self) -> None:
-        """Go on until cancelled. Linux knows how long a thread was ready to run while others ran."""
+    async def run(self) -> None:
+        """Measure until cancelled. Linux counts the time in which the thread waits for a processor."""
         statistics = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         before, waited = time.perf_counter(), 0
         while True:
             await asyncio.sleep(TICK)
             now, waits = time.perf_counter(), int(os.pread(statistics, 99, 0).split()[1])
-            late = now - before - TICK
+            delay = now - before - TICK
             if waited:
-                self.worst = Late(*map(max, self.worst, (late, late - (waits - waited) / 1e9)))
+                self.longest = Delay(*map(max, self.longest, (delay, delay - (waits - waited) / 1e9)))
             before, waited = now, waits
 
 
 class Report(APIHandler):
-    """How many of the server's kernels are awake, and how late its loops were since it was last asked to ``forget``."""
+    """Reports the number of awake kernels and the longest delays since the last request with ``?reset=1``."""
 
     @authenticated
     async def get(self) -> None:
         """Called by tornado."""
-        watches = self.settings["watches"]
-        self.finish({"awake": len(self.kernel_manager), "late": [watch.worst for watch in watches]})
-        for watch in watches if self.get_argument("forget", "") else ():
-            watch.worst = Late()
+        probes = self.settings["delay_probes"]
+        self.finish({"awake": len(self.kernel_manager), "delays": [probe.longest for probe in probes]})
+        for probe in probes if self.get_argument("reset", "") else ():
+            probe.longest = Delay()
 
 
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
-    server, io = serverapp.web_app.settings["watches"] = Watch(), Watch()
+    server, io = serverapp.web_app.settings["delay_probes"] = DelayProbe(), DelayProbe()
     IO.hold(io, asyncio.Event().wait)
-    serverapp.web_app.settings["looking"] = [asyncio.ensure_future(look) for look in (server.look(), IO.run(io.look()))]
-    serverapp.web_app.add_handlers(".*$", [("/lateness", Report)])
+    tasks = [asyncio.ensure_future(probe) for probe in (server.run(), IO.run(io.run()))]
+    serverapp.web_app.settings["delay_probe_tasks"] = tasks
+    serverapp.web_app.add_handlers(".*$", [("/loop-delay", Report)])

@@ -1,7 +1,8 @@
-"""`make bench`: what a crowd of hibernated kernels costs their server, beside kernels that are kept running.
+"""`make bench`: measure a server's memory for many hibernated kernels, and the delays of its event loops.
 
-Each is a notebook's, in a Jupyter Server that has loop_delay.py as an extension, with a websocket as a browser has it.
-Then one with much in its memory wakes and sleeps among them, and the server says by how much its loops were late.
+Each kernel belongs to an open notebook in a Jupyter Server, and has a websocket like that of a browser tab. While all
+other kernels are hibernated, one kernel with much memory hibernates and wakes, and the server extension loop_delay.py
+reports the longest delays of the server's event loops.
 """
 
 from __future__ import annotations
@@ -20,58 +21,69 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psutil
-from common import framed, readable, scratch, verdict
-from loop_delay import Late
+from common import readable, run_benchmark, temporary_storage, verdict
+from loop_delay import Delay
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
-from wake import HOARD, MB
+from wake import FILL_MEMORY, MB
 
 from sandbox_provisioner.errors import SandboxError
 
-GOAL, LATE_GOAL = 0.5, 0.05
+MEMORY_GOAL = 0.5
+"""MB in the server for each sandboxed kernel, in addition to those for a plain one."""
+BLOCKED_GOAL = 0.05
+"""Seconds for which an event loop may be blocked."""
 WEBSOCKETS_GOAL = 2.0
-PATIENCE = 120.0
-AT_ONCE, FEW, HOARD_MB = 2, 10, 100
-SLEEPY = {"enable_checkpoint_at_idle": True, "idle_timeout": 4}
+"""Time of the last websocket's first cell, relative to a plain kernel."""
+TIMEOUT = 120.0
+STARTS_AT_ONCE = 2
+RUNNING_KERNELS = 10
+"""Number of kernels that are measured without hibernation."""
+LARGE_MB = 100
+HIBERNATE_WHEN_IDLE = {"enable_checkpoint_at_idle": True, "idle_timeout": 4}
 KINDS = {
     "plain, running": ("local-provisioner", {}),
     "sandboxed, running": ("sandbox-provisioner", {}),
-    "sandboxed, hibernated": ("sandbox-provisioner", SLEEPY),
+    "sandboxed, hibernated": ("sandbox-provisioner", HIBERNATE_WHEN_IDLE),
 }
-ONLY_OURS = {"sandbox_provisioner.extension": True, "loop_delay": True, "jupyterlab": False, "jupyter_lsp": False}
+EXTENSIONS = {"sandbox_provisioner.extension": True, "loop_delay": True, "jupyterlab": False, "jupyter_lsp": False}
 
 
 class Effort(NamedTuple):
-    """How much is measured: kernels that hibernate, websockets to one kernel, rounds, and seconds of quiet in each."""
+    """How much is measured."""
 
     kernels: int = 200
+    """Hibernated kernels."""
     websockets: int = 40
+    """Websockets to one kernel."""
     rounds: int = 3
-    quiet: float = 10.0
+    """Repetitions of the measurement of delays."""
+    idle_seconds: float = 10.0
+    """Duration of each measurement in which nothing happens."""
 
 
-QUICK = Effort(kernels=2, websockets=10, rounds=1, quiet=1.0)
+QUICK = Effort(kernels=2, websockets=10, rounds=1, idle_seconds=1.0)
 TOKEN = {"Authorization": "token t"}
 
 
 class Server:
-    """A Jupyter Server in a process and a new folder of its own, whose kernels are of one kind."""
+    """A Jupyter Server in its own process and folder, with one kind of kernel."""
 
     def __init__(self, folder: Path, provisioner: str, settings: dict[str, Any]) -> None:
         stanza = {"provisioner_name": provisioner, "config": settings}
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         spec = {"argv": argv, "display_name": "", "language": "python", "metadata": {"kernel_provisioner": stanza}}
-        for needed in ("notebooks", "kernels/bench"):
-            (folder / needed).mkdir(parents=True)
+        for name in ("notebooks", "kernels/bench"):
+            (folder / name).mkdir(parents=True)
         (folder / "kernels/bench/kernel.json").write_text(json.dumps(spec))
         paths = {f"JUPYTER_{name}": str(folder / name) for name in ("RUNTIME_DIR", "CONFIG_DIR", "DATA_DIR")}
-        seen = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, **paths, "JUPYTER_PATH": str(folder), "PYTHONPATH": seen}
+        modules = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, **paths, "JUPYTER_PATH": str(folder), "PYTHONPATH": modules}
         flags = [
             "--allow-root",
             "--port=0",
             "--IdentityProvider.token=t",
-            f"--ServerApp.jpserver_extensions={ONLY_OURS}",
+            f"--ServerApp.jpserver_extensions={EXTENSIONS}",
         ]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
@@ -79,29 +91,29 @@ class Server:
             )
         self.folder = folder
 
-    async def up(self) -> bool:
-        """Whether it answers."""
+    async def answers(self) -> bool:
+        """Return True if the server answers. Raises SandboxError if it has ended."""
         if self.process.poll() is not None:
             raise SandboxError(f"The server ended: {(self.folder / 'log').read_text()[-2000:]}")
         try:
             (file,) = self.folder.glob("RUNTIME_DIR/jpserver-*.json")
             self.url = json.loads(file.read_text())["url"]
-            return bool(await self.ask("GET", "lateness"))
+            return bool(await self.request("GET", "loop-delay"))
         except (OSError, ValueError):
             return False
 
-    async def ask(self, method: str, path: str, body: object = None) -> Any:
-        """The JSON of an HTTP request."""
+    async def request(self, method: str, path: str, body: object = None) -> Any:
+        """Send an HTTP request and return the decoded JSON."""
         data = None if body is None else json.dumps(body)
-        request = HTTPRequest(self.url + path, method, TOKEN, data, request_timeout=PATIENCE)
+        request = HTTPRequest(self.url + path, method, TOKEN, data, request_timeout=TIMEOUT)
         return json.loads((await AsyncHTTPClient().fetch(request)).body)
 
-    async def sleeps(self) -> bool:
-        """Whether none of its kernels is awake."""
-        return bool((await self.ask("GET", "lateness"))["awake"] == 0)
+    async def all_hibernated(self) -> bool:
+        """Return True if no kernel is awake."""
+        return bool((await self.request("GET", "loop-delay"))["awake"] == 0)
 
     def memory(self) -> tuple[float, float]:
-        """What it has for itself (USS), and what its kernels' processes have (PSS), in MB."""
+        """Return the memory of the server (USS) and of its kernels' processes (PSS), in MB."""
         server = psutil.Process(self.process.pid)
         kernels = 0.0
         for child in server.children(recursive=True):
@@ -111,85 +123,95 @@ class Server:
 
 
 class Tab:
-    """A notebook that is open: its session, and a websocket to its kernel."""
+    """An open notebook: its session, and a websocket to its kernel."""
 
     async def open(self, server: Server, name: str) -> None:
-        """Start its kernel, and have a cell answered."""
+        """Start the notebook's kernel, and run a cell."""
         body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "bench"}}
-        await self.connect(server, (await server.ask("POST", "api/sessions", body))["kernel"]["id"])
+        await self.connect(server, (await server.request("POST", "api/sessions", body))["kernel"]["id"])
 
     async def connect(self, server: Server, kernel: str) -> None:
-        """Open a websocket to a kernel, and have a cell answered."""
+        """Open a websocket to a kernel, and run a cell."""
         self._replies: dict[str, asyncio.Future[str]] = {}
         url = f"ws{server.url.removeprefix('http')}api/kernels/{kernel}/channels"
         self._socket = await websocket_connect(
-            HTTPRequest(url, headers=TOKEN, request_timeout=PATIENCE), on_message_callback=self._heard
+            HTTPRequest(url, headers=TOKEN, request_timeout=TIMEOUT), on_message_callback=self._on_message
         )
         await self.run("1")
 
     async def run(self, code: str) -> None:
-        """Run a cell, until its reply is there."""
-        name = uuid4().hex
-        header = {"msg_id": name, "msg_type": "execute_request", "username": "", "session": "bench", "version": "5.3"}
+        """Run a cell and wait for its reply."""
+        request_id = uuid4().hex
+        header = {
+            "msg_id": request_id,
+            "msg_type": "execute_request",
+            "username": "",
+            "session": "bench",
+            "version": "5.3",
+        }
         content = {"code": code, "silent": False, "store_history": False, "user_expressions": {}, "allow_stdin": False}
         message = {"header": header, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}
-        reply = self._replies[name] = asyncio.get_running_loop().create_future()
+        reply = self._replies[request_id] = asyncio.get_running_loop().create_future()
         await self._socket.write_message(json.dumps(message))
-        if (status := await asyncio.wait_for(reply, PATIENCE)) != "ok":
-            raise SandboxError(f"{code!r} was answered with {status}.")
+        if (status := await asyncio.wait_for(reply, TIMEOUT)) != "ok":
+            raise SandboxError(f"The cell {code!r} ended with status {status!r}.")
 
-    def _heard(self, text: str | bytes | None) -> None:
+    def _on_message(self, text: str | bytes | None) -> None:
         message = json.loads(text or "{}")
         if message.get("msg_type") == "execute_reply":
             self._replies.pop(message["parent_header"]["msg_id"]).set_result(message["content"]["status"])
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + PATIENCE
+async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until ``condition`` is true. Raises SandboxError after the timeout."""
+    deadline = time.monotonic() + TIMEOUT
     while not await condition():
         if time.monotonic() > deadline:
-            raise SandboxError("What was waited for did not happen.")
+            raise SandboxError(f"A condition was not met in {TIMEOUT:g} s: {condition.__name__}.")
         await asyncio.sleep(0.2)
 
 
-async def measure(effort: Effort, folder: Path) -> None:
-    """Print what each kernel costs, and how late the server's loops are."""
-    columns = f"{'how many':>10}{'processes':>14}{'in the server':>16}{'in all':>12}{'to plain':>10}"
-    print(f"\n{'memory of each, with its tab':30}{columns}")
-    plain = jupyters = 0.0
-    for title, kind in KINDS.items():
-        crowd = effort.kernels if kind[1] else min(effort.kernels, FEW)
-        server = Server(folder / title, *kind)
+async def measure_kernels(effort: Effort, folder: Path) -> None:
+    """Print the memory of each kind of kernel, and the delays of a server with hibernated kernels."""
+    columns = f"{'kernels':>10}{'processes':>14}{'in the server':>16}{'total':>12}{'/plain':>10}"
+    print(f"\n{'memory per kernel':30}{columns}")
+    plain_total = plain_in_server = 0.0
+    for title, (provisioner, settings) in KINDS.items():
+        hibernates = bool(settings)
+        count = effort.kernels if hibernates else min(effort.kernels, RUNNING_KERNELS)
+        server = Server(folder / title, provisioner, settings)
         try:
-            await until(server.up)
+            await wait_until(server.answers)
             before, _ = server.memory()
-            tabs = await open_all(server, crowd)
-            await (until(server.sleeps) if kind[1] else asyncio.sleep(1))
+            tabs = await open_all(server, count)
+            await (wait_until(server.all_hibernated) if hibernates else asyncio.sleep(1))
             after, processes = server.memory()
-            each, own = (after - before) / crowd, processes / crowd
-            jupyters = jupyters or each
-            mark = f"  {verdict(each - jupyters < GOAL)} (goal {GOAL} MB more in the server than a plain one)"
-            plain = plain or own + each
-            ratio = f"{(own + each) / plain:.2f}x"
-            numbers = f"{own:>11.1f} MB{each:>13.2f} MB{own + each:>9.1f} MB{ratio:>10}"
-            print(f"{title:30}{crowd:>10}{numbers}{mark if kind[1] else ''}", flush=True)
-            if kind[1]:
-                await measure_lateness(server, tabs[0], effort)
+            in_server, in_processes = (after - before) / count, processes / count
+            total = in_server + in_processes
+            plain_in_server, plain_total = plain_in_server or in_server, plain_total or total
+            reached = in_server - plain_in_server < MEMORY_GOAL
+            mark = f"  {verdict(reached)} (goal: at most {MEMORY_GOAL} MB more in the server than a plain kernel)"
+            numbers = (
+                f"{in_processes:>11.1f} MB{in_server:>13.2f} MB{total:>9.1f} MB{f'{total / plain_total:.2f}x':>10}"
+            )
+            print(f"{title:30}{count:>10}{numbers}{mark if hibernates else ''}", flush=True)
+            if hibernates:
+                await measure_delays(server, tabs[0], effort)
         finally:
             server.process.terminate()
-            server.process.wait(PATIENCE)
+            server.process.wait(TIMEOUT)
 
 
 async def measure_websockets(count: int, folder: Path) -> None:
-    """Print how long the first and the last of many websockets, opened at once to one kernel, wait for a first cell."""
-    print(f"\n{f'{count} websockets at once':30}{'first cell':>14}{'last cell':>14}{'last, to plain':>18}", flush=True)
+    """Open many websockets at once to one kernel, and print when the first and the last cell were answered."""
+    print(f"\n{f'{count} websockets at once':30}{'first cell':>14}{'last cell':>14}{'last/plain':>18}", flush=True)
     plain = 0.0
     for title, kind in list(KINDS.items())[:2]:
         server = Server(folder / f"{title}, websockets", *kind)
         try:
-            await until(server.up)
+            await wait_until(server.answers)
             await Tab().open(server, "0.ipynb")
-            (kernel,) = await server.ask("GET", "api/kernels")
+            (kernel,) = await server.request("GET", "api/kernels")
             began, ends = time.monotonic(), []
 
             async def connect(server: Server = server, kernel_id: str = kernel["id"], ends: list[float] = ends) -> None:
@@ -203,78 +225,82 @@ async def measure_websockets(count: int, folder: Path) -> None:
             print(f"{title:30}{readable(first):>14}{readable(last):>14}{f'{last / plain:.1f}x':>18}{mark}", flush=True)
         finally:
             server.process.terminate()
-            server.process.wait(PATIENCE)
+            server.process.wait(TIMEOUT)
 
 
 async def open_all(server: Server, count: int) -> list[Tab]:
-    """So many notebooks, a few at once; says how far it is."""
-    few, tabs = asyncio.Semaphore(AT_ONCE), [Tab() for _ in range(count)]
+    """Open ``count`` notebooks and return their tabs. Print the progress to stderr."""
+    limit, tabs = asyncio.Semaphore(STARTS_AT_ONCE), [Tab() for _ in range(count)]
 
     async def open_one(number: int, tab: Tab) -> None:
-        async with few:
+        async with limit:
             await tab.open(server, f"{number}.ipynb")
             if number % 20 == 19:
-                now = f"{server.memory()[0]:.0f} MB in the server"
-                print(f"  notebook {number + 1} of {count} is open, {now}", file=sys.stderr, flush=True)
+                memory = f"{server.memory()[0]:.0f} MB in the server"
+                print(f"  notebook {number + 1} of {count} is open, {memory}", file=sys.stderr, flush=True)
 
     await asyncio.gather(*(open_one(number, tab) for number, tab in enumerate(tabs)))
     return tabs
 
 
-async def measure_lateness(server: Server, tab: Tab, effort: Effort) -> None:
-    """Print how late the loops of a server are at worst, whose kernels sleep, while one of them wakes and sleeps."""
-    print(f"\n{'loops late by, at worst':34}{'server':>12}{'blocked':>12}{'I/O thread':>14}{'blocked':>12}", flush=True)
-    await tab.run(HOARD.format(count=HOARD_MB))
-    seen: dict[str, list[list[Late]]] = {}
+async def measure_delays(server: Server, tab: Tab, effort: Effort) -> None:
+    """Print the longest delays of a server's loops while one kernel hibernates and wakes."""
+    print(f"\n{'longest delay of a loop':34}{'server':>12}{'blocked':>12}{'I/O thread':>14}{'blocked':>12}", flush=True)
+    await tab.run(FILL_MEMORY.format(count=LARGE_MB))
+    measured: dict[str, list[list[Delay]]] = {}
 
-    async def watch(title: str, action: Awaitable[object]) -> None:
-        await server.ask("GET", "lateness?forget=1")
+    async def measure(title: str, action: Awaitable[object]) -> None:
+        await server.request("GET", "loop-delay?reset=1")
         await action
-        seen.setdefault(title, []).append([Late(*late) for late in (await server.ask("GET", "lateness"))["late"]])
+        delays = (await server.request("GET", "loop-delay"))["delays"]
+        measured.setdefault(title, []).append([Delay(*delay) for delay in delays])
 
     for _ in range(effort.rounds):
-        await watch(f"{HOARD_MB} MB hibernate", until(server.sleeps))
-        await watch("all sleep", asyncio.sleep(effort.quiet))
-        await watch("all sleep, processors busy", burn(effort.quiet))
-        await watch(f"{HOARD_MB} MB wake", tab.run("1"))
-    for title, rounds in seen.items():
-        server_late, io_late = (Late(*map(max, zip(*lates, strict=True))) for lates in zip(*rounds, strict=True))
-        numbers = f"{readable(server_late.in_all):>12}{readable(server_late.blocked):>12}"
-        numbers += f"{readable(io_late.in_all):>14}{readable(io_late.blocked):>12}"
-        goal = max(server_late.blocked, io_late.blocked) < LATE_GOAL
-        print(f"{title:34}{numbers}  {verdict(goal)} (goal {readable(LATE_GOAL)} blocked)", flush=True)
+        await measure(f"{LARGE_MB} MB hibernate", wait_until(server.all_hibernated))
+        await measure("all hibernated", asyncio.sleep(effort.idle_seconds))
+        await measure("all hibernated, processors busy", load_processors(effort.idle_seconds))
+        await measure(f"{LARGE_MB} MB wake", tab.run("1"))
+    for title, rounds in measured.items():
+        server_loop, io_loop = (Delay(*map(max, zip(*delays, strict=True))) for delays in zip(*rounds, strict=True))
+        numbers = f"{readable(server_loop.total):>12}{readable(server_loop.blocked):>12}"
+        numbers += f"{readable(io_loop.total):>14}{readable(io_loop.blocked):>12}"
+        reached = max(server_loop.blocked, io_loop.blocked) < BLOCKED_GOAL
+        print(f"{title:34}{numbers}  {verdict(reached)} (goal {readable(BLOCKED_GOAL)} blocked)", flush=True)
 
 
-async def burn(seconds: float) -> None:
-    """Keep every processor busy, twice: what comes of that is not the fault of anything in the server."""
-    spin = [sys.executable, "-c", "while True: pass"]
-    burners = [psutil.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]
+async def load_processors(seconds: float) -> None:
+    """Run two busy processes for each processor. The server has no part in the delays that they cause."""
+    argv = [sys.executable, "-c", "while True: pass"]
+    busy = [psutil.Popen(argv) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         await asyncio.sleep(seconds)
     finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Measure what hibernated kernels cost their server.")
-    parser.add_argument("--quick", action="store_true", help="in about a minute: that it works, not how much it costs")
+    parser = argparse.ArgumentParser(description="Measure a server's memory and delays with many hibernated kernels.")
+    parser.add_argument("--quick", action="store_true", help="check in about a minute that the benchmark works")
     parser.add_argument(
-        "--kernels", type=int, help="how many hibernate (200, which takes ten minutes); 0: websockets only"
+        "--kernels",
+        type=int,
+        metavar="COUNT",
+        help="number of hibernated kernels (default: 200, which takes ten minutes; 0: only measure websockets)",
     )
-    asked = parser.parse_args(arguments)
-    effort = QUICK if asked.quick else Effort()
-    if asked.kernels is not None:
-        effort = effort._replace(kernels=asked.kernels)
+    options = parser.parse_args(arguments)
+    effort = QUICK if options.quick else Effort()
+    if options.kernels is not None:
+        effort = effort._replace(kernels=options.kernels)
 
-    def compare() -> None:
-        with scratch() as folder:
+    def measure() -> None:
+        with temporary_storage() as folder:
             asyncio.run(measure_websockets(effort.websockets, folder))
             if effort.kernels:
-                asyncio.run(measure(effort, folder))
+                asyncio.run(measure_kernels(effort, folder))
 
-    return framed(compare, "ipykernel", "jupyter_client", "jupyter_server")
+    return run_benchmark(measure, "ipykernel", "jupyter_client", "jupyter_server")
 
 
 if __name__ == "__main__":

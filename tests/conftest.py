@@ -23,7 +23,7 @@ from jupyter_client.manager import KernelManager
 from kernel_templates import have_template
 from kernels import Notebook, Open
 from leftovers import leftovers
-from servers import READY, Server, lend_templates
+from servers import READY, Server, link_templates
 from traitlets import TraitError
 
 from sandbox_provisioner.errors import SandboxError
@@ -212,7 +212,7 @@ def start_kernel(
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Jupyter's data folder of this test alone."""
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
-    lend_templates(tmp_path / "data")
+    link_templates(tmp_path / "data")
     return tmp_path / "data"
 
 

@@ -63,7 +63,7 @@ class Killing:
             if handle.metadata.checkpoint is None:
                 return "nothing"
             await manager.get("box").restore()
-            if "cell" not in handle.contents:
+            if "program" not in handle.contents:
                 return "nothing"
             value = await tell(handle, "get")
             assert handle.memory.stored.cleanup_task is not None
@@ -107,11 +107,11 @@ def kill_in_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool, buck
 def kill_in_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool) -> None:
     whole = Killing(tmp_path / "whole-deletion", spec, runsc)
     whole.victim(NEVER, "live")
-    total = last(whole.victim(NEVER, "die"), "calls")
+    total = last(whole.victim(NEVER, "delete"), "calls")
     for at in sample(total, few):
         killing = Killing(tmp_path / f"deletion-at-{at}", spec, runsc)
         killing.victim(NEVER, "live")
-        killing.victim(at, "die")
+        killing.victim(at, "delete")
         value = asyncio.run(killing.heir([]))
         assert value in ("3", None), (at, value)
         if value is None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_kernel import Clerk, checkpoint
+from fake_kernel import FakeKernel as Clerk
+from fake_kernel import checkpoint
 from kernels import LONG, Notebook, Open
 
 from sandbox_provisioner.errors import SandboxError

@@ -1,4 +1,4 @@
-"""Check that a sandbox left nothing on the machine."""
+"""Find processes, mounts and folders that sandboxes left on the machine."""
 
 from __future__ import annotations
 

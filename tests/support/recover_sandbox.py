@@ -15,21 +15,20 @@ from sandbox_provisioner.sandbox.manager import SandboxManager
 
 
 def recover(runsc: Runsc, storage: Path, name: str) -> None:
-    """Save a killed server's sandbox; blocks."""
+    """Save the sandbox ``name`` of a killed server. Blocks until it is saved."""
 
     async def work() -> None:
-        manager = SandboxManager(GCSConfig(folder=storage), runsc, "rescuer")
-        (one,) = await manager._recovery.save(name)
-        assert one.saved
+        manager = SandboxManager(GCSConfig(folder=storage), runsc, "recovering server")
+        (recovered,) = await manager._recovery.save(name)
+        assert recovered.saved
 
     asyncio.run(work())
 
 
-async def in_child(function: Callable[..., None], *given: object) -> None:
-    """Call a function of this module in a child process."""
-    code = "import pickle, sys; function, given = pickle.loads(bytes.fromhex(sys.argv[1])); function(*given)"
+async def in_child(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function of this module in a child process. Fails if it raises an exception."""
+    code = "import pickle, sys; function, arguments = pickle.loads(bytes.fromhex(sys.argv[1])); function(*arguments)"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, pickle.dumps((function, given)).hex(), env=env
-    )
+    call = pickle.dumps((function, arguments)).hex()
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, call, env=env)
     assert await child.wait() == 0

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from kernels import run
-from servers import Server, hears
+from servers import Server, answers
 
 from sandbox_provisioner.errors import UnresponsiveError
 from sandbox_provisioner.gvisor import pause
@@ -101,7 +101,7 @@ def open_refusing(server: Server, kernel: str, refusal: str) -> None:
     status, session = server.open_notebook(kernel)
     assert status == 201, session
     client = server.client(session["kernel"]["id"])
-    assert hears(client)
+    assert answers(client)
     run(client, "x = 42")
     run(client, refusal)
     client.stop_channels()
@@ -113,7 +113,7 @@ def reopened(server: Server, kernel: str) -> str:
     assert status == 201, session
     client: BlockingKernelClient = server.client(session["kernel"]["id"])
     try:
-        assert hears(client)
+        assert answers(client)
         return run(client, "print(globals().get('x'))").strip()
     finally:
         client.stop_channels()

@@ -8,7 +8,8 @@ import logging
 from typing import Any
 
 import pytest
-from fake_kernel import Clerk, checkpoint
+from fake_kernel import FakeKernel as Clerk
+from fake_kernel import checkpoint
 from guests import LIMIT, scripted_guest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -16,7 +16,7 @@ import pytest
 from documents import put_document
 from hypothesis import given
 from hypothesis import strategies as st
-from value_program import LONG, local_stores, start_cell, tell
+from value_program import LONG, local_stores, start_program, tell
 
 from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import (
@@ -139,7 +139,7 @@ async def running(create: Attach) -> SandboxHandle:
     """A persistent sandbox with a cell in it."""
     handle = await create(identity=Identity("python3-sandbox", "a.ipynb", user_name(), {"colour": "blue"}))
     await handle.start()
-    await start_cell(handle)
+    await start_program(handle)
     return handle
 
 
@@ -185,7 +185,7 @@ async def test_a_checkpoint_records_what_it_depends_on(saved: None, stores: Stor
     assert checkpoint is not None
     assert (checkpoint.runsc_version, checkpoint.runsc_sha256) == (runsc.version, runsc.sha256)
     assert checkpoint.architecture == os.uname().machine
-    assert checkpoint.contents == {"cell": 1}
+    assert checkpoint.contents == {"program": 1}
     assert any("libc.so" in path for path in checkpoint.files)
     assert set(checkpoint.artifact.files) == {"checkpoint.img", "pages.img", "pages_meta.img"}
     assert checkpoint.size > 1_000_000

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from recover_sandbox import in_child, recover
-from value_program import LONG, close_all, start_cell, tell
+from value_program import LONG, close_all, start_program, tell
 
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import (
@@ -74,7 +74,7 @@ async def begin(
     handle = await manager.create(name, spec, features=Features(**features))  # type: ignore[arg-type]
     handle.observer = observer or HandleObserver()
     await manager.get(name).start()
-    await start_cell(handle)
+    await start_program(handle)
     return handle
 
 
@@ -310,7 +310,7 @@ async def test_files_pass_from_one_sandbox_to_another(serve: Serve, spec: Bundle
 VICTIM = """
     import asyncio, os, pickle, sys
     sys.path.insert(0, {tests!r})
-    from cell import start_cell, tell
+    from cell import start_program, tell
     from sandbox_provisioner.config import GCSConfig
     from sandbox_provisioner.sandbox.manager import SandboxManager
 
@@ -320,7 +320,7 @@ VICTIM = """
         for name in sys.argv[2:]:
             handle = await manager.create(name, spec)
             await manager.get(name).start()
-            await start_cell(handle)
+            await start_program(handle)
             await tell(handle, "set " + name)
         os.kill(os.getpid(), 9)
 
@@ -411,7 +411,7 @@ async def test_one_that_another_server_went_on_without_becomes_a_savepoint(
         elsewhere = serve("other")
         handle = await elsewhere.attach("a", spec)
         await elsewhere.get("a").start()
-        await start_cell(handle)
+        await start_program(handle)
         await tell(handle, "set newer")
         await elsewhere.get("a").save()
         await elsewhere.close(elsewhere.get("a"), save=False)
