@@ -77,7 +77,7 @@ def page(lab: str) -> Iterator[Page]:
 
 
 def run(page: Page, number: int, code: str) -> str:
-    """What the cell says that was typed and run as that of this number, once it is done with."""
+    """Type and run code in the cell with this number, wait for its end, and return its output."""
     page.keyboard.type(code)
     page.keyboard.press("Shift+Enter")
     cell = page.locator(".jp-CodeCell").nth(number - 1)

@@ -48,7 +48,7 @@ ALWAYS_SET = ("HOME", "USER", "LOGNAME", "TMPDIR", "JPY_PARENT_PID")
 SET_BY_KERNEL = ("CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "GIT_PAGER", "MPLBACKEND", "PAGER")
 KNOWN_VARIABLES = (*PASSED, *ALWAYS_SET, *SET_BY_KERNEL, "PASSED_ON")
 MEMORY_BOUND = 64 << 20
-"""What one hostile sandbox may cost the server; the attacks would take a multiple of it."""
+"""Bytes by which the server may grow during an attack. Without protection, the attacks use many times more."""
 
 TOOLS = """
 import ctypes, glob, json, os, pathlib, signal, socket, stat, struct, subprocess, sys, threading, time

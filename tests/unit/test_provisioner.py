@@ -1,4 +1,4 @@
-"""What Jupyter asks of a kernel provisioner, asked of a sandboxed kernel through Jupyter's own kernel managers."""
+"""SandboxProvisioner fulfils Jupyter's contract for kernel provisioners, under Jupyter's own kernel managers."""
 
 from __future__ import annotations
 
@@ -564,7 +564,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
 
 @dataclass
 class Bad:
-    """What is wrong with a kernel, and the words that must be said of it: the value and the way out. @ is a folder."""
+    """Invalid settings, and words that the error must contain: the value and the remedy. @ stands for a folder."""
 
     words: tuple[str, ...]
     config: dict[str, Any] = field(default_factory=dict)

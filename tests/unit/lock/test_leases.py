@@ -74,7 +74,7 @@ class Ground:
         return [path for path in Path(self.place).rglob("*") if path.is_file()]
 
     def objects(self) -> list[str]:
-        """What there is of any lease, but for the drafts of players that were killed while they wrote."""
+        """Return the stored leases, without the temporary files of processes that were killed while they wrote."""
         leases = [path for path in self.files() if path.parent.name != TEMPORARY]
         return [path.name for path in leases if path.name not in ("last-token", ".generation")]
 
@@ -626,7 +626,7 @@ async def test_link_in_place_of_lease_is_not_followed(tmp_path: Path) -> None:
 
 
 class MoodyStore(MemoryStore):
-    """One that cannot be reached while it is ``away``; what was asked for happens nevertheless, if it is ``late``."""
+    """A store that is unreachable while ``away`` is set. With ``late``, it still executes the requests."""
 
     away = False
     late = False

@@ -1,4 +1,4 @@
-"""What a template depends on, as data: when two starts are of one template, and when a folder is in the way."""
+"""Two starts share a template if all data that the template depends on is equal, and no folder prevents it."""
 
 from __future__ import annotations
 
