@@ -93,7 +93,7 @@ async def ask(process: GuestProcess, question: str) -> str:
 
 
 async def measure(name: str, action: Callable[[], Awaitable[object]]) -> dict[str, float]:
-    """Return the duration of ``action``, and by how much its peak of this process's memory exceeds that before it."""
+    """Return the duration of ``action``, and its peak of this process's memory minus the memory before."""
     reset_peak_memory()
     before, begun = memory("VmRSS"), time.perf_counter()
     await action()

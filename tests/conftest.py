@@ -139,7 +139,7 @@ def spec() -> BundleSpec:
 
 
 @pytest.fixture
-def open_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def unprotected_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start sandboxes whose PID 1 does not keep other processes from its pipe, as in images of older versions."""
     guest = tmp_path / "guest"
     shutil.copytree(bundle.GUEST, guest)

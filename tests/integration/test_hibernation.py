@@ -19,7 +19,6 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-import psutil
 import pytest
 import zmq
 from gcs_server import GCS
@@ -28,7 +27,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
 from kernels import LONG, Notebook, Open
-from leftovers import leftovers
+from leftovers import leftovers, listening
 from notebooks import until
 from servers import READY
 
@@ -237,7 +236,7 @@ def test_heartbeats_are_answered_without_wake(notebook: Notebook, runtime: Path)
             newcomer.send(b"ping")
             assert newcomer.recv() == b"ping"
             time.sleep(0.5)
-            until(notebook.kc.hb_channel.is_beating)  # one that was sent before the save is answered after the wake
+            until(notebook.kc.hb_channel.is_beating)  # a heartbeat from before the save is answered after the wake
             assert notebook.km.is_alive()
         assert notebook.asleep
         assert leftovers(runtime) == []
@@ -912,18 +911,12 @@ def test_hand_off_leaves_no_listener_file_or_thread(
 ) -> None:
     notebook = open_notebook(enable_handoff=True, client_transport="tcp")
     km, provisioner = notebook.km, notebook.km.provisioner
-    ports = {getattr(km, f"{channel}_port") for channel in CHANNELS}
-    assert ports <= listening() and Path(km.connection_file).exists()
+    addresses = {("127.0.0.1", getattr(km, f"{channel}_port")) for channel in CHANNELS}
+    assert addresses <= listening() and Path(km.connection_file).exists()
     other = open_in_other_process(enable_handoff=True)
     other.wait_for_ready()
     until(lambda: not IO.held_by(provisioner))
-    assert not ports & listening()
+    assert not addresses & listening()
     assert not Path(km.connection_file).exists()
     assert not km.is_alive()
     notebook.end()
-
-
-def listening() -> set[int]:
-    """Return the ports on which this process listens."""
-    connections = psutil.Process().net_connections()
-    return {found.laddr.port for found in connections if found.status == psutil.CONN_LISTEN}

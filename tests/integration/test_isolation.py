@@ -566,7 +566,7 @@ async def wait_until_stopped(sandbox: GVisorSandbox) -> None:
 
 @pytest.mark.cold_start
 @pytest.mark.parametrize("attack", HOSTILE)
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     argv = [sandbox.spec.python, "-I", "-c", f"{PIPE}\n{HOSTILE[attack]}\ntime.sleep(100)"]
@@ -593,7 +593,7 @@ async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_s
     ],
     ids=["output", "tiny outputs", "tiny frames", "frame byte by byte", "half a frame", "stderr of PID 1"],
 )
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_unconfined_flood_uses_bounded_memory(flood: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     with bounded_memory():
@@ -609,7 +609,7 @@ async def test_unconfined_flood_uses_bounded_memory(flood: str, start_sandbox: S
 
 @pytest.mark.cold_start
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGSEGV"])
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 def test_unconfined_signal_to_pid_1_affects_own_sandbox_only(
     signal: str, start_kernel: Start, sandboxed: Sandboxed, runtime: Path
 ) -> None:
@@ -626,7 +626,7 @@ def test_unconfined_signal_to_pid_1_affects_own_sandbox_only(
 
 
 @pytest.mark.cold_start
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 def test_unconfined_kernel_with_forged_exit_is_restartable(start_kernel: Start, sandboxed: Sandboxed) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nos.kill(1, signal.SIGSTOP)\nsend(say(op='exited', process=1, status=99999))", silent=True)
@@ -722,7 +722,7 @@ def test_output_never_reaches_reused_descriptor(
 
 
 @pytest.mark.cold_start
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 def test_unconfined_lost_sandbox_leaves_nothing(start_kernel: Start, sandboxed: Sandboxed, runtime: Path) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nsend(os.urandom(100_000))", silent=True)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
-from leftovers import leftovers
+from leftovers import leftovers, listening
 from notebooks import until
 
 from sandbox_provisioner.gvisor.runtime_dir import sweep
@@ -50,12 +50,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(variable, str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return folder
-
-
-def listening() -> set[tuple[str, int]]:
-    """Return the addresses on which this process listens."""
-    connections = psutil.Process().net_connections("tcp")
-    return {tuple(item.laddr) for item in connections if item.status == psutil.CONN_LISTEN}
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -29,7 +29,7 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.session import Session
 from jupyter_core.utils import ensure_async, ensure_event_loop
 from kernels import run
-from leftovers import leftovers
+from leftovers import leftovers, listening
 from servers import READY, Server
 from traitlets.config import Config
 
@@ -49,12 +49,6 @@ QUICK_RESTARTS = Config({"KernelRestarter": {"time_to_dead": 0.2, "random_ports_
 
 def ports(km: KernelManager) -> dict[str, int]:
     return {channel: getattr(km, f"{channel}_port") for channel in CHANNELS}
-
-
-def listening() -> set[tuple[str, int]]:
-    """The addresses that this process listens on."""
-    connections = psutil.Process().net_connections("tcp")
-    return {tuple(item.laddr) for item in connections if item.status == psutil.CONN_LISTEN}
 
 
 def interrupt_a_busy_cell(km: KernelManager, kc: BlockingKernelClient) -> dict[str, Any]:

@@ -188,7 +188,7 @@ async def stop_init(sandbox: GVisorSandbox) -> None:
             await asyncio.wait_for(sandbox.execute([sandbox.spec.python, "-I", "-c", code]), 2)
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_stopped_init_is_cut_off_and_saved(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +206,7 @@ async def test_stopped_init_is_cut_off_and_saved(
         await sandbox.delete()
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_stopped_init_is_an_error_for_a_savepoint(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ async def test_stopped_init_is_an_error_for_a_savepoint(
         await sandbox.delete()
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_init_that_is_slow_to_go_on_is_waited_for(
     spec: BundleSpec,
     runsc: Runsc,
@@ -250,7 +250,7 @@ async def test_init_that_is_slow_to_go_on_is_waited_for(
         await sandbox.delete()
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_stopped_init_that_a_savepoint_waits_for_is_saved_when_the_server_stops(
     spec: BundleSpec,
     runsc: Runsc,
