@@ -8,8 +8,8 @@ import logging
 from typing import Any
 
 import pytest
-from fake_kernel import FakeKernel as Clerk
-from fake_kernel import checkpoint
+from fake_actions import FakeActions as Clerk
+from fake_actions import checkpoint
 from guests import LIMIT, scripted_guest
 from hypothesis import given
 from hypothesis import strategies as st

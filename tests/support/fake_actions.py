@@ -1,4 +1,4 @@
-"""A fake kernel that answers a notebook's requests with values that a test sets."""
+"""A replacement for ``NotebookActions`` that returns values from a test, and needs no kernel."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def checkpoint(size: int = 123_000_000, created: str = "2026-11-16T15:50:00.000+
     return Checkpoint(artifact, "1", "2", "systrap", "x86_64", (), spec, {}, {}, 0.4)
 
 
-class FakeKernel:
-    """The kernel's side of the requests. ``made`` and ``rewound`` record them; ``error`` is raised by ``savepoint``.
+class FakeActions:
+    """The actions of a notebook without a kernel. ``made`` and ``rewound`` record calls.
 
-    ``ephemeral`` is the reason why nothing of the kernel is saved, or empty.
+    ``ephemeral`` is the reason why nothing of the kernel is saved, or empty. ``savepoint`` raises ``error`` if set.
     """
 
     def __init__(self, ephemeral: str = "") -> None:
