@@ -569,7 +569,7 @@ async def wait_until_stopped(sandbox: GVisorSandbox) -> None:
 @pytest.mark.usefixtures("unprotected_init")
 async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
-    argv = [sandbox.spec.python, "-I", "-c", f"{PIPE}\n{HOSTILE[attack]}\ntime.sleep(100)"]
+    argv = [sandbox.spec.python, "-I", "-c", f"{PIPE}\n{HOSTILE[attack]}\ntime.sleep(1000)"]
     with bounded_memory():
         process = await sandbox.execute(argv)
         assert await asyncio.wait_for(process.wait(), PATIENCE) == -9
@@ -597,7 +597,7 @@ async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_s
 async def test_unconfined_flood_uses_bounded_memory(flood: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     with bounded_memory():
-        first = await sandbox.execute([sandbox.spec.python, "-I", "-c", "import time; time.sleep(100)"])
+        first = await sandbox.execute([sandbox.spec.python, "-I", "-c", "import time; time.sleep(1000)"])
         await sandbox.execute([sandbox.spec.python, "-I", "-c", f"{PIPE}\n{flood}"])
         for _ in range(20):
             assert await answers(neighbour)
