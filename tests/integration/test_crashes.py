@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cell import LONG, close_all, tell
+from value_program import LONG, close_all, tell
 from gcs_server import GCS
 
 from sandbox_provisioner.config import GCSConfig
@@ -29,7 +29,7 @@ NEVER = 1 << 30
 
 
 class Crash:
-    """A server that is killed (``tests/support/victim.py``), and another one that uses its storage afterwards."""
+    """A server that is killed (``tests/support/killed_server.py``), and another one that uses its storage afterwards."""
 
     def __init__(self, folder: Path, spec: BundleSpec, runsc: Runsc, bucket: str = "") -> None:
         buckets = ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT")
@@ -44,7 +44,7 @@ class Crash:
 
     def run_victim(self, at: int, act: str) -> list[str]:
         """Run the server until it is killed at step ``at``. Return the lines of its output."""
-        script = Path(__file__).parents[1] / "support" / "victim.py"
+        script = Path(__file__).parents[1] / "support" / "killed_server.py"
         ended = subprocess.run(
             [sys.executable, str(script), str(at), act, str(self._given)], capture_output=True, text=True
         )
@@ -107,11 +107,11 @@ def kill_in_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool, buck
 def kill_in_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool) -> None:
     whole = Crash(tmp_path / "whole-deletion", spec, runsc)
     whole.run_victim(NEVER, "live")
-    total = last(whole.run_victim(NEVER, "die"), "calls")
+    total = last(whole.run_victim(NEVER, "delete"), "calls")
     for at in sample(total, few):
         crash = Crash(tmp_path / f"deletion-at-{at}", spec, runsc)
         crash.run_victim(NEVER, "live")
-        crash.run_victim(at, "die")
+        crash.run_victim(at, "delete")
         value = asyncio.run(crash.recovered_value())
         assert value in ("3", None), (at, value)
         if value is None:

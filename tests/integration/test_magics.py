@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clerk import Clerk, checkpoint
+from fake_actions import FakeActions as Clerk
+from fake_actions import checkpoint
 from kernels import LONG, Notebook, Open
 
 from sandbox_provisioner.errors import SandboxError

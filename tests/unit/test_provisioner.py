@@ -1,4 +1,4 @@
-"""What Jupyter asks of a kernel provisioner, asked of a sandboxed kernel through Jupyter's own kernel managers."""
+"""SandboxProvisioner fulfils Jupyter's contract for kernel provisioners, under Jupyter's own kernel managers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.session import Session
 from jupyter_core.utils import ensure_async, ensure_event_loop
 from kernels import run
-from leftovers import leftovers
+from leftovers import leftovers, listening
 from servers import READY, Server
 from traitlets.config import Config
 
@@ -49,12 +49,6 @@ QUICK_RESTARTS = Config({"KernelRestarter": {"time_to_dead": 0.2, "random_ports_
 
 def ports(km: KernelManager) -> dict[str, int]:
     return {channel: getattr(km, f"{channel}_port") for channel in CHANNELS}
-
-
-def listening() -> set[tuple[str, int]]:
-    """The addresses that this process listens on."""
-    connections = psutil.Process().net_connections("tcp")
-    return {tuple(item.laddr) for item in connections if item.status == psutil.CONN_LISTEN}
 
 
 def interrupt_a_busy_cell(km: KernelManager, kc: BlockingKernelClient) -> dict[str, Any]:
@@ -564,7 +558,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
 
 @dataclass
 class Bad:
-    """What is wrong with a kernel, and the words that must be said of it: the value and the way out. @ is a folder."""
+    """Invalid settings, and words that the error must contain: the value and the remedy. @ stands for a folder."""
 
     words: tuple[str, ...]
     config: dict[str, Any] = field(default_factory=dict)

@@ -38,7 +38,7 @@ CELL = request("cell")
 
 
 class Kernel:
-    """What a kernel's iopub channel is to those who listen."""
+    """A stand-in for a kernel's iopub channel."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self.session = Session(key=KEY)

@@ -124,7 +124,7 @@ HOSTILE = st.one_of(
 
 
 def talk(pieces: list[bytes]) -> bytes:
-    """What a heart says to these pieces until it hears that they are no heartbeat."""
+    """Send pieces to a Heartbeat until it rejects one. Return its replies."""
     heart, said = Heartbeat(), b""
     try:
         for piece in pieces:

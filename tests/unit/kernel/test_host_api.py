@@ -1,4 +1,4 @@
-"""What a notebook may ask of its sandbox: what is understood, how it is answered, and that nothing asked harms us."""
+"""Requests from a notebook to its sandbox: valid ones are answered, and invalid ones do no harm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 from typing import Any
 
 import pytest
-from clerk import Clerk, checkpoint
+from fake_actions import FakeActions as Clerk
+from fake_actions import checkpoint
 from guests import LIMIT, scripted_guest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,7 +167,7 @@ async def test_an_error_of_ours_is_told_and_another_only_logged(clerk: Clerk, ca
 
 
 class Slow(Clerk):
-    """One that is not done before it is told to be."""
+    """A kernel whose requests end only when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of a machine: files in use are found, known by their bytes, and missed by name.
+"""Files that a checkpoint needs are found, compared by content, and named if they are missing.
 
 The sandbox that says what it uses is hostile here: whatever it says, nothing but the files it was given is opened.
 """

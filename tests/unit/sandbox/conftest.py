@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from cell import close_all
+from value_program import close_all
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.gvisor.runsc import Runsc

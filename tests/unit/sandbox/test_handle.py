@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cell import LONG, local_stores, start_cell, tell
 from documents import put_document
 from hypothesis import given
 from hypothesis import strategies as st
+from value_program import LONG, local_stores, start_program, tell
 
 from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import (
@@ -146,7 +146,7 @@ async def running(create: Attach) -> SandboxHandle:
     """Return a running persistent sandbox with the program of ``cell``."""
     handle = await create(identity=Identity("python3-sandbox", "a.ipynb", user_name(), {"colour": "blue"}))
     await handle.start()
-    await start_cell(handle)
+    await start_program(handle)
     return handle
 
 
@@ -192,7 +192,7 @@ async def test_checkpoint_records_its_dependencies(saved: None, stores: Stores, 
     assert checkpoint is not None
     assert (checkpoint.runsc_version, checkpoint.runsc_sha256) == (runsc.version, runsc.sha256)
     assert checkpoint.architecture == os.uname().machine
-    assert checkpoint.contents == {"cell": 1}
+    assert checkpoint.contents == {"program": 1}
     assert any("libc.so" in path for path in checkpoint.files)
     assert set(checkpoint.artifact.files) == {"checkpoint.img", "pages.img", "pages_meta.img"}
     assert checkpoint.size > 1_000_000

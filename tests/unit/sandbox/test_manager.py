@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cell import LONG, start_cell, tell, until
+from value_program import LONG, start_program, tell, until
 from gcs_faults import MUTATIONS
 from gcs_server import GCS
 
@@ -58,7 +58,7 @@ async def begin(
     handle = await manager.create(name, spec, features=Features(**features))  # type: ignore[arg-type]
     handle.observer = observer or HandleObserver()
     await manager.get(name).start()
-    await start_cell(handle)
+    await start_program(handle)
     return handle
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cell import LONG, start_cell, tell, until
-from rescuer import in_child, recover
+from value_program import LONG, start_program, tell, until
+from recover_sandbox import in_child, recover
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import SandboxError
@@ -27,7 +27,7 @@ Serve = Callable[..., SandboxManager]
 VICTIM = """
     import asyncio, os, pickle, sys
     sys.path.insert(0, {tests!r})
-    from cell import start_cell, tell
+    from value_program import start_program, tell
     from sandbox_provisioner.config import GCSConfig
     from sandbox_provisioner.sandbox.manager import SandboxManager
 
@@ -37,7 +37,7 @@ VICTIM = """
         for name in sys.argv[2:]:
             handle = await manager.create(name, spec)
             await manager.get(name).start()
-            await start_cell(handle)
+            await start_program(handle)
             await tell(handle, "set " + name)
         os.kill(os.getpid(), 9)
 
@@ -106,9 +106,9 @@ async def test_attach_waits_for_a_rescue_by_another_thread_or_process(
     serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
 ) -> None:
     kill_server_with(spec, runsc, tmp_path / "storage", "a", "b")
-    for name, rescuer in (("a", asyncio.to_thread), ("b", in_child)):
+    for name, run in (("a", asyncio.to_thread), ("b", in_child)):
         manager = serve()
-        recovering = asyncio.create_task(rescuer(recover, runsc, tmp_path / "storage", name))  # type: ignore[operator]
+        recovering = asyncio.create_task(run(recover, runsc, tmp_path / "storage", name))  # type: ignore[operator]
         (runtime,) = (path for path in runtime_root().iterdir() if (read_note(path) or {}).get("sandbox_id") == name)
         await until(lambda marker=runtime / "rescued": marker.exists())  # type: ignore[misc]
         handle = await manager.attach(name, spec, patience=LONG)
@@ -127,7 +127,7 @@ async def test_outdated_orphan_becomes_a_savepoint(
         elsewhere = serve("other")
         handle = await elsewhere.attach("a", spec)
         await elsewhere.get("a").start()
-        await start_cell(handle)
+        await start_program(handle)
         await tell(handle, "set newer")
         await elsewhere.get("a").save()
         await elsewhere.close(elsewhere.get("a"), save=False)

@@ -1,4 +1,4 @@
-"""What is shown of long steps, on a terminal and in a log."""
+"""Progress of long steps is shown on a terminal and in a log."""
 
 from __future__ import annotations
 

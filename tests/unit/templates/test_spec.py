@@ -1,4 +1,4 @@
-"""Test recipes: when two starts share a template, and which folders copies can carry."""
+"""Two starts share a template if all data that the template depends on is equal, and no folder prevents it."""
 
 from __future__ import annotations
 
