@@ -107,10 +107,13 @@ def in_parallel(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
     return [future.result() for future in futures]
 
 
-def record_of(file: int, each: OnPiece) -> FileRecord:
-    """Return the record of an open file."""
+def record_of(file: int, each: OnPiece, flush: bool = False) -> FileRecord:
+    """Return the record of an open file. With ``flush``, its data is written to the disk at the same time."""
     size = os.fstat(file).st_size
-    return recorded(size, in_parallel([partial(checksum, file, span, each) for span in spans(size, PART)]))
+    tasks: list[Callable[[], Sums | None]] = [partial(checksum, file, span, each) for span in spans(size, PART)]
+    if flush:
+        tasks.insert(0, partial(os.fsync, file))
+    return recorded(size, [sums for sums in in_parallel(tasks) if sums])
 
 
 def verify(where: str, name: str, file: int, record: FileRecord, each: OnPiece) -> None:
