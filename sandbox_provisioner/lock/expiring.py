@@ -11,8 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ..errors import LeaseLostError, StorageUnavailableError
-from .base import Owner
-from .keepalive import LONGEST_LEASE, Clock, KeptLeases, Pace
+from .base import LONGEST_LEASE, Clock, Leases, Owner, Pace
 
 TRIES = 5
 """Number of tries in a row while other servers change the same entry."""
@@ -86,7 +85,7 @@ def duration(found: object, usual: float) -> float:
     return seconds if math.isfinite(seconds) and 0 < seconds <= LONGEST_LEASE else usual
 
 
-class BoardLeases(KeptLeases):
+class BoardLeases(Leases):
     """The leases on a board."""
 
     def __init__(self, board: Board, pace: Pace) -> None:

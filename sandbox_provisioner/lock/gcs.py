@@ -17,9 +17,8 @@ from typing import Any
 from ..errors import RateLimitedError
 from ..storage.gcs_requests import NotMet, NotThere, Requests
 from ..storage.names import valid_name
-from .base import Owner
+from .base import CLOCK, Clock, Owner, Pace
 from .expiring import Board, BoardLeases, Entry, duration
-from .keepalive import CLOCK, Clock, Pace
 
 LONGEST_REQUEST = 10.0
 CLOCK_TRUSTED = 60.0

@@ -15,9 +15,8 @@ from dataclasses import asdict
 from .._text import json_object
 from ..errors import ConflictError, ObjectNotFoundError
 from ..storage.base import NEW, ObjectStore
-from .base import Owner
+from .base import CLOCK, Clock, Owner, Pace
 from .expiring import Board, BoardLeases, Entry, duration
-from .keepalive import CLOCK, Clock, Pace
 
 
 class ObjectLeases(BoardLeases):
