@@ -281,7 +281,7 @@ class _Budget:
             self._left[writable] -= SAMPLES * SAMPLE if sampled else min(size, LARGE)
             if self._left[writable] < 0:
                 where = " in folders that it can write to" if writable else ""
-                problem = f"The sandbox uses files with more than {self._most[writable]:,} bytes{where}, which are too many"
+                problem = f"The sandbox uses files with more than {self._most[writable]:,} bytes{where}: too many"
                 raise GuestError(f"{problem} to compare. Close some that the notebook has mapped into memory.")
 
 

@@ -117,7 +117,7 @@ LOOK = """
 
 
 @pytest.mark.runsc
-async def test_what_a_sandbox_wrote_comes_back_in_another_with_another_home(start: Start, tmp_path: Path) -> None:
+async def test_files_are_unpacked_in_a_sandbox_with_another_home(start: Start, tmp_path: Path) -> None:
     first = await start()
     target = tmp_path / "snapshot.tar"
     await python(first, f"HOME = {first.spec.home!r}\n" + textwrap.dedent(WRITE))
@@ -136,9 +136,7 @@ async def test_what_a_sandbox_wrote_comes_back_in_another_with_another_home(star
 
 
 @pytest.mark.runsc
-async def test_of_what_was_there_from_the_beginning_only_what_was_changed_is_in_it(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_only_changed_files_are_packed(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     assert await snapshots.pack(sandbox, tmp_path / "empty", ENOUGH)
     assert [name for name in contents(tmp_path / "empty") if not name.startswith("root/etc")] == []
@@ -154,7 +152,7 @@ async def test_of_what_was_there_from_the_beginning_only_what_was_changed_is_in_
 
 
 @pytest.mark.runsc
-async def test_a_very_deep_folder_comes_back(start: Start, tmp_path: Path) -> None:
+async def test_very_deep_folder_is_unpacked(start: Start, tmp_path: Path) -> None:
     first = await start()
     deep = "/home/tester" + "/d" * 200
     await python(first, f"os.makedirs({deep!r}); open({deep!r} + '/file', 'w').close()")
@@ -165,7 +163,7 @@ async def test_a_very_deep_folder_comes_back(start: Start, tmp_path: Path) -> No
 
 
 @pytest.mark.runsc
-async def test_a_restored_sandbox_can_be_packed_like_any_other(start: Start, tmp_path: Path) -> None:
+async def test_restored_sandbox_can_be_packed(start: Start, tmp_path: Path) -> None:
     first = await start()
     await python(first, "open('/home/tester/kept', 'w').close(); open('/etc/hosts', 'a').close(); os.mkdir('/new')")
     await snapshots.pack(first, tmp_path / "before", ENOUGH)
@@ -191,7 +189,7 @@ def mounts_of(host: Path) -> list[Mount]:
 
 
 @pytest.mark.runsc
-async def test_folders_and_files_of_the_host_are_not_packed(start: Start, host: Path, tmp_path: Path) -> None:
+async def test_mounted_folders_and_files_are_not_packed(start: Start, host: Path, tmp_path: Path) -> None:
     sandbox = await start(*mounts_of(host))
     await python(sandbox, "open('/tmp/deep/own', 'w').close(); open('/srv/own', 'w').close()")
     await snapshots.pack(sandbox, tmp_path / "snapshot", ENOUGH)
@@ -201,7 +199,7 @@ async def test_folders_and_files_of_the_host_are_not_packed(start: Start, host: 
 
 
 @pytest.mark.runsc
-async def test_a_home_that_is_the_hosts_is_neither_packed_nor_unpacked(
+async def test_mounted_home_is_neither_packed_nor_unpacked(
     start: Start, host: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandbox = await start(Mount(str(host), "/home/tester", True))
@@ -218,7 +216,7 @@ async def test_a_home_that_is_the_hosts_is_neither_packed_nor_unpacked(
 
 
 @pytest.mark.runsc
-async def test_files_that_change_while_they_are_read_do_not_break_it(
+async def test_files_may_change_while_they_are_packed(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandbox = await start()
@@ -243,7 +241,7 @@ async def test_files_that_change_while_they_are_read_do_not_break_it(
     await snapshots.unpack(await start(), tmp_path / "snapshot")
 
 
-def test_a_file_that_shrinks_is_filled_up_and_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shrinking_file_is_filled_up_and_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
@@ -262,7 +260,7 @@ def test_a_file_that_shrinks_is_filled_up_and_noted_once(capsys: pytest.CaptureF
 
 
 @pytest.mark.runsc
-async def test_too_much_is_refused_and_leaves_no_file(start: Start, tmp_path: Path) -> None:
+async def test_oversized_snapshot_is_refused_and_leaves_no_file(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     await python(sandbox, "file = open('/tmp/sparse', 'wb'); file.truncate(1 << 40)")
     with pytest.raises(SnapshotError, match=r"box-0 is larger than 3,000,000 bytes.*Delete"):
@@ -285,7 +283,7 @@ LIES = {
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_that_sends_something_else_gets_an_error_and_leaves_no_file(
+async def test_malformed_tar_from_a_sandbox_is_refused_and_leaves_no_file(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guest_tool, "STALL", 2.0)
@@ -299,7 +297,7 @@ async def test_a_sandbox_that_sends_something_else_gets_an_error_and_leaves_no_f
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_that_ends_meanwhile_and_a_cancelled_save_leave_no_file(start: Start, tmp_path: Path) -> None:
+async def test_interrupted_save_leaves_no_file(start: Start, tmp_path: Path) -> None:
     for end in ("cancel", "delete"):
         sandbox = await start()
         await replace_script(
@@ -319,7 +317,7 @@ async def test_a_sandbox_that_ends_meanwhile_and_a_cancelled_save_leave_no_file(
 
 
 @pytest.mark.runsc
-async def test_a_disk_that_is_full_or_not_there_is_an_error_of_ours(start: Start, tmp_path: Path) -> None:
+async def test_full_or_missing_disk_raises_sandbox_error(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     with pytest.raises(SnapshotError, match=f"{tmp_path}/no/such.*No such file"):
         await snapshots.pack(sandbox, tmp_path / "no" / "such", ENOUGH)
@@ -327,7 +325,7 @@ async def test_a_disk_that_is_full_or_not_there_is_an_error_of_ours(start: Start
         await snapshots.unpack(sandbox, tmp_path / "nothing")
 
 
-def test_no_room_is_said_to_be_that() -> None:
+def test_full_sandbox_is_reported() -> None:
     with (
         pytest.raises(DiskFullError),
         snapshots._disk_errors(Path("target")),
@@ -340,7 +338,7 @@ def test_no_room_is_said_to_be_that() -> None:
 
 
 @pytest.mark.runsc
-async def test_a_damaged_snapshot_is_refused(start: Start, tmp_path: Path) -> None:
+async def test_damaged_snapshot_is_refused(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     whole = tar_of(member("home/a", data=bytes(100_000)), member("home/b", data=b"b"))
     for damaged in (b"", b"junk" * 1000, whole[:50_000], whole[:-9000], b"\1" + whole[1:]):
@@ -380,7 +378,7 @@ WAYS_OUT = [
 
 
 @pytest.mark.runsc
-async def test_a_hostile_tar_reaches_nothing_of_the_host_and_the_rest_of_it_comes_back(
+async def test_hostile_members_of_a_tar_do_not_reach_the_host(
     start: Start, host: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "TarCheck", Lenient)
@@ -420,7 +418,7 @@ hostile = st.builds(
 @pytest.mark.runsc
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(hostile, min_size=150, max_size=250))
-def test_no_tar_of_any_kind_reaches_the_host(
+def test_no_generated_tar_reaches_the_host(
     spec: BundleSpec,
     runsc: Runsc,
     tmp_path_factory: pytest.TempPathFactory,
@@ -446,7 +444,7 @@ def test_no_tar_of_any_kind_reaches_the_host(
 
 
 @pytest.mark.runsc
-async def test_why_a_snapshot_could_not_be_put_in_place_is_said(start: Start, tmp_path: Path) -> None:
+async def test_failure_to_unpack_is_reported_with_the_reason(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     await replace_script(sandbox, "raise SystemExit('OSError: No space left on device')")
     (tmp_path / "snapshot").write_bytes(tar_of(member("home/large", data=bytes(5_000_000))))
