@@ -63,17 +63,17 @@ class Document:
         cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, first: GCSSandboxMetadata
     ) -> Document:
         """Write the first document, with the lease's token. Raises SandboxExistsError if a document exists."""
-        ours = replace(first, tenancy=_tenancy(lease))
+        with_token = replace(first, tenancy=_tenancy(lease))
 
         def encode_and_write() -> ObjectInfo:
-            return store.write(name, signer.sign(name, metadata.encode(ours)), NEW)
+            return store.write(name, signer.sign(name, metadata.encode(with_token)), NEW)
 
         try:
             written = await asyncio.to_thread(encode_and_write)
         except ConflictError as error:
             raise SandboxExistsError(first.sandbox_id, store.where) from error
         EVENT_BUS.write(Entry(first.sandbox_id, EventKind.CREATED, kernel_name=first.kernel_name, user=first.user))
-        return cls(store, signer, name, lease, ours, written)
+        return cls(store, signer, name, lease, with_token, written)
 
     @classmethod
     async def open(cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, sandbox_id: str) -> Document:

@@ -107,7 +107,7 @@ async def test_servers_share_the_leases_in_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("variables", "missing"), [([LOCK], METADATA), ([METADATA], LOCK), ([CHECKPOINT], LOCK)])
-def test_server_without_persistence_has_no_stores(variables: list[str], missing: str, tmp_path: Path) -> None:
+def test_missing_setting_is_named(variables: list[str], missing: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         opened(tmp_path, *variables)
     assert refusal.value.setting == missing

@@ -151,6 +151,6 @@ def test_any_value_of_a_member_raises_only_metadata_error(name: str, value: Any)
 
 
 @given(JSON)
-def test_any_note_raises_only_decoding_errors(value: Any) -> None:
+def test_any_note_raises_only_metadata_error(value: Any) -> None:
     with pytest.raises(MetadataError):
         decode_note(value if isinstance(value, dict) else {"spec": value}, "there")

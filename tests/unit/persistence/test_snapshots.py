@@ -325,7 +325,7 @@ async def test_full_or_missing_disk_raises_sandbox_error(start: Start, tmp_path:
         await snapshots.unpack(sandbox, tmp_path / "nothing")
 
 
-def test_full_sandbox_is_reported() -> None:
+def test_full_disk_is_reported() -> None:
     with (
         pytest.raises(DiskFullError),
         snapshots._disk_errors(Path("target")),
