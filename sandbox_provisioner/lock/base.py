@@ -29,7 +29,7 @@ import random
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
@@ -167,6 +167,20 @@ class Attempt(Protocol):
         """Remove everything of this attempt, even a lease that it acquired without learning of it."""
 
 
+async def retry(
+    step: Callable[[], Awaitable[T]], errors: type[Exception], clock: Clock, pauses: Iterator[float], deadline: float
+) -> T:
+    """Call ``step`` again after one of ``errors`` and each of ``pauses``. Raises the error at the ``deadline``."""
+    while True:
+        try:
+            return await step()
+        except errors:
+            pause = next(pauses)
+            if clock.now() + pause >= deadline:
+                raise
+        await clock.sleep(pause)
+
+
 class Leases(ABC):
     """A place that leases are acquired from. Each lease is renewed by a task.
 
@@ -223,15 +237,8 @@ class Leases(ABC):
 
     async def _retry(self, step: Callable[[], T], within: float) -> T:
         """Run one step, and retry it for ``within`` seconds while storage is unavailable."""
-        give_up, pauses = self.clock.now() + within, self.pace.pauses()
-        while True:
-            try:
-                return await self._run(step)
-            except StorageUnavailableError:
-                pause = next(pauses)
-                if self.clock.now() + pause > give_up:
-                    raise
-            await self.clock.sleep(pause)
+        pauses, deadline = self.pace.pauses(), self.clock.now() + within
+        return await retry(lambda: self._run(step), StorageUnavailableError, self.clock, pauses, deadline)
 
     async def _clean_up(self, step: Callable[[], None]) -> None:
         """Run the last step of an attempt and ignore its failure: objects that remain will expire."""
@@ -316,15 +323,9 @@ class Lease:
         return f"it was not renewed for {self._pace.lease_time:g} s: {trouble}"
 
     async def _end(self) -> None:
-        pauses, give_up = self._pace.pauses(), self._claim.renewed + self._pace.lease_time * OVERTIME
-        while True:
-            try:
-                return await self._threads.run(self._claim.end)
-            except SandboxError:
-                pause = next(pauses)
-                if self._clock.now() + pause >= give_up:
-                    return None
-            await self._clock.sleep(pause)
+        pauses, deadline = self._pace.pauses(), self._claim.renewed + self._pace.lease_time * OVERTIME
+        with suppress(SandboxError):
+            await retry(lambda: self._threads.run(self._claim.end), SandboxError, self._clock, pauses, deadline)
 
     def _expiry(self) -> float:
         return self._claim.renewed + self._pace.lease_time

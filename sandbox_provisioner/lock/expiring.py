@@ -90,15 +90,15 @@ class ExpiringLeases(Leases):
         super().__init__(pace, entries.clock)
         self._entries = entries
 
-    def _attempt(self, name: str, owner: Owner) -> ExpiringAttempt:
-        return ExpiringAttempt(self._entries, name, owner, self.pace.renewal / 2)
+    def _attempt(self, name: str, owner: Owner) -> _ExpiringAttempt:
+        return _ExpiringAttempt(self._entries, name, owner, self.pace.renewal / 2)
 
     def _holder(self, name: str) -> Owner | None:
         entry = self._entries.read(name)
         return None if entry is None or self._entries.has_expired(entry) else entry.owner
 
 
-class ExpiringAttempt:
+class _ExpiringAttempt:
     """Attempt to acquire a lease.
 
     The waiter's entry is renewed every ``pause`` seconds, more often than the owner checks it.
@@ -119,10 +119,10 @@ class ExpiringAttempt:
         self._unconfirmed: dict[str, float] = {}
         """Names of entries that this attempt may have created without a response, with the time before the request."""
 
-    def take(self) -> ExpiringClaim | None:
+    def take(self) -> _ExpiringClaim | None:
         """Create the lease's entry and return the claim; None if another server holds the lease."""
         sent = self._create(self._name)
-        return None if sent is None else ExpiringClaim(self._entries, self._ours[self._name], sent)
+        return None if sent is None else _ExpiringClaim(self._entries, self._ours[self._name], sent)
 
     def ask(self) -> None:
         """Create the waiter's entry, or renew it if it is ours."""
@@ -194,8 +194,8 @@ class ExpiringAttempt:
         self._unconfirmed.pop(name, None)
 
 
-class ExpiringClaim:
-    """A lease whose entry is ours."""
+class _ExpiringClaim:
+    """A lease of this process, and the entry that it renews."""
 
     def __init__(self, entries: EntryStore, entry: Entry, sent: float) -> None:
         self.token = entry.generation
@@ -226,7 +226,6 @@ class ExpiringClaim:
         raise LeaseLostError(self._entry.name, "another program changes its entry")
 
     def end(self) -> None:
-        """Remove the entry."""
         self._entries.remove(self._entry)
 
     def _has_waiter(self) -> bool:

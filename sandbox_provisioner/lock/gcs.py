@@ -37,10 +37,10 @@ class GCSLeases(ExpiringLeases):
         poll: float = 1.0,
         clock: Clock = CLOCK,
     ) -> None:
-        super().__init__(GCSEntries(bucket, prefix, lease_time, clock), Pace(lease_time, renewal, poll))
+        super().__init__(_GCSEntries(bucket, prefix, lease_time, clock), Pace(lease_time, renewal, poll))
 
 
-class GCSEntries(EntryStore):
+class _GCSEntries(EntryStore):
     """Entries in a bucket. The version is the metageneration. Each request is sent once; the caller retries."""
 
     def __init__(self, bucket: str, prefix: str, seconds: float, clock: Clock) -> None:
@@ -53,7 +53,6 @@ class GCSEntries(EntryStore):
         """Seconds by which the server's clock is at least ahead of ours, and our time when that was recorded."""
 
     def create(self, name: str, owner: Owner) -> Entry | None:
-        """Create an entry. Return None if one exists."""
         blob = self._blob(name)
         blob.metadata = {"owner": owner.to_json(), "seconds": str(self._seconds)}
         try:
@@ -67,7 +66,6 @@ class GCSEntries(EntryStore):
         return self._written(name, blob)
 
     def read(self, name: str) -> Entry | None:
-        """Return the entry, or None."""
         blob = self._blob(name)
         try:
             self._ask(blob.reload)
@@ -76,7 +74,6 @@ class GCSEntries(EntryStore):
         return self._entry(name, blob)
 
     def renew(self, entry: Entry) -> Entry | None:
-        """Renew the entry. Return None if it was changed or removed."""
         blob = self._blob(entry.name)
         blob.metadata = {"owner": entry.owner.to_json(), "seconds": str(entry.seconds), "renewal": str(entry.version)}
         try:
@@ -86,11 +83,9 @@ class GCSEntries(EntryStore):
         return self._written(entry.name, blob)
 
     def remove(self, entry: Entry) -> None:
-        """Remove the entry in any version, but no newer entry of that name."""
         self._delete(entry.name, if_generation_match=entry.generation)
 
     def evict(self, entry: Entry) -> None:
-        """Remove an expired entry, unless it was renewed meanwhile."""
         self._delete(entry.name, if_generation_match=entry.generation, if_metageneration_match=entry.version)
 
     def age(self, entry: Entry) -> float:

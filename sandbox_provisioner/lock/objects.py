@@ -34,10 +34,10 @@ class ObjectLeases(ExpiringLeases):
         poll: float = 1.0,
         clock: Clock = CLOCK,
     ) -> None:
-        super().__init__(ObjectEntries(store, lease_time, clock), Pace(lease_time, renewal, poll))
+        super().__init__(_ObjectEntries(store, lease_time, clock), Pace(lease_time, renewal, poll))
 
 
-class ObjectEntries(EntryStore):
+class _ObjectEntries(EntryStore):
     """Entries in an ObjectStore. The version is the generation of the entry's beat, or NEW if it has no beat yet."""
 
     def __init__(self, store: ObjectStore, seconds: float, clock: Clock) -> None:
@@ -47,7 +47,6 @@ class ObjectEntries(EntryStore):
         self._watched: dict[str, tuple[int, int, float]] = {}
 
     def create(self, name: str, owner: Owner) -> Entry | None:
-        """Create an entry and its beat. Return None if an entry exists."""
         record = json.dumps({**asdict(owner), "seconds": self._seconds}).encode()
         try:
             written = self._store.write(name, record, NEW)
@@ -60,7 +59,6 @@ class ObjectEntries(EntryStore):
         return Entry(name, written.generation, beat.generation, beat.updated, owner, self._seconds)
 
     def read(self, name: str) -> Entry | None:
-        """Return the entry, or None."""
         try:
             record, found = self._store.read(name)
         except ObjectNotFoundError:
@@ -94,7 +92,6 @@ class ObjectEntries(EntryStore):
         self._delete(entry.name, entry.generation)
 
     def evict(self, entry: Entry) -> None:
-        """Remove an expired entry, unless its beat was renewed meanwhile."""
         if entry.version == NEW or self._delete(_beat(entry.name, entry.generation), entry.version):
             self._delete(entry.name, entry.generation)
         self._watched.pop(entry.name, None)

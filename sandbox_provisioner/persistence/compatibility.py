@@ -12,10 +12,10 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from errno import ENOENT
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from ..gvisor.guest_tool import GuestTool
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
 from ..storage.base import DIGEST
+from ..storage.parts import in_parallel
 from ..workers import bulk
 from .digest_cache import LARGE, SAMPLE, SAMPLES, DigestCache
 
@@ -45,7 +46,6 @@ MOST_WRITABLE_BYTES = 1 << 32
 """Maximum bytes to hash in folders that the sandbox can write to, where it can create any number of files of any
 size: a few seconds of work."""
 LONGEST_PATH = 4096
-THREADS = 4
 CPU_FEATURES = re.compile(
     r"mmx|fxsr|s?sse.*|pni|avx.*|amx.*|v?aes|v?pclmulqdq|sha.*|sm3|sm4|gfni|fma4?|f16c|bmi.|abm|popcnt|adx|movbe"
     r"|movdir.*|rdrand|rdseed|rdpid|rdtscp|fsgsbase|xsave.*|clflush.*|clwb|cx8|cx16|cmov|lahf_lm|3dnow.*|xop|tbm|rtm|hle"
@@ -94,7 +94,7 @@ async def inventory(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, F
 
 
 def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event | None = None) -> dict[str, FilePrint]:
-    """Return the prints of those files in the guest's report ``text`` that are host files. Blocks.
+    """Return a FilePrint for each file of the host in the guest's report ``text``, by its path in the sandbox. Blocks.
 
     Raises GuestError if they are too many or too large, GivenUpError soon after ``given_up`` is set.
     """
@@ -159,8 +159,7 @@ def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> lis
 
 def _for_each(function: Callable[[T], R], items: Iterable[T], digests: DigestCache) -> list[R]:
     """Call ``function`` for each item in a few threads, save the new digests, and return the results."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(function, items))
+    found = in_parallel([partial(function, item) for item in items])
     digests.save()
     return found
 
@@ -310,6 +309,6 @@ def missing_cpu_features(architecture: str, features: Sequence[str]) -> list[str
     """
     here = os.uname().machine
     if architecture != here:
-        return [f"it was made on {shown(architecture[:50])}, and this is {here}"]
+        return [f"it was saved on {shown(architecture[:50])}, and this machine is {here}"]
     missing = sorted(set(features) - set(cpu_features()))
     return [f"this machine's CPU lacks {', '.join(shown(feature[:50]) for feature in missing)}"] if missing else []

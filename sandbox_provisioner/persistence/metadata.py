@@ -254,12 +254,12 @@ def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
 
 
 def encode_artifact(artifact: GCSArtifact) -> bytes:
-    """Return an artifact as a document of its own: the manifest of a snapshot."""
+    """Return the manifest of a snapshot, which contains its artifact, as bytes, unsigned."""
     return json.dumps({"schema": SCHEMA, **asdict(artifact)}).encode()
 
 
 def decode_artifact(data: bytes, where: str) -> GCSArtifact:
-    """Return the artifact in such a document. Raises MetadataError as ``decode`` does."""
+    """Return the artifact in a snapshot's manifest. Raises MetadataError as ``decode`` does."""
     with _understood(where):
         return decoding.decode(GCSArtifact, _document(data, where), ADDED)
 

@@ -414,7 +414,7 @@ def test_missing_features_and_another_architecture_are_named() -> None:
         "this machine's CPU lacks amx_magic, avx9000"
     ]
     (words,) = compatibility.missing_cpu_features("vax", here)
-    assert words == f"it was made on vax, and this is {os.uname().machine}"
+    assert words == f"it was saved on vax, and this machine is {os.uname().machine}"
 
 
 def test_cpu_flags_of_the_kernel_are_ignored(tmp_path: Path) -> None:
