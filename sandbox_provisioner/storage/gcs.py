@@ -91,20 +91,20 @@ class GCSStore(ObjectStore):
         valid_name(self.where, _part(name, 0))
         with disk_errors(self.where, f"store {source}"), closing(os.open(source, READ)) as file:
             size = os.fstat(file).st_size
-            wanted = spans(size, PART)
-            there = {blob.name: blob for blob in self._blobs(f"{name}/")}
-            if set(there) - {self._prefix + _part(name, span.number) for span in wanted}:
+            expected = spans(size, PART)
+            existing = {blob.name: blob for blob in self._blobs(f"{name}/")}
+            if set(existing) - {self._prefix + _part(name, span.number) for span in expected}:
                 raise ConflictError(self.where, name, NEW)
-            send = partial(self._send, file, name, there, advance)
-            return recorded(size, in_parallel([partial(send, span) for span in wanted]))
+            send = partial(self._send, file, name, existing, advance)
+            return recorded(size, in_parallel([partial(send, span) for span in expected]))
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
         """Fetch the parts of a file, several in parallel, except those that an interrupted download completed."""
-        wanted = self._compare(name, record)
+        expected = self._compare(name, record)
         with disk_errors(self.where, f"copy {name} to {target}"), replacing(target, record.size) as file:
             resumed = os.fstat(file).st_blocks > 0
             fetch = partial(self._fetch, file, name, record, resumed, advance)
-            in_parallel([partial(fetch, span) for span in wanted])
+            in_parallel([partial(fetch, span) for span in expected])
 
     def delete_all(self, prefix: str) -> int:
         """Delete all objects below ``prefix``, several in parallel."""
@@ -148,13 +148,13 @@ class GCSStore(ObjectStore):
             return None
         return self._info(blob) if (blob.metadata or {}).get(WRITE) == metadata[WRITE] else None
 
-    def _send(self, file: int, name: str, there: dict[str, Any], advance: Advance, span: Span) -> Sums:
+    def _send(self, file: int, name: str, existing: dict[str, Any], advance: Advance, span: Span) -> Sums:
         """Upload a part unless it is in the bucket; return its checksums. Raises ConflictError if that one differs."""
         found = checksum(file, span, no_copy)
         meter = Meter(advance)
         blob = self._blob(_part(name, span.number))
-        if blob.name in there:
-            blob = there[blob.name]
+        if blob.name in existing:
+            blob = existing[blob.name]
         else:
             blob.chunk_size = CHUNK
             blob.crc32c = _encode(found.crc)
@@ -185,18 +185,18 @@ class GCSStore(ObjectStore):
 
         Raises ObjectNotFoundError if no part exists, CorruptObjectError if one is missing or differs.
         """
-        wanted = spans_of(self.where, name, record)
-        there = {blob.name: blob for blob in self._blobs(f"{valid_name(self.where, name)}/")}
-        if not there:
+        expected = spans_of(self.where, name, record)
+        existing = {blob.name: blob for blob in self._blobs(f"{valid_name(self.where, name)}/")}
+        if not existing:
             raise ObjectNotFoundError(self.where, name)
-        for span in wanted:
-            blob = there.get(self._prefix + _part(name, span.number))
+        for span in expected:
+            blob = existing.get(self._prefix + _part(name, span.number))
             if blob is None:
                 problem = f"part {span.number + 1} of {len(record.parts)} is missing"
                 raise CorruptObjectError(self.where, name, problem)
             if (_size(blob), blob.crc32c) != (span.length, _encode(record.parts[span.number])):
                 raise wrong_checksum(self.where, name, span, record)
-        return wanted
+        return expected
 
     def _fetch(self, file: int, name: str, record: FileRecord, resumed: bool, advance: Advance, span: Span) -> None:
         """Download a part into ``file``, unless an interrupted download completed it."""
