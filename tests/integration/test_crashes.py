@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from value_program import LONG, close_all, tell
 from gcs_server import GCS
+from value_program import LONG, close_all, tell
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import SandboxNotFoundError
@@ -29,7 +29,7 @@ NEVER = 1 << 30
 
 
 class Crash:
-    """A server that is killed (``tests/support/killed_server.py``), and another one that uses its storage afterwards."""
+    """A server that is killed (``killed_server.py``), and another one that uses its storage afterwards."""
 
     def __init__(self, folder: Path, spec: BundleSpec, runsc: Runsc, bucket: str = "") -> None:
         buckets = ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT")

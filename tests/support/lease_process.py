@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_provisioner.errors import LeaseHeldError, StorageUnavailableError
-from sandbox_provisioner.lock.base import Lease, Leases, Owner
-from sandbox_provisioner.lock.keepalive import CLOCK, Clock
+from sandbox_provisioner.lock.base import CLOCK, Clock, Lease, Leases, Owner
 
 SANDBOX = "sandboxes/a/lock"
 

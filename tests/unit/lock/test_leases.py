@@ -35,9 +35,8 @@ from sandbox_provisioner.errors import (
     StorageError,
     StorageUnavailableError,
 )
-from sandbox_provisioner.lock.base import Lease, Leases, Owner
+from sandbox_provisioner.lock.base import CLOCK, Lease, Leases, Owner
 from sandbox_provisioner.lock.gcs import GCSLeases
-from sandbox_provisioner.lock.keepalive import CLOCK
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo

@@ -299,7 +299,7 @@ async def test_cancelled_creation_leaves_nothing(
 
 @pytest.mark.runsc
 async def test_checkpoint_of_another_runsc_is_refused(saved: None, attach: Attach, runsc: Runsc) -> None:
-    with pytest.raises(IncompatibleError, match=f"made by runsc {runsc.version}, and this is 1.0"):
+    with pytest.raises(IncompatibleError, match=f"saved by runsc {runsc.version}, and this server has runsc 1.0"):
         await attach(runsc=replace(runsc, version="1.0"))
     handle = await attach()
     await handle.restore()

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from value_program import LONG, start_program, tell, until
 from gcs_faults import MUTATIONS
 from gcs_server import GCS
+from value_program import LONG, start_program, tell, until
 
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import ConfigurationError, LeaseHeldError, SandboxNotFoundError, StateError

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from value_program import LONG, start_program, tell, until
 from recover_sandbox import in_child, recover
+from value_program import LONG, start_program, tell, until
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import SandboxError

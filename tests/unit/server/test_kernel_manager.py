@@ -17,8 +17,7 @@ from notebooks import Notebook, until
 from servers import READY, Server
 
 from sandbox_provisioner.io_thread import IO
-from sandbox_provisioner.lock.base import Owner
-from sandbox_provisioner.lock.keepalive import Clock
+from sandbox_provisioner.lock.base import Clock, Owner
 from sandbox_provisioner.lock.local import LocalAttempt
 from sandbox_provisioner.persistence.backends import LEASES
 from sandbox_provisioner.persistence.names import lock_name
