@@ -329,9 +329,8 @@ class SandboxNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
 
     def __init__(self, sandbox_id: str, where: str) -> None:
         self.sandbox_id = sandbox_id
-        super().__init__(
-            f"There is no sandbox {sandbox_id} in {where}.", "`jupyter sandbox list` shows the existing ones."
-        )
+        remedy = "`jupyter sandbox list` shows the existing ones."
+        super().__init__(f"There is no sandbox {sandbox_id} in {where}.", remedy)
 
 
 class SandboxExistsError(SandboxError, kind=Kind.EXISTS):
@@ -356,10 +355,8 @@ class IncompatibleError(SandboxError, kind=Kind.INCOMPATIBLE):
     def __init__(self, sandbox_id: str, reasons: Sequence[str], previous: bool) -> None:
         self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
         self.previous = previous
-        super().__init__(
-            f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.",
-            f"{AGAIN} {OLDER}" if previous else AGAIN,
-        )
+        remedy = f"{AGAIN} {OLDER}" if previous else AGAIN
+        super().__init__(f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.", remedy)
 
 
 class UnknownSandboxError(SandboxError, kind=Kind.NOT_FOUND):
@@ -378,6 +375,10 @@ class NotebookInUseError(SandboxError, kind=Kind.IN_USE):
     def __init__(self, path: str, kernel: str = "a kernel on this server") -> None:
         self.path = path
         super().__init__(f"Notebook {path} already has {kernel}.", "Shut it down, delete it, or name another notebook.")
+
+
+class PlainKernelError(SandboxError, kind=Kind.PLAIN_KERNEL):
+    """The notebook ran in a sandbox and now asks for a kernel without one, which you did not confirm."""
 
 
 class AmbiguousSandboxError(SandboxError, kind=Kind.AMBIGUOUS):

@@ -22,6 +22,7 @@ from ..sandbox.model import Sandbox, encode
 from . import models, openapi, problem_details
 from .event_stream import Subscription
 from .execution import Execution
+from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
 
 AUTH_RESOURCE = "sandboxes"
@@ -34,9 +35,10 @@ class SandboxHandler(APIHandler):
 
     auth_resource = AUTH_RESOURCE
 
-    def initialize(self, sandboxes: Sandboxes, path: str) -> None:
+    def initialize(self, sandboxes: Sandboxes, guard: PlainKernelGuard, path: str) -> None:
         """Set the attributes. Called by tornado for each request."""
         self.sandboxes = sandboxes
+        self.guard = guard
         self.path = path
 
     def set_default_headers(self) -> None:
@@ -99,13 +101,18 @@ class SandboxHandler(APIHandler):
 
     def _methods(self) -> list[str]:
         return [
-            *(method for method in ("get", "post", "delete") if method in openapi.spec()["paths"][self.path]),
+            *(method for method in ("get", "post", "put", "delete") if method in openapi.spec()["paths"][self.path]),
             "options",
         ]
 
 
 class OperationHandler(SandboxHandler):
     """Handler of the operations whose results are sent as JSON. Their ``operationId`` names the method to call."""
+
+    @property
+    def operations(self) -> Any:
+        """The object with the methods."""
+        return self.sandboxes
 
     async def run(self, **parts: str) -> None:
         """Call the method with the variable parts of the path, the query parameters and the fields of the body.
@@ -116,7 +123,7 @@ class OperationHandler(SandboxHandler):
         if operation is None:
             raise web.HTTPError(405)
         fields = self.body() if "requestBody" in operation else self.query()
-        result = await getattr(self.sandboxes, operation["operationId"])(*parts.values(), **fields)
+        result = await getattr(self.operations, operation["operationId"])(*parts.values(), **fields)
         status = int(min(operation["responses"]))
         if result is None:
             self.set_status(status)
@@ -150,6 +157,21 @@ class AllHandler(OperationHandler):
     async def post(self) -> None:
         """Handle ``create_sandbox``."""
         self.created(*await self.sandboxes.create_sandbox(self.body()))
+
+
+class PlainNotebooksHandler(OperationHandler):
+    """Handler of ``/api/sandboxes/plain-notebooks``."""
+
+    @property
+    def operations(self) -> Any:
+        """The object with the methods."""
+        return self.guard
+
+    @web.authenticated
+    @authorized(action="execute")  # type: ignore[untyped-decorator]
+    async def put(self) -> None:
+        """Handle PUT. It lets a notebook's code run outside of sandboxes."""
+        await self.run()
 
 
 class StreamHandler(SandboxHandler):
@@ -247,6 +269,7 @@ ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
     ("/api/sandboxes", AllHandler),
     ("/api/sandboxes/capabilities", OperationHandler),
     ("/api/sandboxes/events", EventsHandler),
+    ("/api/sandboxes/plain-notebooks", PlainNotebooksHandler),
     ("/api/sandboxes/{id}", OperationHandler),
     *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ("hibernate", "wake", "restart", "revert")),
     ("/api/sandboxes/{id}/keep-awake", OperationHandler),
@@ -261,11 +284,14 @@ ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
 """Handlers of the paths in openapi.yaml; the first matching path counts."""
 
 
-def handlers(base_url: str, sandboxes: Sandboxes) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
+def handlers(
+    base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard
+) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
     """Return the handlers to add to Jupyter Server's web application."""
     base = re.escape(base_url.rstrip("/"))
-    known = [
-        (base + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path), handler, {"sandboxes": sandboxes, "path": path})
-        for path, handler in ROUTES
+    known: list[tuple[str, type[SandboxHandler]]] = [*ROUTES, ("/api/sandboxes", NothingHandler)]
+    patterns = [re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path) for path, _ in ROUTES]
+    return [
+        (base + pattern, handler, {"sandboxes": sandboxes, "guard": guard, "path": path})
+        for pattern, (path, handler) in zip([*patterns, "/api/sandboxes/.*"], known, strict=True)
     ]
-    return [*known, (f"{base}/api/sandboxes/.*", NothingHandler, {"sandboxes": sandboxes, "path": "/api/sandboxes"})]

@@ -282,7 +282,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             spec = self.kernel_spec_manager.get_kernel_spec(kernel_name or self.default_kernel_name)
         except KeyError:
             return False
-        return _is_sandboxed(spec.metadata, self.parent)
+        return is_sandboxed(spec.metadata, self.parent)
 
     async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
         """Hibernate a kernel and log any failure. With ``insist`` (seconds), end a kernel that cannot be saved."""
@@ -408,11 +408,12 @@ async def sandboxed_names(kernel_manager: Any) -> list[str]:
     """Return the names of a server's sandboxed kernelspecs: the server's default first, the others by name."""
     specs = await ensure_async(kernel_manager.kernel_spec_manager.get_all_specs())
     stanzas = {name: found["spec"].get("metadata", {}) for name, found in specs.items()}
-    found = [name for name, metadata in stanzas.items() if _is_sandboxed(metadata, kernel_manager.parent)]
+    found = [name for name, metadata in stanzas.items() if is_sandboxed(metadata, kernel_manager.parent)]
     return sorted(found, key=lambda name: (name != kernel_manager.default_kernel_name, name))
 
 
-def _is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
+def is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
+    """Return True if a kernelspec with this metadata starts kernels in sandboxes on this server."""
     usual = KernelProvisionerFactory.instance(parent=server).default_provisioner_name
     return bool(metadata.get("kernel_provisioner", {}).get("provisioner_name", usual) == PROVISIONER)
 

@@ -52,7 +52,8 @@ def check_path(path: str, values: Mapping[str, str]) -> None:
 
 def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the query parameters, converted to their types, with defaults. Raises BadRequestError."""
-    known = {parameter["name"]: parameter["schema"] for parameter in _parameters(spec()["paths"][path][method])}
+    parameters = _parameters(spec()["paths"][path][method])
+    known = {parameter["name"]: parameter["schema"] for parameter in parameters}
     found = {name: schema["default"] for name, schema in known.items() if "default" in schema}
     for name, values in arguments.items():
         if name in JUPYTERS or name.isdecimal():
@@ -64,6 +65,9 @@ def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -
             raise BadRequestError(f"The parameter {name} is given {len(values)} times.", "Give it once.", name)
         found[name] = _typed(known[name], values[0])
         check(known[name], found[name], name)
+    for parameter in parameters:
+        if parameter.get("required") and parameter["name"] not in found:
+            raise BadRequestError("A parameter is missing.", f"Add {parameter['name']}.", parameter["name"])
     return found
 
 
