@@ -56,13 +56,13 @@ def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     _choose_class(serverapp, "kernel_manager_class", SandboxKernelManager)
 
 
-def _choose_class(serverapp: ServerApp, trait: str, ours: type) -> None:
-    """Make ``ours`` the default of one of the server's traits, unless the server uses a gateway."""
-    usual = getattr(serverapp, f"_default_{trait}")
+def _choose_class(serverapp: ServerApp, trait: str, our_class: type) -> None:
+    """Make ``our_class`` the default of one of the server's traits, unless the server uses a gateway."""
+    default = getattr(serverapp, f"_default_{trait}")
 
     def choose(server: ServerApp) -> Any:
         """Return the class. Called when the server first needs it: the gateway is configured only by then."""
-        return usual() if server.gateway_config.gateway_enabled else ours
+        return default() if server.gateway_config.gateway_enabled else our_class
 
     # traitlets looks for an instance's own default under this name.
     setattr(serverapp, f"_{trait}_default", choose)

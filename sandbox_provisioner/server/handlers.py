@@ -18,7 +18,7 @@ from tornado.iostream import StreamClosedError
 
 from .._text import printable
 from ..errors import SandboxError
-from ..sandbox.model import Sandbox, encode
+from ..sandbox.model import encode
 from . import models, openapi, problem_details
 from .event_stream import Subscription
 from .execution import Execution
@@ -76,11 +76,6 @@ class SandboxHandler(APIHandler):
         self.set_status(status)
         self.finish(json.dumps(encode(value)))
 
-    def created(self, sandbox: Sandbox, started: bool = True) -> None:
-        """Send a sandbox and its location, with status 201 if it was started and 200 if it was already open."""
-        self.set_header("Location", url_path_join(self.base_url, "api/sandboxes", sandbox.id))
-        self.answer(sandbox, 201 if started else 200)
-
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send an error as a problem detail. Called by tornado."""
         problem = problem_details.describe(kwargs.get("exc_info", (None, None, None))[1], status_code)
@@ -117,7 +112,8 @@ class OperationHandler(SandboxHandler):
     async def run(self, **parts: str) -> None:
         """Call the method with the variable parts of the path, the query parameters and the fields of the body.
 
-        A result is sent with the status that openapi.yaml describes.
+        A result is sent with the status that openapi.yaml describes. The result of an operation that starts a kernel
+        is a sandbox, and False if the sandbox was open already.
         """
         operation = openapi.spec()["paths"][self.path].get(str(self.request.method).lower())
         if operation is None:
@@ -127,6 +123,10 @@ class OperationHandler(SandboxHandler):
         status = int(min(operation["responses"]))
         if result is None:
             self.set_status(status)
+        elif isinstance(result, tuple):
+            sandbox, started = result
+            self.set_header("Location", url_path_join(self.base_url, "api/sandboxes", sandbox.id))
+            self.answer(sandbox, 201 if started else 200)
         else:
             self.answer(result, status)
 
@@ -147,16 +147,6 @@ class OperationHandler(SandboxHandler):
     async def delete(self, **parts: str) -> None:
         """Handle DELETE."""
         await self.run(**parts)
-
-
-class AllHandler(OperationHandler):
-    """Handler of ``/api/sandboxes``."""
-
-    @web.authenticated
-    @authorized
-    async def post(self) -> None:
-        """Handle ``create_sandbox``."""
-        self.created(*await self.sandboxes.create_sandbox(self.body()))
 
 
 class PlainNotebooksHandler(OperationHandler):
@@ -215,12 +205,12 @@ class EventsHandler(StreamHandler):
         await self.stream("text/event-stream", self._events())
 
     async def _events(self) -> AsyncIterator[str]:
-        with Subscription() as news:
+        with Subscription() as subscription:
             yield ": events of this server's sandboxes\n\n"
             while True:
-                entries = await news.take(KEEPALIVE)
-                told = (f"event: {entry.what}\ndata: {json.dumps(models.event(entry))}\n\n" for entry in entries)
-                yield "".join(told) or ":\n\n"
+                entries = await subscription.take(KEEPALIVE)
+                lines = (f"event: {entry.what}\ndata: {json.dumps(models.event(entry))}\n\n" for entry in entries)
+                yield "".join(lines) or ":\n\n"
 
 
 class ExecuteHandler(StreamHandler):
@@ -243,16 +233,6 @@ class ExecuteHandler(StreamHandler):
         yield json.dumps({"status": await execution.status()}) + "\n"
 
 
-class ForkHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/fork``."""
-
-    @web.authenticated
-    @authorized
-    async def post(self, id: str) -> None:
-        """Handle ``fork_sandbox``."""
-        self.created(await self.sandboxes.fork_sandbox(id, self.body()))
-
-
 class NothingHandler(SandboxHandler):
     """Handler of all other paths below ``/api/sandboxes/``: 404, but only for authorized clients."""
 
@@ -265,16 +245,16 @@ class NothingHandler(SandboxHandler):
     head = post = put = patch = delete = get
 
 
+ACTIONS = ("hibernate", "wake", "restart", "revert", "keep-awake", "fork")
+
 ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
-    ("/api/sandboxes", AllHandler),
+    ("/api/sandboxes", OperationHandler),
     ("/api/sandboxes/capabilities", OperationHandler),
     ("/api/sandboxes/events", EventsHandler),
     ("/api/sandboxes/plain-notebooks", PlainNotebooksHandler),
     ("/api/sandboxes/{id}", OperationHandler),
-    *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ("hibernate", "wake", "restart", "revert")),
-    ("/api/sandboxes/{id}/keep-awake", OperationHandler),
+    *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ACTIONS),
     ("/api/sandboxes/{id}/execute", ExecuteHandler),
-    ("/api/sandboxes/{id}/fork", ForkHandler),
     ("/api/sandboxes/{id}/savepoints", OperationHandler),
     ("/api/sandboxes/{id}/savepoints/{name}", OperationHandler),
     ("/api/sandboxes/{id}/savepoints/{name}/rewind", OperationHandler),
