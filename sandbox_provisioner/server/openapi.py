@@ -89,7 +89,7 @@ def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check ``pattern`` as JSON Schema does, where ``$`` does not match before a final newline, as in Python."""
+    """Check ``pattern`` as JSON Schema does: unlike in Python, ``$`` does not match before a final newline."""
     if isinstance(instance, str) and not re.search(pattern.replace("$", r"\Z"), instance):
         yield ValidationError(f"{instance[:100]!r} does not match {pattern}")
 
