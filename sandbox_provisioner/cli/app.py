@@ -22,7 +22,7 @@ from ..gvisor.runtime_dir import sweep
 from ..sandbox.user_sandboxes import Persistence
 from ..setup import doctor, kernelspecs, runsc_install
 from ..setup.progress import Progress
-from . import kernels, sandboxes, templates
+from . import kernels, plain_notebooks, sandboxes, templates
 from .exit_codes import HELP as EXIT_HELP
 from .exit_codes import exit_status
 from .output import reported, warn
@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     sandboxes.add_commands(commands)
     kernels.add_commands(commands)
     templates.add_commands(commands)
+    plain_notebooks.add_commands(commands)
     return parser
 
 

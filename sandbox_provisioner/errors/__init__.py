@@ -361,6 +361,10 @@ class NotebookInUseError(SandboxError, kind=Kind.IN_USE):
         super().__init__(f"Notebook {path} already has {kernel}.", "Shut it down, delete it, or name another notebook.")
 
 
+class PlainKernelError(SandboxError, kind=Kind.PLAIN_KERNEL):
+    """The notebook ran in a sandbox and now asks for a kernel without one, which you did not confirm."""
+
+
 class AmbiguousSandboxError(SandboxError, kind=Kind.AMBIGUOUS):
     """Several records match the request; ``matching`` has their ids."""
 

@@ -7,5 +7,6 @@
 - ``registry``: PersistentSandboxRegistry, the sandboxes that exist; ``user_sandboxes``: a user's stores and registry
 - ``recovery``: save sandboxes whose server was killed, and remove files and objects that such servers left
 - ``detached``: operations on sandboxes that no server has open; ``listing``: their state in storage
+- ``sandboxed_notebooks``: which notebooks ran in a sandbox, and the kernels without one that are allowed for them
 - ``model``: a sandbox as users see it in REST, command line and client; ``lookup``: find it by id or notebook
 """

@@ -89,6 +89,21 @@ class Deleted:
 
 
 @dataclass(frozen=True)
+class PlainNotebook:
+    """A notebook that ran in a sandbox, and the kernel without a sandbox that the user allowed for it."""
+
+    notebook_path: str
+    kernel_name: str
+
+
+@dataclass(frozen=True)
+class PlainNotebooks:
+    """The notebooks for which a kernel without a sandbox is allowed."""
+
+    items: tuple[PlainNotebook, ...]
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """A server's versions, kernels and storage abilities."""
 

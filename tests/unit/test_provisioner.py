@@ -735,7 +735,8 @@ def test_a_server_tells_the_notebook_and_its_log_why_a_kernel_did_not_start_and_
     assert status == 500
     assert sentence in said["message"]
     assert sentence in server.log.read_text()
-    assert server.ask("POST", "kernels", {"name": bad})[0] == 500
+    status, said = server.ask("POST", "kernels", {"name": bad})
+    assert status == 400 and sentence in said["message"]
     assert server.ask("GET", "kernels") == (200, [])
     status, session = server.open_notebook(good)
     assert status == 201
