@@ -171,7 +171,16 @@ class PlainKernelGuard(LoggingConfigurable):
         return os.path.relpath(file, self._root)
 
     async def _record(self, files: Iterable[str]) -> Mapping[str, int]:
-        return await self.call(self.notebooks.record, list(filter(_is_document, files)))
+        """Record notebooks that run in a sandbox. A kernel starts also where nothing can be written, with a warning."""
+        try:
+            return await self.call(self.notebooks.record, list(filter(_is_document, files)))
+        except SandboxError as error:
+            self.log.warning(
+                "It was not recorded that a notebook runs in a sandbox: %s A kernel without a sandbox can be started "
+                "for this notebook without a confirmation.",
+                error,
+            )
+            return {}
 
     async def call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of ``notebooks`` in a thread, after all earlier calls."""

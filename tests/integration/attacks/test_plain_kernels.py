@@ -12,6 +12,7 @@ from notebooks import Notebook, until
 from servers import Server
 
 from sandbox_provisioner.gvisor.runtime_dir import sweep
+from sandbox_provisioner.sandbox.sandboxed_notebooks import FOLDER
 
 pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
@@ -71,3 +72,12 @@ def test_failed_start_is_not_remembered(serve: Serve, sandboxed: Sandboxed) -> N
     server = serve()
     assert server.open_notebook(sandboxed(runsc="/no/such/runsc"))[0] == 500
     assert server.open_notebook(PLAIN)[0] == 201
+
+
+def test_sandbox_starts_where_nothing_can_be_recorded(serve: Serve, sandboxed: Sandboxed, tmp_path: Path) -> None:
+    server = serve()
+    record = tmp_path / "data" / "sandbox" / FOLDER
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text("a file instead of the folder")
+    close(Notebook(server, sandboxed(persistent=False)))
+    assert "It was not recorded that a notebook runs in a sandbox" in server.log.read_text()
