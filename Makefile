@@ -99,7 +99,7 @@ bench: .venv/.test .venv/.ready
 	@$(BIN)/python benchmarks/start.py $(BENCH)
 	@$(BIN)/python benchmarks/persistence.py $(BENCH)
 	@$(BIN)/python benchmarks/wake.py $(BENCH)
-	@$(BIN)/python benchmarks/crowd.py $(BENCH)
+	@$(BIN)/python benchmarks/many_kernels.py $(BENCH)
 	@$(BIN)/python benchmarks/listing.py $(BENCH)
 
 clean:

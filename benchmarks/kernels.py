@@ -1,6 +1,6 @@
-"""`make bench`: a plain kernel, gVisor without a relay, and this product, beside each other in one run.
+"""`make bench`: compare a plain kernel, a kernel in gVisor without a relay, and a sandboxed kernel.
 
-The contenders take turns, so that whatever else the machine does hits them all alike: read the ratios.
+The kernels run alternately, so that other load on the machine affects all of them equally. Compare the ratios.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import bounce
-from frame import framed, readable, verdict
-from session import CONTENDERS, DIRECT, OURS, PLAIN, Bench, Contender, Session
+import relay_delay
+from common import readable, run_benchmark, verdict
+from session import CONTENDERS, GVISOR, PLAIN, SANDBOXED, Bench, Contender, Session
 
 GOAL = 1.15
+"""Time of a sandboxed kernel, relative to that of gVisor without a relay."""
 RELAY_GOAL = 1e-3
+"""Seconds for a round trip through the relay's host side."""
 BLOCK = 10
+"""Number of cells that one kernel runs before it is another kernel's turn."""
 WARM_UP = 10
 OUTPUT = 10_000_000
 LINES = 20_000
@@ -26,16 +29,16 @@ LINES_SIZE = sum(len(f"{number}\n") for number in range(LINES))
 
 @dataclass(frozen=True)
 class Effort:
-    """How often each thing is measured."""
+    """Number of repetitions of each measurement."""
 
     starts: int
-    trips: int
+    executions: int
     outputs: int
-    bounces: int
+    round_trips: int
 
 
-FULL = Effort(starts=7, trips=200, outputs=9, bounces=2000)
-QUICK = Effort(starts=1, trips=20, outputs=1, bounces=200)
+FULL = Effort(starts=7, executions=200, outputs=9, round_trips=2000)
+QUICK = Effort(starts=1, executions=20, outputs=1, round_trips=200)
 
 Samples = dict[Contender, list[float]]
 
@@ -45,26 +48,29 @@ def main(arguments: Sequence[str]) -> int:
 
     def measure() -> None:
         relay_cpu = compare(effort)
-        report_relay(relay_cpu, *bounce.measure(effort.bounces))
+        report_relay(relay_cpu, *relay_delay.measure(effort.round_trips))
 
-    return framed(measure, "ipykernel", "jupyter_client")
+    return run_benchmark(measure, "ipykernel", "jupyter_client")
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare a sandboxed kernel with a plain one.")
-    parser.add_argument("--quick", action="store_true", help="in under a minute: that it works, not how fast")
+    parser = argparse.ArgumentParser(
+        description="Compare starts, executions and output of a plain kernel, a kernel in gVisor without a relay, and "
+        "a sandboxed kernel."
+    )
+    parser.add_argument("--quick", action="store_true", help="check in under a minute that the benchmark works")
     return parser.parse_args(arguments)
 
 
 def compare(effort: Effort) -> float:
-    """Measure and print the table; returns the CPU seconds that our relay used for one execute."""
+    """Measure and print the table. Return the CPU seconds of the relay for one execution."""
     with Bench() as bench:
         starts, sessions = measure_starts(bench, effort.starts)
         print_header()
         report(f"start to ready (median of {effort.starts})", medians(starts))
-        trips, relay_cpu = measure_trips(sessions, effort.trips)
-        report(f"execute `1` (median of {effort.trips})", medians(trips), GOAL)
-        report("execute `1` (90th percentile)", {who: p90(times) for who, times in trips.items()})
+        executions, relay_cpu = measure_executions(sessions, effort.executions)
+        report(f"execute `1` (median of {effort.executions})", medians(executions), GOAL)
+        report("execute `1` (90th percentile)", {contender: p90(times) for contender, times in executions.items()})
         outputs = measure_printing(sessions, f"print('x' * ({OUTPUT} - 1))", OUTPUT, effort.outputs)
         report(f"10 MB in one output (median of {effort.outputs})", medians(outputs), GOAL)
         lines = measure_printing(sessions, f"for n in range({LINES}): print(n)", LINES_SIZE, effort.outputs)
@@ -73,7 +79,7 @@ def compare(effort: Effort) -> float:
 
 
 def measure_starts(bench: Bench, rounds: int) -> tuple[Samples, dict[Contender, Session]]:
-    """Start each kind ``rounds`` times; the last of each is kept."""
+    """Start each kind ``rounds`` times. Return the times, and the last session of each kind."""
     samples: Samples = {contender: [] for contender in CONTENDERS}
     sessions: dict[Contender, Session] = {}
     for _ in range(rounds):
@@ -85,31 +91,31 @@ def measure_starts(bench: Bench, rounds: int) -> tuple[Samples, dict[Contender, 
     return samples, sessions
 
 
-def measure_trips(sessions: dict[Contender, Session], count: int) -> tuple[Samples, float]:
-    """Time ``count`` executions of `1` in alternating blocks; also our relay thread's CPU time for each."""
+def measure_executions(sessions: dict[Contender, Session], count: int) -> tuple[Samples, float]:
+    """Time ``count`` executions of `1` in alternating blocks. Return the times, and the relay's CPU time for each."""
     for session in sessions.values():
-        session.settle()
+        session.wait_for_ready()
         for _ in range(WARM_UP):
             session.execute("1")
     samples: Samples = {contender: [] for contender in sessions}
     relay_cpu = 0.0
     for _ in range(count // BLOCK):
         for contender, session in sessions.items():
-            before = bounce.relay_cpu_time()
+            before = relay_delay.relay_cpu_time()
             samples[contender] += [session.execute("1").seconds for _ in range(BLOCK)]
-            if contender is OURS:
-                relay_cpu += bounce.relay_cpu_time() - before
+            if contender is SANDBOXED:
+                relay_cpu += relay_delay.relay_cpu_time() - before
     return samples, relay_cpu / count
 
 
 def measure_printing(sessions: dict[Contender, Session], code: str, size: int, rounds: int) -> Samples:
-    """Time ``code`` until the last of its ``size`` bytes has arrived."""
+    """Time ``code`` until all ``size`` bytes of its output have arrived."""
     samples: Samples = {contender: [] for contender in sessions}
     for _ in range(rounds):
         for contender, session in sessions.items():
             execution = session.execute(code)
             if execution.printed != size:
-                raise RuntimeError(f"{contender.title}: {execution.printed} bytes of {size} arrived")
+                raise RuntimeError(f"{contender.title}: only {execution.printed} of {size} bytes arrived")
             samples[contender].append(execution.seconds)
     return samples
 
@@ -124,23 +130,23 @@ def p90(times: list[float]) -> float:
 
 def print_header() -> None:
     titles = "".join(f"{contender.title:>14}" for contender in CONTENDERS)
-    print(f"\n{'':36}{titles}{'ours/gVisor':>14}{'ours/plain':>12}", flush=True)
+    print(f"\n{'':36}{titles}{'sandboxed/gVisor':>18}{'sandboxed/plain':>17}", flush=True)
 
 
 def report(title: str, seconds: dict[Contender, float], goal: float | None = None) -> None:
-    ratio = seconds[OURS] / seconds[DIRECT]
+    ratio = seconds[SANDBOXED] / seconds[GVISOR]
     columns = "".join(f"{readable(seconds[contender]):>14}" for contender in CONTENDERS)
-    ratios = f"{f'{ratio:.2f}x':>14}{f'{seconds[OURS] / seconds[PLAIN]:.2f}x':>12}"
-    mark = f"  {verdict(ratio <= goal)} (goal {goal}x)" if goal else ""
+    ratios = f"{f'{ratio:.2f}x':>18}{f'{seconds[SANDBOXED] / seconds[PLAIN]:.2f}x':>17}"
+    mark = f"  {verdict(ratio <= goal)} (goal {goal}x of gVisor alone)" if goal else ""
     print(f"{title:36}{columns}{ratios}{mark}", flush=True)
 
 
-def report_relay(cpu_per_execute: float, delay_per_bounce: float, cpu_per_bounce: float) -> None:
-    print("\nThe relay's host side alone (goal: under 1 ms per round trip)")
+def report_relay(cpu_per_execution: float, delay_per_round_trip: float, cpu_per_round_trip: float) -> None:
+    print("\nThe relay's host side alone (goal: under 1 ms)")
     for title, seconds in (
-        ("CPU time of its thread per execute", cpu_per_execute),
-        ("delay it adds to a small message there and back", delay_per_bounce),
-        ("CPU time of its thread for such a message", cpu_per_bounce),
+        ("CPU time of the I/O thread per execution", cpu_per_execution),
+        ("delay added to the round trip of a small message", delay_per_round_trip),
+        ("CPU time of the I/O thread per round trip", cpu_per_round_trip),
     ):
         print(f"{title:50}{readable(seconds):>14}  {verdict(seconds < RELAY_GOAL)}", flush=True)
 

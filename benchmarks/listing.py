@@ -1,7 +1,7 @@
-"""`make bench`: a list of a thousand persistent sandboxes, beside one that looks at each of them by itself, in one run.
+"""`make bench`: compare the list of a thousand persistent sandboxes with code that decodes each whole document.
 
-The sandboxes are in the embedded local storage, as kernels that have hibernated twice leave them; only their images are
-short. The contenders take turns, so that whatever else the machine does hits them both alike: read the ratio.
+The sandboxes are in local storage, with the documents of kernels that have hibernated twice, but with tiny images. The
+two ways alternate, so that other load on the machine affects both equally. Compare the ratios.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from frame import framed, readable, scratch, verdict
+from common import readable, run_benchmark, temporary_storage, verdict
 
 from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import SandboxError
@@ -43,73 +43,86 @@ from sandbox_provisioner.storage.base import FileRecord
 GOAL = 0.5
 SANDBOXES, FEW = 1000, 50
 FILES = 100
-"""The host's files that a kernel has in use: 63 if it has imported nothing, and 123 with numpy and pandas."""
+"""Number of host files that a kernel uses. A new kernel uses 63, one with numpy and pandas 123."""
 ROUNDS = 5
 
-Look = Callable[[Persistence, Iterable[SandboxRecord]], list[StoredSandbox]]
+ListSandboxes = Callable[[Persistence, Iterable[SandboxRecord]], list[StoredSandbox]]
 
 
 def main(arguments: Sequence[str]) -> int:
     asked = options(arguments)
 
     def measure() -> None:
-        with scratch():
+        with temporary_storage():
             sandboxes = Persistence.open()
             for number in range(asked.sandboxes):
-                keep(sandboxes, number)
+                store_sandbox(sandboxes, number)
             compare(sandboxes, asked.sandboxes)
 
-    return framed(measure)
+    return run_benchmark(measure)
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure how long a list of sandboxes takes.")
-    parser.add_argument("--sandboxes", type=int, default=SANDBOXES, help="how many there are")
-    parser.add_argument("--quick", action="store_const", const=FEW, dest="sandboxes", help=f"{FEW}: that it works")
+    parser = argparse.ArgumentParser(description="Measure how long it takes to list persistent sandboxes.")
+    parser.add_argument(
+        "--sandboxes", type=int, metavar="COUNT", default=SANDBOXES, help=f"number of sandboxes (default: {SANDBOXES})"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_const",
+        const=FEW,
+        dest="sandboxes",
+        help=f"list only {FEW}: check that the benchmark works",
+    )
     return parser.parse_args(arguments)
 
 
 def compare(sandboxes: Persistence, count: int) -> None:
-    """Measure and print."""
-    seconds: dict[Look, list[float]] = {one_by_one: [], look: []}
+    """Measure and print the table."""
+    seconds: dict[ListSandboxes, list[float]] = {one_by_one: [], look: []}
     for _ in range(ROUNDS):
-        for contender, taken in seconds.items():
-            taken.append(measure_once(contender, sandboxes, count))
-    theirs, ours = (statistics.median(taken) for taken in seconds.values())
-    mark = f"  {verdict(ours <= GOAL)} (goal {readable(GOAL)})"
+        for list_sandboxes, times in seconds.items():
+            times.append(measure_once(list_sandboxes, sandboxes, count))
+    slow, fast = (statistics.median(times) for times in seconds.values())
+    mark = f"  {verdict(fast <= GOAL)} (goal {readable(GOAL)})"
     print(f"\n{'':36}{'one by one':>22}{'list':>22}{'list/one by one':>18}")
     title = f"{count:,} sandboxes (median of {ROUNDS})"
-    print(f"{title:36}{readable(theirs):>22}{readable(ours):>22}{f'{ours / theirs:.2f}x':>18}{mark}", flush=True)
+    print(f"{title:36}{readable(slow):>22}{readable(fast):>22}{f'{fast / slow:.2f}x':>18}{mark}", flush=True)
 
 
-def measure_once(contender: Look, sandboxes: Persistence, count: int) -> float:
-    """How long it takes from the records to what is seen of all; what the one before left does not count."""
+def measure_once(list_sandboxes: ListSandboxes, sandboxes: Persistence, count: int) -> float:
+    """Return the seconds in which all sandboxes are listed. Garbage of earlier measurements is collected before."""
     gc.collect()
     begun = time.perf_counter()
-    seen = contender(sandboxes, sandboxes.registry.list().records)
+    found = list_sandboxes(sandboxes, sandboxes.registry.list().records)
     seconds = time.perf_counter() - begun
-    if len(seen) != count or {one.sandbox.state for one in seen} != {"saved"}:
-        raise SandboxError("Not all sandboxes were seen as they are.")
+    if len(found) != count or {one.sandbox.state for one in found} != {"saved"}:
+        raise SandboxError(f"The list should contain {count} sandboxes in the state 'saved'.")
     return seconds
 
 
 def one_by_one(sandboxes: Persistence, recorded: Iterable[SandboxRecord]) -> list[StoredSandbox]:
-    """What does without anything that is made for lists: each sandbox's whole document, and a search of its folder."""
+    """Decode each sandbox's whole document and search its folder, without the code that is optimized for lists."""
 
-    def sight(record: SandboxRecord) -> StoredSandbox:
+    def read(record: SandboxRecord) -> StoredSandbox:
         document = sandboxes.describe(record)
         assert document.checkpoint and document.previous
-        kept = [Stored(one.created, one.size) for one in (document.checkpoint, document.previous)]
+        checkpoints = [Stored(one.created, one.size) for one in (document.checkpoint, document.previous)]
         sandboxes.stores.metadata.list(names.prefix(record.sandbox_id))
-        named = {name: Stored(one.created, one.size) for name, one in document.savepoints.items()}
-        return StoredSandbox(record, describe(record, Summary(document.running, *kept, savepoints=named), {}))
+        savepoints = {name: Stored(one.created, one.size) for name, one in document.savepoints.items()}
+        return StoredSandbox(
+            record, describe(record, Summary(document.running, *checkpoints, savepoints=savepoints), {})
+        )
 
     with ThreadPoolExecutor(8) as threads:
-        return list(threads.map(sight, recorded))
+        return list(threads.map(read, recorded))
 
 
-def keep(sandboxes: Persistence, number: int) -> None:
-    """Put a sandbox with two checkpoints there, every tenth with a snapshot; without the care that takes its time."""
+def store_sandbox(sandboxes: Persistence, number: int) -> None:
+    """Write a sandbox with two checkpoints and a savepoint. Every tenth also has a file snapshot.
+
+    The files are written directly: calls of the package would take much longer.
+    """
     record = SandboxRecord(
         id=uuid4(),
         storage=sandboxes.stores.kind,
@@ -144,10 +157,10 @@ def keep(sandboxes: Persistence, number: int) -> None:
 
 
 def checkpoint(storage: Path, sandbox_id: str, name: str) -> Checkpoint:
-    """A checkpoint as a kernel's is."""
-    below = f"{names.checkpoints_prefix(sandbox_id)}{name}/"
+    """Write a checkpoint's image, and return its description, which is as large as that of a real kernel."""
+    prefix = f"{names.checkpoints_prefix(sandbox_id)}{name}/"
     for file in IMAGE_FILES:
-        put(storage / below / file, b"image")
+        put(storage / prefix / file, b"image")
     python = "/usr/lib/python3.11"
     prints = {
         f"{python}/site-packages/package{number}/library{number}.cpython-311-x86_64-linux-gnu.so": FilePrint(
@@ -156,7 +169,7 @@ def checkpoint(storage: Path, sandbox_id: str, name: str) -> Checkpoint:
         for number in range(FILES)
     }
     return Checkpoint(
-        artifact=GCSArtifact(below, now(), {file: FileRecord(40_000_000, 1 << 25, (1, 2)) for file in IMAGE_FILES}),
+        artifact=GCSArtifact(prefix, now(), {file: FileRecord(40_000_000, 1 << 25, (1, 2)) for file in IMAGE_FILES}),
         runsc_version="release-20260905.0",
         runsc_sha256=hashlib.sha256(b"runsc").hexdigest(),
         platform="systrap",

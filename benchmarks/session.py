@@ -1,4 +1,4 @@
-"""A kernel and its client, as every contender of the benchmark gets them: only the kernelspec differs."""
+"""Start kernels for the benchmarks. Manager and client are the same for each kind of kernel; the kernelspec differs."""
 
 from __future__ import annotations
 
@@ -21,31 +21,38 @@ from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run a kernel."""
+    """One of the kinds of kernel that are compared."""
 
     name: str
     title: str
     provisioner: str
     transport: str = "tcp"
     settings: Mapping[str, object] = field(default_factory=lambda: {"template": "none"}, hash=False)
-    """For the provisioner, if it is ours."""
+    """Settings of SandboxProvisioner. The other provisioners have none."""
 
 
 PLAIN = Contender("plain", "plain", "local-provisioner")
-DIRECT = Contender("direct", "gVisor alone", "host-sockets", transport="ipc")
-OURS = Contender("ours", "ours", "sandbox-provisioner")
-KEPT = Contender("kept", "ours, kept", "sandbox-provisioner", settings={"template": "none", "sandbox_id": "kept"})
-COPY = Contender("copy", "from a template", "sandbox-provisioner", settings={"template": "use"})
-READY = Contender("ready", "from standby", "sandbox-provisioner", settings={"template": "use", "standby": 1})
-PRELOADED = Contender(
-    "preloaded", "preloaded", "sandbox-provisioner", settings={"template": "use", "preload": ["numpy", "pandas"]}
+GVISOR = Contender("gvisor", "gVisor alone", "host-sockets", transport="ipc")
+SANDBOXED = Contender("sandboxed", "sandboxed", "sandbox-provisioner")
+PERSISTENT = Contender(
+    "persistent", "persistent", "sandbox-provisioner", settings={"template": "none", "sandbox_id": "persistent"}
 )
-CONTENDERS = (PLAIN, DIRECT, OURS)
+TEMPLATE = Contender("template", "from a template", "sandbox-provisioner", settings={"template": "use"})
+WARM_POOL = Contender(
+    "warm-pool", "from the warm pool", "sandbox-provisioner", settings={"template": "use", "standby": 1}
+)
+PRELOADED = Contender(
+    "preloaded",
+    "from a template with both",
+    "sandbox-provisioner",
+    settings={"template": "use", "preload": ["numpy", "pandas"]},
+)
+CONTENDERS = (PLAIN, GVISOR, SANDBOXED)
 
 
 class Execution(NamedTuple):
@@ -56,7 +63,7 @@ class Execution(NamedTuple):
 
 
 class Session:
-    """A kernel with a connected client; ``seconds_to_ready`` is from nothing to its first answer."""
+    """A kernel with a connected client. ``seconds_to_ready`` is the time from the start to the first reply."""
 
     def __init__(self, contender: Contender, kernelspecs: Path, folder: Path) -> None:
         self._folder = folder
@@ -70,31 +77,31 @@ class Session:
         self._end.callback(self._manager.shutdown_kernel, now=True)
 
     def start(self) -> None:
-        """Start the kernel, connect, and wait for its first answer."""
+        """Start the kernel, connect, and wait for its first reply."""
         begin = time.perf_counter()
         self._manager.start_kernel(cwd=str(self._folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._client: BlockingKernelClient = self._manager.client()
         self._end.callback(self._client.stop_channels)
         self._client.start_channels()
-        self._client.kernel_info(reply=True, timeout=PATIENCE)
+        self._client.kernel_info(reply=True, timeout=TIMEOUT)
         self.seconds_to_ready = time.perf_counter() - begin
 
     @property
     def provisioner(self) -> KernelProvisionerBase | None:
-        """Its kernel's provisioner."""
+        """The kernel's provisioner."""
         return self._manager.provisioner
 
-    def settle(self) -> None:
-        """Wait until every channel is connected and quiet."""
-        self._client.wait_for_ready(timeout=PATIENCE)
+    def wait_for_ready(self) -> None:
+        """Wait until all channels are connected, and discard earlier messages."""
+        self._client.wait_for_ready(timeout=TIMEOUT)
 
     def execute(self, code: str) -> Execution:
-        """Run a cell, until its reply and its last output have arrived."""
+        """Run a cell, and wait for its reply and its last output."""
         begin = time.perf_counter()
         request = self._client.execute(code)
         printed = 0
         while True:
-            message = self._client.get_iopub_msg(timeout=PATIENCE)
+            message = self._client.get_iopub_msg(timeout=TIMEOUT)
             if message["parent_header"].get("msg_id") != request:
                 continue
             content = message["content"]
@@ -102,19 +109,19 @@ class Session:
                 printed += len(content["text"].encode())
             elif message["msg_type"] == "status" and content["execution_state"] == "idle":
                 break
-        reply = self._client.get_shell_msg(timeout=PATIENCE)
+        reply = self._client.get_shell_msg(timeout=TIMEOUT)
         seconds = time.perf_counter() - begin
         if reply["parent_header"]["msg_id"] != request or reply["content"]["status"] != "ok":
-            raise RuntimeError(f"{code!r} was answered with {reply['content']}")
+            raise RuntimeError(f"The cell {code!r} failed: {reply['content']}")
         return Execution(seconds, printed)
 
     def stop(self) -> None:
-        """End the kernel at once, however far its start had come."""
+        """End the kernel at once, even if its start was not completed."""
         self._end.close()
 
 
 class Bench:
-    """The temporary folder of a run, its kernelspecs, and the sessions that are still open."""
+    """A temporary folder with the kernelspecs, and all running sessions."""
 
     def __init__(self) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="bench-")
@@ -124,10 +131,10 @@ class Bench:
 
     def __enter__(self) -> Self:
         factory = KernelProvisionerFactory.instance()
-        factory.provisioners[DIRECT.provisioner] = EntryPoint(
-            DIRECT.provisioner, "direct:HostSocketProvisioner", factory.GROUP_NAME
+        factory.provisioners[GVISOR.provisioner] = EntryPoint(
+            GVISOR.provisioner, "host_sockets:HostSocketProvisioner", factory.GROUP_NAME
         )
-        for contender in (*CONTENDERS, KEPT, COPY, READY, PRELOADED):
+        for contender in (*CONTENDERS, PERSISTENT, TEMPLATE, WARM_POOL, PRELOADED):
             folder = self._folder / "kernels" / contender.name
             folder.mkdir(parents=True)
             (folder / "kernel.json").write_text(json.dumps(self._kernelspec(contender)))
@@ -141,7 +148,7 @@ class Bench:
         self._scratch.cleanup()
 
     def _kernelspec(self, contender: Contender) -> dict[str, object]:
-        config = contender.settings if contender.provisioner == OURS.provisioner else {}
+        config = contender.settings if contender.provisioner == SANDBOXED.provisioner else {}
         return {
             "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             "display_name": contender.title,
@@ -152,11 +159,11 @@ class Bench:
 
     @property
     def jupyter_path(self) -> Path:
-        """Where Jupyter finds the kernelspecs."""
+        """The folder in which Jupyter finds the kernelspecs, as a value of JUPYTER_PATH."""
         return self._folder
 
     def start(self, contender: Contender, folder_name: str = "") -> Session:
-        """Start a kernel of this kind, in a folder of its own or in the one of that name."""
+        """Start a kernel of this kind in a new folder, or in the folder ``folder_name``."""
         self._count += 1
         folder = self._folder / (folder_name or str(self._count))
         folder.mkdir(exist_ok=True)
@@ -166,6 +173,6 @@ class Bench:
         return session
 
     def stop(self, session: Session) -> None:
-        """End it; it has left nothing behind when this returns."""
+        """End a session's kernel and remove its files."""
         self._open.remove(session)
         session.stop()

@@ -1,7 +1,7 @@
-"""`make bench`: how long a kernel takes to start: plain, sandboxed from nothing, from a template and from standby.
+"""`make bench`: compare the start of a plain kernel with starts without a template, from a template and from the pool.
 
-Then the same with numpy and pandas, which a plain kernel imports and a preloaded one has. The contenders take turns, so
-that whatever else the machine does hits them all alike: read the ratios.
+A second table compares starts with numpy and pandas: the plain kernel imports them; the template has imported them. The
+kernels run alternately, so that other load on the machine affects all of them equally. Compare the ratios.
 """
 
 from __future__ import annotations
@@ -14,59 +14,66 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from frame import framed, readable, scratch, verdict
-from session import COPY, OURS, PLAIN, PRELOADED, READY, Bench, Contender
+from common import readable, run_benchmark, temporary_storage, verdict
+from session import PLAIN, PRELOADED, SANDBOXED, TEMPLATE, WARM_POOL, Bench, Contender
 from traitlets.config import Config
-from wake import IMPORTS, use
+from wake import IMPORTS, use_packages
 
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.provisioner import SandboxProvisioner
 from sandbox_provisioner.templates.build import build
 from sandbox_provisioner.templates.match import recipe_for
 from sandbox_provisioner.templates.store import TemplateShelf
-from sandbox_provisioner.templates.warm_pool import WARM_POOL
+from sandbox_provisioner.templates.warm_pool import WARM_POOL as POOL
 
 ROUNDS = 21
-GOALS = {COPY.name: 0.75, READY.name: 0.15, PRELOADED.name: 0.4}
-PATIENCE = 60.0
+GOALS = {TEMPLATE.name: 0.75, WARM_POOL.name: 0.15, PRELOADED.name: 0.4}
+"""Times relative to the plain kernel."""
+TIMEOUT = 60.0
+POOL_FOLDER = "pool"
+"""Folder of the kernels from the warm pool. The pool has copies only for the folder of the last start."""
 
 Measure = Callable[[Bench, Contender], float]
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Compare the ways in which a kernel starts.")
-    parser.add_argument("--quick", action="store_true", help="each once: that it works, not how fast")
+    parser = argparse.ArgumentParser(
+        description="Compare the start of a plain kernel with starts of sandboxed kernels: without a template, from a "
+        "template, and from the warm pool."
+    )
+    parser.add_argument("--quick", action="store_true", help="start each kind once: check that the benchmark works")
     rounds = 1 if parser.parse_args(arguments).quick else ROUNDS
 
     def measure() -> None:
-        with scratch(), Bench() as bench:
+        with temporary_storage(), Bench() as bench:
             os.environ["JUPYTER_PATH"] = str(bench.jupyter_path)
             try:
-                prepare()
-                compare(bench, "start to the first answer", (PLAIN, OURS, COPY, READY), seconds_to_ready, rounds)
-                compare(bench, "and numpy and pandas used", (PLAIN, PRELOADED), seconds_to_use, rounds)
+                build_templates()
+                kinds = (PLAIN, SANDBOXED, TEMPLATE, WARM_POOL)
+                compare(bench, "start to first reply", kinds, seconds_to_ready, rounds)
+                compare(bench, "with numpy and pandas", (PLAIN, PRELOADED), seconds_to_use, rounds)
             finally:
-                asyncio.run(WARM_POOL.end())
+                asyncio.run(POOL.end())
 
-    return framed(measure, "ipykernel", "jupyter_client", "numpy", "pandas")
+    return run_benchmark(measure, "ipykernel", "jupyter_client", "numpy", "pandas")
 
 
-def prepare() -> None:
-    """Make the templates, and say how large they are."""
-    for contender in (COPY, READY, PRELOADED):
+def build_templates() -> None:
+    """Build the templates, and print their sizes."""
+    for contender in (TEMPLATE, WARM_POOL, PRELOADED):
         begun = time.perf_counter()
-        made = asyncio.run(build(recipe_for(contender.name, Config()), TemplateShelf(), wait=True))
-        if made is None or made.unfit or made.left_out:
-            raise SandboxError(f"There is no template for {contender.title}.")
+        template = asyncio.run(build(recipe_for(contender.name, Config()), TemplateShelf(), wait=True))
+        if template is None or template.unfit or template.left_out:
+            raise SandboxError(f"No complete template could be built for the kernel {contender.name!r}.")
         took = readable(time.perf_counter() - begun)
-        print(f"The template for {contender.title}: {made.size / 1e6:.0f} MB, made in {took}", flush=True)
+        print(f"Template of {contender.name}: {template.size / 1e6:.0f} MB, built in {took}", flush=True)
 
 
 def compare(bench: Bench, title: str, contenders: Sequence[Contender], measure: Measure, rounds: int) -> None:
     """Measure and print one table."""
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
-        measure(bench, contender)  # what is done only once in a process is not counted
+        measure(bench, contender)  # not counted: work that is done only once in a process
     for _ in range(rounds):
         for contender in contenders:
             seconds[contender.name].append(measure(bench, contender))
@@ -80,37 +87,37 @@ def compare(bench: Bench, title: str, contenders: Sequence[Contender], measure: 
 
 
 def seconds_to_ready(bench: Bench, contender: Contender) -> float:
-    """From ``start_kernel`` to the first ``kernel_info_reply``."""
-    if contender is READY:
-        wait_for_standby(bench)
-    session = bench.start(contender, "ready" if contender is READY else "")
+    """Return the seconds from ``start_kernel`` to the first ``kernel_info_reply``."""
+    if contender is WARM_POOL:
+        wait_for_warm_pool(bench)
+    session = bench.start(contender, POOL_FOLDER if contender is WARM_POOL else "")
     provisioner = session.provisioner
-    if contender not in (PLAIN, OURS):
+    if contender not in (PLAIN, SANDBOXED):
         assert isinstance(provisioner, SandboxProvisioner) and provisioner.sandbox
         if provisioner.sandbox.spec.carried is None:
-            raise SandboxError(f"The kernel {contender.title} came of no template.")
+            raise SandboxError(f"The kernel {contender.name!r} was started without its template.")
     bench.stop(session)
     return session.seconds_to_ready
 
 
-def wait_for_standby(bench: Bench) -> None:
-    """Until a copy stands by; the first start has it made."""
-    if not WARM_POOL.copies:
-        bench.stop(bench.start(READY, "ready"))
-    deadline = time.monotonic() + PATIENCE
-    while not WARM_POOL.copies:
+def wait_for_warm_pool(bench: Bench) -> None:
+    """Wait until the warm pool has a copy. If it is empty, start a kernel first: the start fills the pool."""
+    if not POOL.copies:
+        bench.stop(bench.start(WARM_POOL, POOL_FOLDER))
+    deadline = time.monotonic() + TIMEOUT
+    while not POOL.copies:
         if time.monotonic() > deadline:
-            raise SandboxError("Nothing stands by.")
+            raise SandboxError(f"The warm pool had no copy after {TIMEOUT:g} s.")
         time.sleep(0.05)
-    time.sleep(0.5)
+    time.sleep(0.5)  # the new copy still uses the processor
 
 
 def seconds_to_use(bench: Bench, contender: Contender) -> float:
-    """From ``start_kernel`` until a cell that uses the packages was answered."""
+    """Return the seconds from ``start_kernel`` to the reply of a cell that uses numpy and pandas."""
     begun = time.perf_counter()
     session = bench.start(contender)
     session.execute(IMPORTS)
-    use(session)
+    use_packages(session)
     seconds = time.perf_counter() - begun
     bench.stop(session)
     return seconds

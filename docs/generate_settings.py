@@ -15,6 +15,7 @@ from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.contents.guarded import GuardedContents
 from sandbox_provisioner.kernel.settings import SandboxSettings
 from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
+from sandbox_provisioner.server.plain_kernels import PlainKernelGuard
 
 ENVIRONMENT = re.compile(r"\s*Environment(?P<list>, comma-separated)?: (?P<name>[A-Z_]+)\.?$")
 KEPT = {
@@ -26,11 +27,12 @@ KEPT = {
 
 
 def settings() -> str:
-    """Return the tables for SandboxProvisioner, SandboxKernelManager and GuardedContents."""
+    """Return the tables for SandboxProvisioner, SandboxKernelManager, GuardedContents and PlainKernelGuard."""
     with _nothing_set():
         kernel = _rows("SandboxProvisioner", SandboxSettings())
         server = _rows("SandboxKernelManager", SandboxKernelManager())
         contents = _rows("GuardedContents", GuardedContents())
+        guard = _rows("PlainKernelGuard", PlainKernelGuard())
     head = ("setting and variable", "default", "meaning")
     return "\n".join(
         [
@@ -45,6 +47,10 @@ def settings() -> str:
             "## The server's files: `c.GuardedContents`",
             "",
             *table(head, contents),
+            "",
+            "## Kernels without a sandbox: `c.PlainKernelGuard`",
+            "",
+            *table(head, guard),
             "",
         ]
     )

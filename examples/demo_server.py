@@ -47,7 +47,7 @@ def private_jupyter(folder: Path) -> Iterator[None]:
 
 
 def install_kernel(idle_timeout: float) -> str:
-    """Install a sandboxed twin of Python's kernel, with its template, and return its name."""
+    """Install a sandboxed version of Python's kernel with its template, and return its name."""
     options = ["--kernel", "python3", "--idle-timeout", str(idle_timeout)]
     command = [sys.executable, "-m", "sandbox_provisioner.cli", "setup", *options]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

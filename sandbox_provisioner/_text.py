@@ -7,31 +7,31 @@ from typing import Any
 
 
 def printable(text: bytes | str) -> str:
-    """Return the text on one line, without escape sequences; its lines are joined by " | "."""
+    """Return the text on one line, its lines joined by " | ", with a question mark for each unprintable character."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
     return " | ".join(map(one_line, text.strip().splitlines()))
 
 
 def indented(text: str) -> str:
-    """Return the text with printable lines; all but the first are indented, so that none looks like a new log line."""
+    """Return the text with printable lines. All but the first are indented, so that none looks like a new log line."""
     return text if text.isprintable() else "\n  ".join(map(one_line, text.splitlines()))
 
 
 def one_line(text: bytes | str) -> str:
-    """Return the text with a question mark for each unprintable character, such as a line end, and spaces for tabs."""
+    """Return the text with a question mark for each unprintable character, line ends included, and spaces for tabs."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", "    "))
 
 
 def printable_lines(text: str) -> str:
-    """Return the text with its line ends, and with a question mark for each other unprintable character."""
+    """Return the text with a question mark for each unprintable character, except line ends."""
     return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
 
 
 def excerpt(error: Exception) -> str:
-    """Return the beginning of an error's text, which may contain untrusted text of any size, on one line."""
+    """Return the type and the first characters of an error's text, which may be untrusted and long, on one line."""
     return one_line(f"{type(error).__name__}: {error}"[:200])
 
 

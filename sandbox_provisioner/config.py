@@ -43,9 +43,8 @@ STORAGE_FOLDERS = (
 """Variables that name the folders in which sandboxes are stored."""
 
 
-def text(variable: str, default: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """Return the unchanged value."""
-    return environ.get(variable, default)
+def _invalid(variable: str, value: str, reason: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(variable, f"{variable} is {value!r}, which is {reason}.", remedy)
 
 
 def words(variable: str, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -54,15 +53,14 @@ def words(variable: str, environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def seconds(variable: str, default: float, environ: Mapping[str, str] = os.environ) -> float:
-    """Return a time in seconds. Raises ConfigurationError if the value is no finite number from 0."""
+    """Return a time in seconds. Raises ConfigurationError if the value is not a finite number from 0."""
     value = environ.get(variable) or str(default)
     try:
         number = float(value)
-        if not 0 <= number < math.inf:
-            raise ValueError
     except ValueError:
-        problem = f"{variable} is {value!r}, which is not a number of seconds."
-        raise ConfigurationError(variable, problem, "Set it to a number like 1800.") from None
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise _invalid(variable, value, "not a number of seconds", "Set it to a number like 1800.")
     return number
 
 
@@ -70,26 +68,24 @@ def count(variable: str, default: int, environ: Mapping[str, str] = os.environ) 
     """Return a whole number. Raises ConfigurationError for any other value."""
     value = environ.get(variable) or str(default)
     if not value.isdecimal():
-        problem = f"{variable} is {value!r}, which is not a whole number."
-        raise ConfigurationError(variable, problem, "Set it to a number like 2.")
+        raise _invalid(variable, value, "not a whole number", "Set it to a number like 2.")
     return int(value)
 
 
 def flag(variable: str, environ: Mapping[str, str] = os.environ, default: bool = False) -> bool:
     """Return True for yes and False for no. Raises ConfigurationError for any other value."""
-    value = environ.get(variable, "").strip().lower() or ("1" if default else "0")
-    if value not in YES + NO:
-        raise ConfigurationError(
-            variable, f"{variable} is {value!r}, which is neither yes nor no.", "Set it to 1 or 0."
-        )
-    return value in YES
+    value = environ.get(variable, "")
+    answer = value.strip().lower() or ("1" if default else "0")
+    if answer not in YES + NO:
+        raise _invalid(variable, value, "neither yes nor no", "Set it to 1 or 0.")
+    return answer in YES
 
 
 def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the value. Raises ConfigurationError if it is not one of ``choices``."""
     value = environ.get(variable) or default
     if value not in choices:
-        raise ConfigurationError(variable, f"{variable} is {value!r}.", f"It can be {' or '.join(choices)}.")
+        raise _invalid(variable, value, "not a possible value", f"Set it to {' or '.join(choices)}.")
     return value
 
 
@@ -125,7 +121,7 @@ def _value(variable: str, trait: TraitType[Any, Any], unset: Any) -> object:
         case Int():
             return count(variable, unset)
         case _:
-            return text(variable, unset)
+            return os.environ.get(variable, unset)
 
 
 def user_name() -> str:
@@ -145,7 +141,7 @@ def signing_key(environ: Mapping[str, str] = os.environ) -> str:
     """Return SANDBOX_SIGNING_KEY. Raises ConfigurationError, which does not contain the key, if it is too short."""
     value = environ.get(SIGNING_KEY, "").strip()
     if value and len(value) < SHORTEST_KEY:
-        problem = f"{SIGNING_KEY} has {len(value)} characters, which can be guessed."
+        problem = f"{SIGNING_KEY} has {len(value)} characters: a key that short can be guessed."
         raise ConfigurationError(SIGNING_KEY, problem, f"Use {SHORTEST_KEY} or more, from `openssl rand -hex 32`.")
     return value
 
@@ -155,7 +151,7 @@ class Place:
     """The storage for one kind of object: a bucket, a folder where a bucket is mounted, both or neither."""
 
     stem: str
-    """Start of the names of its two variables."""
+    """First part of the names of its two variables."""
     bucket: str = ""
     mount: Path | None = None
 
@@ -190,11 +186,11 @@ class GCSConfig:
 
     Without any bucket and mount path, the storage is embedded: everything is in ``folder``, on this machine, and all
     features are available. Otherwise each kind of object has its own place, a feature whose place is not set is not
-    available, and ``folder`` is only for data on the way to or from these places.
+    available, and ``folder`` only contains data on the way to or from these places.
 
-    Metadata and locks need compare-and-swap: their bucket is used through Google's client even if a mount path is set;
-    a mount path alone is a folder that several servers share. Checkpoints and snapshots are bulk data under names that
-    are used once: their mount path is used if it is set.
+    Metadata and locks need compare-and-swap, so Google's client is used for their bucket even if a mount path is set; a
+    mount path alone is a folder that several servers share. Checkpoints and snapshots are never overwritten, so their
+    mount path is used if it is set.
     """
 
     folder: Path
@@ -207,9 +203,9 @@ class GCSConfig:
     own: Path = field(default_factory=own_folder)
     """The user's folder with the key and the registry, independent of the other storage."""
     signing_key: str = field(default_factory=signing_key, repr=False)
-    """The key that signs stored documents; empty for the one in ``own``."""
+    """The key that signs stored documents; if it is empty, the key in ``own`` is used."""
     trust_storage: bool = False
-    """True if documents that are not signed with the key are accepted."""
+    """True if documents without a valid signature are accepted."""
 
     @classmethod
     def from_environment(cls, default_folder: Path, environ: Mapping[str, str] = os.environ) -> GCSConfig:
@@ -271,7 +267,7 @@ class GCSConfig:
             names = [place.bucket_variable if place in strict else place.variables for place in missing]
             raise ConfigurationError(
                 missing[0].bucket_variable,
-                f"This server cannot store such a sandbox: it lacks {' and '.join(names)}.",
+                f"This server cannot store such a sandbox: {' and '.join(names)} must be set.",
                 "Set these variables in the server's environment, or request a sandbox that does not need them.",
             )
 
@@ -279,11 +275,8 @@ class GCSConfig:
 def _bucket(variable: str, environ: Mapping[str, str]) -> str:
     value = environ.get(variable, "")
     if value and not BUCKET.fullmatch(value):
-        raise ConfigurationError(
-            variable,
-            f"{variable} is {value!r}, which is not a valid bucket name.",
-            "Set it to the bucket's name alone, without gs:// and without a path.",
-        )
+        remedy = "Set it to the bucket's name alone, without gs:// and without a path."
+        raise _invalid(variable, value, "not a valid bucket name", remedy)
     return value
 
 
@@ -292,19 +285,17 @@ def _absolute(variable: str, environ: Mapping[str, str]) -> Path | None:
     if not value:
         return None
     if not os.path.isabs(value):
-        raise ConfigurationError(
-            variable, f"{variable} is {value!r}, which is not an absolute path.", "Begin it with /."
-        )
+        raise _invalid(variable, value, "not an absolute path", "Begin it with /.")
     if os.path.exists(value) and not os.path.isdir(value):
-        raise ConfigurationError(variable, f"{variable} is {value!r}, which is not a folder.", "Name another place.")
+        raise _invalid(variable, value, "not a folder", "Set it to the path of a folder.")
     return Path(os.path.realpath(value))
 
 
 def _mount(variable: str, environ: Mapping[str, str]) -> Path | None:
     folder = _absolute(variable, environ)
     if folder and not os.path.isdir(folder):
-        problem = f"{variable} is {environ[variable]!r}, which does not exist."
-        raise ConfigurationError(variable, problem, "Mount the bucket there first, or correct the path.")
+        remedy = "Mount the bucket there first, or correct the path."
+        raise _invalid(variable, environ[variable], "not an existing folder", remedy)
     return folder
 
 
@@ -312,9 +303,6 @@ def _prefix(variable: str, environ: Mapping[str, str]) -> str:
     value = environ.get(variable, "")
     prefix = value.removesuffix("/")
     if value and not PREFIX.fullmatch(prefix):
-        raise ConfigurationError(
-            variable,
-            f"{variable} is {value!r}, which is not a valid prefix of object names.",
-            "It is made of letters, digits, '-', '_' and '.', in parts that are joined by '/' and begin with no dot.",
-        )
+        remedy = "Use letters, digits, '-', '_' and '.', in parts that are separated by '/' and begin with no dot."
+        raise _invalid(variable, value, "not a valid prefix of object names", remedy)
     return prefix

@@ -42,14 +42,14 @@ class EventKind(StrEnum):
     """Another server owns the sandbox now."""
     FAILED = "failed"
     PROGRESS = "progress"
-    """The bytes that the current work has moved so far. Not logged."""
+    """The current work has moved ``size`` bytes so far. Not logged."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An event. ``size`` is in bytes; ``doing`` is the kind of event that failed or is in progress.
+    """An event of the kind ``what``. ``size`` is in bytes; ``doing`` is the kind that failed or is in progress.
 
-    ``reason`` is why it failed: only the name of the exception, because its text may contain a user's data.
+    ``reason`` is the name of the exception that caused a failure: its text may contain a user's data.
     """
 
     sandbox_id: str
@@ -64,18 +64,18 @@ class Entry:
 
 
 Listener = Callable[[Entry], None]
-"""Called in the thread of the event, so it must be quick and must not raise."""
+"""Called in the thread that publishes the event, so it must be quick and must not raise."""
 
 
 class EventBus:
-    """The event bus of this process: the instance ``EVENT_BUS``. Any thread."""
+    """The event bus of this process; ``EVENT_BUS`` is the only instance. Any thread."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._listeners: tuple[Listener, ...] = ()
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with every event from now on. Return a function that ends this."""
+        """Call ``listener`` with every event from now on. Return a function that ends the subscription."""
         with self._guard:
             self._listeners = (*self._listeners, listener)
 
@@ -89,17 +89,16 @@ class EventBus:
         """Log an event, unless it is progress, and pass it to all listeners."""
         if entry.what != EventKind.PROGRESS:
             log.info("%s %s", entry.sandbox_id, _sentence(entry))
-        self._tell(entry)
+        self._publish(entry)
 
     def fail(self, entry: Entry, error: Exception) -> None:
         """Log that the work for ``entry`` failed, and publish a FAILED event with the name of the exception."""
         known = isinstance(error, SandboxError)
         reason = type(error).__name__ if known else "InternalError"
         failed = replace(entry, what=EventKind.FAILED, doing=str(entry.what), reason=reason)
-        log.error(
-            "%s %s: %s", entry.sandbox_id, _sentence(failed), printable(str(error)) if known else repr(type(error))
-        )
-        self._tell(failed)
+        text = printable(str(error)) if known else repr(type(error))
+        log.error("%s %s: %s", entry.sandbox_id, _sentence(failed), text)
+        self._publish(failed)
 
     @contextmanager
     def doing(self, entry: Entry) -> Iterator[Work]:
@@ -113,13 +112,13 @@ class EventBus:
             raise
         self.write(replace(entry, seconds=_since(began), size=work.size, time=_now()))
 
-    def _tell(self, entry: Entry) -> None:
+    def _publish(self, entry: Entry) -> None:
         for listener in self._listeners:
             listener(entry)
 
 
 class Work:
-    """Work in progress, from ``EventBus.doing``. ``size`` is the final size for the event; set it in the block."""
+    """Work in progress, from ``EventBus.doing``. The block sets ``size``, the size in bytes for the final event."""
 
     def __init__(self, bus: EventBus, entry: Entry) -> None:
         self.size: int | None = None

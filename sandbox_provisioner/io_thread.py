@@ -1,8 +1,8 @@
 """Run all sandbox I/O in one background thread with its own asyncio loop.
 
 Jupyter calls a provisioner from different loops: the server's, a notebook's, or one that runs only while a synchronous
-KernelManager waits. Bytes must flow between these calls, so anything that lives longer than one call must not depend on
-the caller's loop. The thread exists only while it has a holder.
+KernelManager waits. Bytes must also flow between these calls, so they cannot depend on the caller's loop. The thread
+runs only while it has a holder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class IOThread:
         self._loop = None
 
     def hold(self, holder: object, at_exit: Callable[[], Awaitable[object]]) -> None:
-        """Add a holder and start the thread if necessary. ``at_exit`` runs in it if the interpreter exits first."""
+        """Add a holder, and start the thread if necessary. ``at_exit`` runs in it if the interpreter exits first."""
         with self._guard:
             self._holders[holder] = at_exit
             if self._loop is None:
@@ -62,9 +62,9 @@ class IOThread:
         return holder in self._holders
 
     def drop(self, holder: object) -> Future[threading.Thread] | None:
-        """Remove a holder, from any thread. Without a holder the thread ends.
+        """Remove a holder, from any thread. The thread ends after its last holder is removed.
 
-        Return None if the thread continues, else a future; its result is the thread, as soon as it can be joined.
+        Return None if the thread continues, else a future whose result is the thread as soon as it can be joined.
         """
         with self._guard:
             self._holders.pop(holder, None)
@@ -76,7 +76,7 @@ class IOThread:
         return ended
 
     async def release(self, holder: object) -> None:
-        """Remove a holder, from any other thread. The last one waits for the thread's end without blocking its loop."""
+        """Remove a holder, from any other thread. If it was the last one, wait until the thread has ended."""
         if ended := self.drop(holder):
             thread = await asyncio.shield(asyncio.wrap_future(ended))
             thread.join()  # returns at once
@@ -90,18 +90,18 @@ class IOThread:
         loop = self._loop
         if loop is None:
             coroutine.close()
-            raise RuntimeError("hold the I/O thread before running anything in it")
+            raise RuntimeError("The I/O thread does not run: call IO.hold before IO.run.")
         tasks: list[asyncio.Task[T]] = []
         ended: Future[None] = _uncancellable()
 
-        def note_end(task: asyncio.Task[T]) -> None:
+        def report_end(task: asyncio.Task[T]) -> None:
             if not task.cancelled():
                 task.exception()  # mark as retrieved: a cancelled caller does not do so
             ended.set_result(None)
 
         def begin() -> None:
             tasks.append(loop.create_task(coroutine))
-            tasks[0].add_done_callback(note_end)
+            tasks[0].add_done_callback(report_end)
 
         try:
             loop.call_soon_threadsafe(begin)

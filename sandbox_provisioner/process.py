@@ -1,8 +1,8 @@
 """Run a child process asynchronously, on the host or in a sandbox, with one interface.
 
 ``Process`` is the interface; ``LocalProcess`` is a child on the host, ``mux.process.GuestProcess`` a command in a
-sandbox. Output is bytes, buffered until it is read. When about ``BUFFER`` bytes are waiting, a child that writes more
-has to wait; no output is lost.
+sandbox. Output is buffered until it is read. While about ``BUFFER`` bytes are unread, a child that writes more waits;
+no output is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, NamedTuple
 BUFFER = 1 << 20
 """Bytes of unread output at which reading from a child stops."""
 JOIN_LIMIT = 1 << 12
-"""Unread pieces are joined up to this size in bytes, so that a byte of output does not use a hundred of memory."""
+"""Unread pieces are joined up to this size in bytes: a piece of one byte would use a hundred bytes of memory."""
 
 
 class Output(NamedTuple):
@@ -91,7 +91,7 @@ class Process(ABC):
 
     @abstractmethod
     def _taken(self, piece: Output) -> None:
-        """Let a held-back producer continue if there is room again. Called when ``piece`` was read."""
+        """Let the child write again if there is room. Called after ``piece`` was read."""
 
     def _feed(self, piece: Output) -> None:
         last = self._pieces[-1] if self._pieces else None

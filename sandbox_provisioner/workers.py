@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE = 5.0
-"""Seconds without work after which a thread ends."""
+"""Seconds without work until a thread ends."""
 
 
 class Workers:
@@ -32,7 +32,7 @@ class Workers:
         self.reset()
 
     def reset(self) -> None:
-        """Start without threads and jobs. Called by the constructor, and in a forked child, where no thread exists."""
+        """Forget all threads and jobs. Called by the constructor, and in a forked child, which has no threads."""
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: set[threading.Thread] = set()
@@ -65,7 +65,7 @@ class Workers:
         return await asyncio.wrap_future(self.submit(partial(context.run, function, *args, **kwargs)))
 
     def retire(self) -> None:
-        """End the idle threads and wait for that, 1 second each. Busy threads end after their work."""
+        """End the idle threads and wait up to 1 second for each. Busy threads end after their work."""
         with self._changed:
             idle, self._retiring = list(self._idle), True
             self._changed.notify_all()
@@ -96,7 +96,7 @@ class Workers:
 
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end and return its result. If the caller is cancelled, CancelledError is raised only then."""
+    """Run ``work`` to its end and return its result. A cancellation of the caller takes effect only after the end."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -23,7 +23,7 @@ from jupyter_client.manager import KernelManager
 from kernel_templates import have_template
 from kernels import Notebook, Open
 from leftovers import leftovers
-from servers import READY, Server, lend_templates
+from servers import READY, Server, link_templates
 from traitlets import TraitError
 
 from sandbox_provisioner.errors import SandboxError
@@ -98,13 +98,13 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage() -> None:
-    """Collect the garbage of other modules, so that it is not counted as this one's."""
+    """Collect the garbage of other test modules, so that it does not affect measurements in this one."""
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def gcs_process() -> Iterator[GCS]:
-    """A server that speaks GCS's JSON API, for all tests of this run."""
+    """An emulated Google Cloud Storage for all tests of this run."""
     server = GCS()
     yield server
     server.close()
@@ -112,7 +112,7 @@ def gcs_process() -> Iterator[GCS]:
 
 @pytest.fixture
 def gcs(gcs_process: GCS, monkeypatch: pytest.MonkeyPatch) -> Iterator[GCS]:
-    """That server with an empty bucket and no faults; STORAGE_EMULATOR_HOST is set."""
+    """The emulated Google Cloud Storage with an empty bucket and without faults. Sets STORAGE_EMULATOR_HOST."""
     gcs_process.reset()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_process.url)
     yield gcs_process
@@ -139,7 +139,7 @@ def spec() -> BundleSpec:
 
 
 @pytest.fixture
-def open_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def unprotected_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start sandboxes whose PID 1 does not keep other processes from its pipe, as in images of older versions."""
     guest = tmp_path / "guest"
     shutil.copytree(bundle.GUEST, guest)
@@ -149,7 +149,7 @@ def open_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def notebook_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that kernels work in."""
+    """The folder of notebooks, in which kernels work."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -158,7 +158,7 @@ def notebook_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def kernelspecs(tmp_path: Path) -> KernelSpecManager:
-    """Kernelspecs of this test alone, beside those of the environment."""
+    """A manager of kernelspecs with an own folder for this test, in addition to those of the environment."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     manager = KernelSpecManager()
@@ -210,9 +210,9 @@ def start_kernel(
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Jupyter's data folder of this test alone."""
+    """An own data folder of Jupyter for this test."""
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
-    lend_templates(tmp_path / "data")
+    link_templates(tmp_path / "data")
     return tmp_path / "data"
 
 

@@ -1,4 +1,4 @@
-"""Makes the blocking client, client/_sync.py, from the asynchronous one, client/_async.py: one source, two clients.
+"""Make the blocking client, client/_sync.py, from the asynchronous one, client/_async.py: one source, two clients.
 
 ``python tools/unasync.py`` writes it; ``--check`` fails if it is not what would be written.
 """
@@ -26,7 +26,7 @@ WORDS = (
 
 
 def unasync(source: str) -> str:
-    """The same program without a loop."""
+    """Return the blocking version of the program."""
     for pattern, replacement in WORDS:
         source = re.sub(pattern, replacement, source)
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"]
@@ -34,7 +34,7 @@ def unasync(source: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the blocking client, or check it; returns the exit status."""
+    """Write the blocking client, or check it, and return the exit status."""
     made = unasync(SOURCE.read_text())
     if "--check" not in arguments:
         TARGET.write_text(made)

@@ -22,10 +22,11 @@ from ..gvisor.runtime_dir import sweep
 from ..sandbox.user_sandboxes import Persistence
 from ..setup import doctor, kernelspecs, runsc_install
 from ..setup.progress import Progress
-from . import kernels, sandboxes, templates
+from . import kernels, plain_notebooks, sandboxes, templates
 from .exit_codes import HELP as EXIT_HELP
 from .exit_codes import exit_status
 from .output import reported, warn
+from .targets import StorageTimeoutError
 
 ABOUT = "Jupyter kernels inside gVisor sandboxes."
 COMPLETION_HELP = """
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    words, command = _divide(sys.argv[1:] if argv is None else argv)
+    words, command = _split_exec(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(words)
     if command:
         arguments.command = [*arguments.command, *command]
@@ -71,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except StorageTimeoutError as error:
+        warn(error)
+        sys.stdout.flush()
+        os._exit(exit_status(error))  # at a normal exit, Python would wait for the threads that wait for the storage
     except (SandboxError, OSError) as error:
         warn(error)
         return exit_status(error)
@@ -79,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _divide(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def _split_exec(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Return our own arguments, and the command of ``exec``, in which argparse would look for options."""
     if argv[:1] == ["exec"] and "--" in argv:
         end = list(argv).index("--")
@@ -87,7 +92,7 @@ def _divide(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return argv, ()
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
@@ -109,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     sandboxes.add_commands(commands)
     kernels.add_commands(commands)
     templates.add_commands(commands)
+    plain_notebooks.add_commands(commands)
     return parser
 
 
@@ -182,7 +188,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def run_setup(arguments: argparse.Namespace) -> int:
     """Run ``jupyter sandbox setup`` and return its exit status."""
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     progress = Progress(sys.stdout)
     kernels_folder = kernelspecs.kernels_folder(arguments.sys_prefix)
     if arguments.remove:
@@ -197,7 +203,7 @@ def run_setup(arguments: argparse.Namespace) -> int:
         step.result = doctor.check_namespaces().finding
     with reported(progress, "Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
-    prove_runsc(runsc, progress)
+    test_runsc(runsc, progress)
     return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
 
 
@@ -228,7 +234,7 @@ def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Pa
     return used
 
 
-def prove_runsc(runsc: Runsc, progress: Progress) -> None:
+def test_runsc(runsc: Runsc, progress: Progress) -> None:
     """Test this runsc: start, checkpoint and restore a real sandbox. Raises SandboxError if a step fails."""
     from ..setup.self_test import run_self_test
 
@@ -269,7 +275,3 @@ def remove(folder: Path, names: Sequence[str], progress: Progress) -> int:
     if not removed:
         progress.say(f"Nothing to remove in {folder}.")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,23 +7,27 @@ snapshots, no server is needed.
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from ..client import Exit, SandboxClient
-from ..errors import SandboxError
+from ..errors import ConfigurationError, NotebookInUseError, SandboxError
 from ..persistence.records import SandboxRecord
+from ..sandbox.listing import look
 from ..sandbox.model import NamedState, Sandbox, encode
+from ..sandbox.registry import Facts
 from ..sandbox.user_sandboxes import Persistence
 from . import completion
 from .exit_codes import exit_status
-from .forks import fork
 from .options import Commands, add_id, add_ids, add_reach, name, span
 from .output import as_json, print_json, print_named, say, size, warn
 from .progress import watched
-from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, reach
+from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, placed, reach
 
 EXEC_HELP = (
     "run a command beside the kernel; write it after `--`. The command has no input. It is killed if `exec` ends, and "
@@ -35,20 +39,20 @@ Change = Callable[[SandboxClient, str], Sandbox]
 
 
 @dataclass(frozen=True)
-class Named:
+class SavedKind:
     """The texts and functions by which the commands ``savepoint`` and ``snapshot`` differ."""
 
     word: str
     about: str
     states: Callable[[Sandbox], Sequence[NamedState]]
-    make: Callable[[SandboxClient, str, str], NamedState]
+    create: Callable[[SandboxClient, str, str], NamedState]
     delete: Callable[[SandboxClient, str, str], None]
-    drop: Callable[[Persistence, SandboxRecord, str], None]
+    delete_stored: Callable[[Persistence, SandboxRecord, str], None]
     completer: completion.Offer
 
 
-NAMED = (
-    Named(
+SAVED_KINDS = (
+    SavedKind(
         "savepoint",
         "save a kernel's current memory",
         lambda sandbox: sandbox.savepoints,
@@ -57,7 +61,7 @@ NAMED = (
         Persistence.drop_savepoint,
         completion.savepoints,
     ),
-    Named(
+    SavedKind(
         "snapshot",
         "save the files that a sandbox wrote outside the notebook's folder",
         lambda sandbox: sandbox.snapshots,
@@ -86,8 +90,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     add_id(exec_)
     exec_.add_argument("command", nargs="*", metavar="COMMAND", help="the command and its arguments")
     exec_.set_defaults(usage_error=exec_.error, interrupted="the command was interrupted, too.")
-    for what in NAMED:
-        _add_named(commands, what)
+    for kind in SAVED_KINDS:
+        _add_saved_kind(commands, kind)
     about = "rewind a kernel to a savepoint; its current state is first saved as another savepoint"
     rewind = add_reach(commands, "rewind", run_rewind, about)
     add_id(rewind)
@@ -103,14 +107,14 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     fork_.add_argument("--notebook", metavar="PATH", help=about)
 
 
-def _add_named(commands: Commands[argparse.ArgumentParser], what: Named) -> None:
-    word, about = what.word, f"{what.about} under a name; without a name, list the {what.word}s"
-    parser = add_reach(commands, word, partial(_run_named, what), about)
+def _add_saved_kind(commands: Commands[argparse.ArgumentParser], kind: SavedKind) -> None:
+    word, about = kind.word, f"{kind.about} under a name; without a name, list the {kind.word}s"
+    parser = add_reach(commands, word, partial(_run_saved_kind, kind), about)
     add_id(parser)
     one = parser.add_mutually_exclusive_group()
     one.add_argument("name", nargs="?", metavar="NAME", type=name, help=f"name of the new {word}")
     delete = one.add_argument("--delete", metavar="NAME", type=name, help=f"delete this {word}")
-    completion.offer(delete, what.completer)
+    completion.offer(delete, kind.completer)
 
 
 def run_hibernate(arguments: argparse.Namespace) -> int:
@@ -124,7 +128,7 @@ def run_wake(arguments: argparse.Namespace) -> int:
 
 
 def awake_for(text: str) -> float | None:
-    """Return the seconds to keep a kernel awake: None for no limit, 0 to stop that. Raises ArgumentTypeError."""
+    """Return the seconds to keep a kernel awake: None for no limit, 0 for not at all. Raises ArgumentTypeError."""
     return {"on": None, "off": 0.0}[text] if text in ("on", "off") else span(text).total_seconds()
 
 
@@ -187,44 +191,44 @@ def run_exec(arguments: argparse.Namespace) -> int:
     raise AssertionError("the output of a command ends with its exit status")
 
 
-def _run_named(what: Named, arguments: argparse.Namespace) -> int:
+def _run_saved_kind(kind: SavedKind, arguments: argparse.Namespace) -> int:
     with reach(arguments) as reached:
         (found,) = reached.find(arguments.ids)
         if arguments.name:
-            return _keep(what, arguments, found, reached.server_of(found))
+            return _create(kind, arguments, found, reached.server_of(found))
         if arguments.delete:
-            return _drop(what, arguments, reached, found)
+            return _delete(kind, arguments, reached, found)
         if found.sandbox.state in UNREAD:
             raise UnreadSandboxError(found.sandbox)
-        states = what.states(found.sandbox)
+        states = kind.states(found.sandbox)
         if arguments.json:
             print_json({"items": [encode(state) for state in states]})
         elif states:
             print_named(states)
         else:
-            say(f"No {what.word}s.")
+            say(f"No {kind.word}s.")
     return 0
 
 
-def _keep(what: Named, arguments: argparse.Namespace, found: Found, server: Server) -> int:
-    with watched(arguments, f"{what.word.capitalize()} {arguments.name} of", found, server) as step:
-        made = what.make(server.client, found.sandbox.id, arguments.name)
-        step.result = size(made.size)
+def _create(kind: SavedKind, arguments: argparse.Namespace, found: Found, server: Server) -> int:
+    with watched(arguments, f"{kind.word.capitalize()} {arguments.name} of", found, server) as step:
+        created = kind.create(server.client, found.sandbox.id, arguments.name)
+        step.result = size(created.size)
     if arguments.json:
-        print_json(encode(made))
+        print_json(encode(created))
     return 0
 
 
-def _drop(what: Named, arguments: argparse.Namespace, reached: Reach, found: Found) -> int:
+def _delete(kind: SavedKind, arguments: argparse.Namespace, reached: Reach, found: Found) -> int:
     if found.server:
-        what.delete(found.server.client, found.sandbox.id, arguments.delete)
+        kind.delete(found.server.client, found.sandbox.id, arguments.delete)
     else:
         assert reached.storage and found.record
-        what.drop(reached.storage, found.record, arguments.delete)
+        kind.delete_stored(reached.storage, found.record, arguments.delete)
     if arguments.json:
         print_json({"deleted": arguments.delete})
     else:
-        say(f"Deleted {what.word} {arguments.delete}.")
+        say(f"Deleted {kind.word} {arguments.delete}.")
     return 0
 
 
@@ -246,8 +250,52 @@ def run_fork(arguments: argparse.Namespace) -> int:
     with reach(arguments) as reached:
         (found,) = reached.find(arguments.ids)
         with watched(arguments, "Fork", found, reached.any_server(found)) as step:
-            made = fork(reached, found, arguments.savepoint or "", arguments.notebook or "")
-            step.result = f"{made.sandbox.state}, {made.title}"
+            created = _fork(reached, found, arguments.savepoint or "", arguments.notebook or "")
+            step.result = f"{created.sandbox.state}, {created.title}"
         if arguments.json:
-            print_json(as_json(made))
+            print_json(as_json(created))
     return 0
+
+
+def _fork(reached: Reach, found: Found, savepoint: str, notebook: str) -> Found:
+    """Create a sandbox with the memory of ``found`` and return it.
+
+    ``notebook`` is a path on this machine, or relative to the root folder of a server given with ``--server``.
+    """
+    server = reached.any_server(found)
+    if server:
+        path = _below_root(server, notebook) if notebook else None
+        forked = server.client.fork(found.sandbox.id, savepoint or None, path)
+        return Found(placed(forked, None, server), server=server)
+    assert reached.storage and found.record
+    return _fork_stored(reached.storage, found.record, savepoint, os.path.abspath(notebook) if notebook else "")
+
+
+def _below_root(server: Server, notebook: str) -> str:
+    """Return a notebook's path relative to the server's root folder. Raises ConfigurationError if it is outside."""
+    if not server.root_dir:
+        return notebook
+    path = os.path.relpath(os.path.realpath(notebook), os.path.realpath(server.root_dir))
+    if path.split(os.sep)[0] == os.pardir:
+        problem = f"{os.path.abspath(notebook)} is outside {server.root_dir}, the root folder of {server.client.url}."
+        raise ConfigurationError("notebook", problem, "Choose a notebook in that folder.")
+    return path
+
+
+def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, notebook: str) -> Found:
+    if notebook and not os.path.isdir(os.path.dirname(notebook)):
+        raise SandboxError(f"The folder of {notebook} does not exist.", "Create it first.")
+    present = storage.registry.find_notebook(notebook, record.kernel_name) if notebook else ()
+    if present:
+        raise NotebookInUseError(notebook, f"the sandbox {present[0].id}")
+    facts = Facts(kernel_name=record.kernel_name, settings=record.settings, notebook_path=notebook)
+    new = storage.registry.allocate(storage.stores, **facts)
+    try:
+        storage.fork(record, new, savepoint)
+        if notebook and os.path.exists(record.notebook_path) and not os.path.exists(notebook):
+            shutil.copyfile(record.notebook_path, notebook)
+    except BaseException:
+        with suppress(SandboxError):
+            storage.registry.delete(new.id, storage.destroy)
+        raise
+    return Found(look(storage, [new])[0].sandbox, new)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from .._text import indented, one_line
 from ..errors import SandboxError
 from ..sandbox.model import NamedState, encode
 from ..setup.progress import Progress, Step
@@ -27,10 +28,9 @@ def print_sandboxes(found: Sequence[Found]) -> None:
     rows = []
     for each in found:
         sandbox = each.sandbox
-        used = ago(sandbox.last_used)
-        place = sandbox.notebook_path or ""
         state = f"{sandbox.state}, busy" if sandbox.busy else sandbox.state
-        rows.append((sandbox.id[:length], state, size(sandbox.size), used, sandbox.kernel_name, place))
+        used, notebook = ago(sandbox.last_used), sandbox.notebook_path or ""
+        rows.append((sandbox.id[:length], state, size(sandbox.size), used, sandbox.kernel_name, notebook))
     print_table(("ID", "STATE", "SIZE", "USED", "KERNEL", "NOTEBOOK"), rows)
 
 
@@ -123,12 +123,12 @@ def print_json(value: Any) -> None:
 
 def say(line: str) -> None:
     """Print a line of text, with escapes for characters that the terminal's encoding does not have."""
-    print(plain(line).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
+    print(one_line(line).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
 
 
 def warn(problem: object) -> None:
     """Print a problem to stderr, with all lines but the first indented, so that none can look like another message."""
-    print("jupyter sandbox:", "\n  ".join(map(plain, str(problem).splitlines())), file=sys.stderr)
+    print("jupyter sandbox:", indented(str(problem)), file=sys.stderr)
 
 
 @contextmanager
@@ -143,8 +143,3 @@ def reported(progress: Progress, title: str) -> Iterator[Step]:
             raise SandboxError("failed") from error
     if reason:
         raise reason
-
-
-def plain(line: str) -> str:
-    """Return the line with every unprintable character, such as a terminal's escape, replaced by ``?``."""
-    return "".join(character if character.isprintable() else "?" for character in line)

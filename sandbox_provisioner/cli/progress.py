@@ -10,38 +10,33 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from .._text import one_line
 from ..client import AsyncSandboxClient
 from ..errors import SandboxError
-from ..events import EVENT_BUS, Entry, EventKind
-from ..setup.progress import Note, Progress, Step
-from .output import SHORT_ID, plain, reported, size
+from ..events import EventKind
+from ..setup.progress import Progress, Step
+from .output import SHORT_ID, reported, size
 from .targets import Found, Server
 
 WIDTH = 20
 """Characters of the bar."""
-
-Moved = Callable[[int], None]
-"""Called with the number of bytes that have been moved so far."""
 
 
 @contextmanager
 def watched(
     arguments: argparse.Namespace, verb: str, found: Found, server: Server | None, total: int | None = None
 ) -> Iterator[Step]:
-    """Run the block as a step that shows the progress of ``server``, or of this process if None.
+    """Run the block as a step that shows the progress of ``server``, if any.
 
     ``total`` is the number of bytes to move, if known.
     """
     progress = Progress(sys.stderr if arguments.json else sys.stdout)
-    sandbox_id = found.sandbox.sandbox_id
     name = os.path.basename(found.sandbox.notebook_path or "")
-    title = plain(f"{verb} {found.sandbox.id[:SHORT_ID]} {name}".rstrip())
+    title = one_line(f"{verb} {found.sandbox.id[:SHORT_ID]} {name}".rstrip())
     with reported(progress, title) as step, ExitStack() as stack:
-        moved = _noter(step.note, total)
         if server:
-            stack.enter_context(_server_watched(server, sandbox_id, moved))
-        else:
-            stack.callback(EVENT_BUS.subscribe(lambda entry: _on_entry(entry, sandbox_id, moved)))
+            events = _show_events(server, found.sandbox.sandbox_id, lambda done: step.note(bar(done, total)))
+            stack.enter_context(events)
         yield step
 
 
@@ -54,20 +49,14 @@ def bar(done: int, total: int | None) -> str:
     return f"[{'#' * filled}{'.' * (WIDTH - filled)}] {part:.0%} of {size(total)}"
 
 
-def _noter(note: Note, total: int | None) -> Moved:
-    return lambda done: note(bar(done, total))
-
-
-def _on_entry(entry: Entry, sandbox_id: str, moved: Moved) -> None:
-    if entry.what == EventKind.PROGRESS and entry.sandbox_id == sandbox_id:
-        moved(entry.size or 0)
-
-
 @contextmanager
-def _server_watched(server: Server, sandbox_id: str, moved: Moved) -> Iterator[None]:
-    """Follow a server's events in a thread while the block runs. Failure to follow them is ignored."""
+def _show_events(server: Server, sandbox_id: str, show: Callable[[int], None]) -> Iterator[None]:
+    """Follow a server's events in a thread while the block runs; call ``show`` with the bytes that have been moved.
+
+    Errors of the event stream are ignored.
+    """
     loop = asyncio.new_event_loop()
-    task = loop.create_task(_follow(server.client.url, server.client.token, sandbox_id, moved))
+    task = loop.create_task(_follow(server.client.url, server.client.token, sandbox_id, show))
     thread = threading.Thread(target=_run, args=(loop, task), daemon=True)
     thread.start()
     try:
@@ -87,8 +76,8 @@ def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
         loop.close()
 
 
-async def _follow(url: str, token: str, sandbox_id: str, moved: Moved) -> None:
+async def _follow(url: str, token: str, sandbox_id: str, show: Callable[[int], None]) -> None:
     async with AsyncSandboxClient(url, token) as client:
         async for event in client.events():
             if event.what == EventKind.PROGRESS and event.id == sandbox_id:
-                moved(event.size or 0)
+                show(event.size or 0)

@@ -128,7 +128,7 @@ def _revert(reached: Reach, found: Found) -> str:
 
 
 @dataclass(frozen=True)
-class Gone:
+class Deletion:
     """The outcome of deleting a sandbox: the ``freed`` bytes, or the ``error`` if it was not deleted."""
 
     id: str
@@ -144,7 +144,7 @@ def run_delete(arguments: argparse.Namespace) -> int:
         return _report([_delete(reached, each, arguments.unverified) for each in found], arguments.json)
 
 
-def _delete(reached: Reach, found: Found, unverified: bool) -> Gone:
+def _delete(reached: Reach, found: Found, unverified: bool) -> Deletion:
     try:
         if found.server:
             freed = found.server.client.delete(found.sandbox.id, unverified).freed
@@ -153,8 +153,8 @@ def _delete(reached: Reach, found: Found, unverified: bool) -> Gone:
             destroy = partial(reached.storage.destroy, unverified=unverified)
             freed = reached.storage.registry.delete(found.record.id, destroy)
     except SandboxError as error:
-        return Gone(found.sandbox.id, found.title, error=error)
-    return Gone(found.sandbox.id, found.title, freed)
+        return Deletion(found.sandbox.id, found.title, error=error)
+    return Deletion(found.sandbox.id, found.title, freed)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -168,15 +168,15 @@ def run_prune(arguments: argparse.Namespace) -> int:
         return _report(_prune(reached, stale, arguments), arguments.json)
 
 
-def _prune(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespace) -> Sequence[Gone]:
+def _prune(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespace) -> Sequence[Deletion]:
     """Delete the sandboxes that only a server knows through that server, and the others through the registry."""
-    gone = [_delete(reached, each, arguments.unverified) for each in stale if each.server]
+    deletions = [_delete(reached, each, arguments.unverified) for each in stale if each.server]
     if reached.storage:
         titles = {each.record.id: each.title for each in stale if each.record and not each.server}
         destroy = partial(reached.storage.destroy, unverified=arguments.unverified)
-        removals = reached.storage.registry.prune(arguments.older_than, destroy, titles)
-        gone += [Gone(str(each.record.id), titles[each.record.id], each.freed, each.error) for each in removals]
-    return gone
+        pruned = reached.storage.registry.prune(arguments.older_than, destroy, titles)
+        deletions += [Deletion(str(each.record.id), titles[each.record.id], each.freed, each.error) for each in pruned]
+    return deletions
 
 
 def _prunable(found: Found, older_than: timedelta) -> bool:
@@ -192,8 +192,8 @@ def _preview(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespa
         print_json({"would_delete": [as_json(each) for each in found], "would_keep": kept})
     else:
         for each in found:
-            doubt = f", unless the server refuses: {each.sandbox.problem}" if _doubtful(each) else ""
-            say(f"Would delete {each.title}, {each.sandbox.state}, {size(each.sandbox.size)}{doubt}")
+            condition = f", unless the server refuses: {each.sandbox.problem}" if _server_decides(each) else ""
+            say(f"Would delete {each.title}, {each.sandbox.state}, {size(each.sandbox.size)}{condition}")
         for each in stale:
             if each.sandbox.id in refused:
                 say(f"Would not delete {each.title}, {each.sandbox.state}: the deletion would be refused")
@@ -216,24 +216,24 @@ def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | N
     return None
 
 
-def _doubtful(found: Found) -> bool:
-    """Return True if a server that could not read a sandbox decides whether it is deleted."""
+def _server_decides(found: Found) -> bool:
+    """Return True if a server will decide whether to delete the sandbox, because the server could not read it."""
     return found.server is not None and found.sandbox.state in UNREAD
 
 
-def _report(outcomes: Sequence[Gone], json: bool) -> int:
+def _report(outcomes: Sequence[Deletion], json: bool) -> int:
     """Print the deleted sandboxes and the failures, and return the exit status."""
-    gone = [each for each in outcomes if each.error is None]
+    removed = [each for each in outcomes if each.error is None]
     errors = {each.id: each.error for each in outcomes if each.error}
-    freed = sum(each.freed for each in gone)
+    freed = sum(each.freed for each in removed)
     if json:
-        deleted = [{"id": each.id, "freed": each.freed} for each in gone]
+        deleted = [{"id": each.id, "freed": each.freed} for each in removed]
         kept = [{"id": identity, "problem": str(error)} for identity, error in errors.items()]
         print_json({"deleted": deleted, "kept": kept, "freed": freed})
     else:
-        for each in gone:
+        for each in removed:
             say(f"Deleted {each.title}: {size(each.freed)}")
-        say(f"{count(len(gone), 'sandbox')} deleted, {size(freed)} freed.")
+        say(f"{count(len(removed), 'sandbox')} deleted, {size(freed)} freed.")
     for error in errors.values():
         warn(error)
     return max(map(exit_status, errors.values()), default=0)

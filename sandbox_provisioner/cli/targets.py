@@ -11,20 +11,23 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ..client import NoServerError, ProblemError, SandboxClient, running_servers
-from ..errors import SandboxError, UnreadableRecordError
+from ..errors import SandboxError, UnknownSandboxError, UnreadableRecordError
 from ..errors.kinds import Kind
 from ..persistence.records import SandboxRecord
-from ..sandbox.listing import look
+from ..sandbox.listing import StoredSandbox, look
 from ..sandbox.lookup import look_up
 from ..sandbox.model import Sandbox
 from ..sandbox.registry import Listing
 from ..sandbox.user_sandboxes import Persistence
+from ..setup.timeouts import call_within
 
-PATIENCE = 10.0
+SERVER_TIMEOUT = 10.0
 """Timeout in seconds for servers that were found, not given with ``--server``."""
+STORAGE_TIMEOUT = 60.0
+"""Seconds in which storage must describe the sandboxes that a command names."""
 
 UNREAD = ("elsewhere", "unknown")
 """The states of a sandbox whose document could not be read."""
@@ -36,6 +39,17 @@ class UnreadSandboxError(SandboxError, kind=Kind.UNREACHABLE):
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
         super().__init__(sandbox.problem or f"Sandbox {sandbox.id} is {sandbox.state}: its document could not be read.")
+
+
+class StorageTimeoutError(SandboxError, kind=Kind.UNREACHABLE):
+    """Storage did not describe sandboxes in time. A thread of this process still waits for it."""
+
+    def __init__(self, sandboxes: Iterable[SandboxRecord]) -> None:
+        places = ", ".join(sorted({f"{record.storage}, {record.where}" for record in sandboxes}))
+        super().__init__(
+            f"The storage ({places}) did not answer within {STORAGE_TIMEOUT:g} s.",
+            "Check the network, or the mounted folder, and try again.",
+        )
 
 
 class NoKernelError(SandboxError, kind=Kind.WRONG_STATE):
@@ -79,7 +93,7 @@ class Found:
         return f"{self.sandbox.id} ({about})" if about else self.sandbox.id
 
     def after(self, sandbox: Sandbox, server: Server) -> Found:
-        """Return it with the new state that ``server`` reported."""
+        """Return this sandbox in the state that ``server`` reported."""
         return Found(placed(sandbox, self.record, server), self.record, server)
 
 
@@ -118,7 +132,7 @@ class Reach:
 
     def all(self) -> Sequence[Found]:
         """Return all sandboxes, the last used first."""
-        found = self._look({**self._records, **self._on_servers})
+        found = self._read({**self._records, **self._on_servers})
         return sorted(found, key=lambda each: each.sandbox.last_used, reverse=True)
 
     def find(self, wanted: Iterable[str]) -> Sequence[Found]:
@@ -128,11 +142,17 @@ class Reach:
         """
         on_servers = {identity: each.sandbox for identity, each in self._on_servers.items()}
         known: Mapping[str, SandboxRecord | Sandbox] = {**self._records, **on_servers}
-        found = [look_up(each, known.values(), self.unreadable) for each in wanted]
-        return self._look(dict.fromkeys(str(each.id) for each in found))
+        try:
+            found = [look_up(each, known.values(), self.unreadable) for each in wanted]
+        except UnknownSandboxError as error:
+            raise UnknownSandboxError(error.wanted, [_with_notebook(each) for each in known.values()]) from error
+        return self._read(dict.fromkeys(str(each.id) for each in found), STORAGE_TIMEOUT)
 
     def server_of(self, found: Found) -> Server:
-        """Return the server that has its kernel. Raises NoServerError if none runs, NoKernelError if none has it."""
+        """Return the server that has the sandbox's kernel.
+
+        Raises NoServerError if no server runs, and NoKernelError if no server has the kernel.
+        """
         if found.server:
             return found.server
         if not self.servers:
@@ -142,14 +162,14 @@ class Reach:
         raise NoKernelError(found.sandbox)
 
     def starter_of(self, found: Found) -> Server:
-        """Return the server that has its kernel, or one that can start it. Raises NoServerError without one."""
+        """Return the server that has the sandbox's kernel, or one that can start it. Raises NoServerError."""
         if server := self.any_server(found):
             return server
         self._raise_server_error()
         raise NoServerError(f"None of your Jupyter Servers on this machine can start sandbox {found.sandbox.id}.")
 
     def any_server(self, found: Found) -> Server | None:
-        """Return the server that has its kernel, or one that lists it; or None."""
+        """Return the server that has the sandbox's kernel, or else a server that lists the sandbox, or else None."""
         return found.server or next((server for server in self.servers if server.knows(found.sandbox.id)), None)
 
     def _raise_server_error(self) -> None:
@@ -157,13 +177,18 @@ class Reach:
         if self.server_errors:
             raise self.server_errors[0]
 
-    def _look(self, ids: Iterable[str]) -> list[Found]:
-        """Return these sandboxes in order, from servers, else from storage."""
+    def _read(self, ids: Iterable[str], timeout: float | None = None) -> list[Found]:
+        """Return these sandboxes in order, from servers, else from storage. Raises StorageTimeoutError."""
         ids = list(ids)
-        kept = [self._records[identity] for identity in ids if identity not in self._on_servers]
-        listed = look(self.storage, kept) if self.storage and kept else []
-        seen = {found.sandbox.id: Found(found.sandbox, found.record) for found in listed}
-        return [self._on_servers.get(identity) or seen[identity] for identity in ids]
+        records = [self._records[identity] for identity in ids if identity not in self._on_servers]
+        listed: Sequence[StoredSandbox] = ()
+        if self.storage and records:
+            try:
+                listed = call_within(timeout, partial(look, self.storage, records))
+            except TimeoutError:
+                raise StorageTimeoutError(records) from None
+        stored = {found.sandbox.id: Found(found.sandbox, found.record) for found in listed}
+        return [self._on_servers.get(identity) or stored[identity] for identity in ids]
 
 
 @contextmanager
@@ -186,7 +211,7 @@ def _connect(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[S
     servers: list[Server] = []
     server_errors: list[SandboxError] = []
     for running in running_servers():
-        client = stack.enter_context(SandboxClient(running.url, running.token or token, PATIENCE))
+        client = stack.enter_context(SandboxClient(running.url, running.token or token, SERVER_TIMEOUT))
         try:
             servers.append(Server(client, running.root_dir, client.list()))
         except ProblemError as error:
@@ -195,6 +220,10 @@ def _connect(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[S
         except SandboxError as error:
             server_errors.append(error)
     return servers, server_errors
+
+
+def _with_notebook(sandbox: SandboxRecord | Sandbox) -> str:
+    return f"{sandbox.id} ({sandbox.notebook_path})" if sandbox.notebook_path else str(sandbox.id)
 
 
 def placed(sandbox: Sandbox, record: SandboxRecord | None, server: Server) -> Sandbox:

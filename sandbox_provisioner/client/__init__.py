@@ -1,6 +1,6 @@
 """Python client of the REST API: ``SandboxClient`` blocks; ``AsyncSandboxClient`` is for asyncio programs."""
 
-from ..sandbox.model import Capabilities, Deleted, NamedState, Rewound, Sandbox, State, Stored
+from ..sandbox.model import Capabilities, Deleted, NamedState, PlainNotebook, Rewound, Sandbox, State, Stored
 from ._async import AsyncSandboxClient
 from ._sync import SandboxClient
 from .discovery import RunningServer, running_servers
@@ -18,6 +18,7 @@ __all__ = [
     "NamedState",
     "NoServerError",
     "Output",
+    "PlainNotebook",
     "ProblemError",
     "Reference",
     "Rewound",

@@ -19,6 +19,8 @@ from ..sandbox.model import (
     Deleted,
     NamedState,
     NamedStates,
+    PlainNotebook,
+    PlainNotebooks,
     Rewound,
     Sandbox,
     SandboxPage,
@@ -184,6 +186,19 @@ class AsyncSandboxClient:
     async def delete_snapshot(self, id: str, name: str) -> None:
         """Delete a file snapshot."""
         await self._send("DELETE", _path(id, "snapshots", name))
+
+    async def plain_notebooks(self) -> Sequence[PlainNotebook]:
+        """Return the notebooks that ran in a sandbox and for which a kernel without a sandbox is allowed."""
+        return (await self._ask(PlainNotebooks, "GET", "plain-notebooks")).items
+
+    async def allow_plain(self, notebook_path: str, kernel_name: str) -> PlainNotebook:
+        """Allow a kernel without a sandbox for a notebook, until the notebook runs in a sandbox again."""
+        body = {"notebook_path": notebook_path, "kernel_name": kernel_name}
+        return await self._ask(PlainNotebook, "PUT", "plain-notebooks", body)
+
+    async def revoke_plain(self, notebook_path: str) -> None:
+        """Revoke the permission for a notebook."""
+        await self._send("DELETE", "plain-notebooks", query={"notebook_path": notebook_path})
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield the events of the server's sandboxes from now on, without end."""

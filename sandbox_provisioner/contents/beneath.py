@@ -11,13 +11,13 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 
 from ..gvisor.mounts import within
-from .entries import SAFE, AccessRefused, Place, copy_entry, kind_of, remove_entry, special
+from .entries import SAFE, AccessRefused, Place, copy_entry, not_a_file, remove_entry, type_and_target
 from .links import LinkRules
 
-TRIES = 100
+MAX_ATTEMPTS = 100
 """Maximum attempts to open a file that is repeatedly replaced by a link."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -33,15 +33,12 @@ class Beneath:
     def __init__(self, rules: LinkRules, share: Callable[[Iterable[str]], None] = lambda folders: None) -> None:
         self._rules = rules
         self._share = share
-        self.name = self._rules.name
-
-    def locate(self, path: str, *, follow: bool = True, write: bool = False) -> AbstractContextManager[Place]:
-        """Yield the place of ``path``, as ``LinkRules.locate`` does."""
-        return self._rules.locate(path, follow=follow, write=write)
+        self.name = rules.name
+        self.locate = rules.locate
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         """Open a regular file or a folder. Raises AccessRefused for anything else; never blocks on a FIFO."""
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             with self.locate(path, write=bool(flags & WRITING)) as place:
                 try:
                     found = os.open(place.name, flags | SAFE | os.O_NONBLOCK | os.O_NOCTTY, mode, dir_fd=place.folder)
@@ -49,23 +46,23 @@ class Beneath:
                     if error.errno == errno.ELOOP:
                         continue
                     if error.errno == errno.ENXIO:
-                        raise AccessRefused(special(path)) from None
+                        raise AccessRefused(not_a_file(path)) from None
                     error.filename = path
                     raise
-            if not _ordinary(os.fstat(found)):
+            if not _is_file_or_folder(os.fstat(found)):
                 os.close(found)
-                raise AccessRefused(special(path))
+                raise AccessRefused(not_a_file(path))
             return found
         raise AccessRefused(f"{path} is repeatedly replaced by a link.")
 
     def stat(self, path: str) -> os.stat_result:
         """Return the status of a file or folder, with links followed. Raises AccessRefused for anything else."""
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             with self.locate(path) as place:
                 found = place.stat()
             if not stat.S_ISLNK(found.st_mode):
-                if not _ordinary(found):
-                    raise AccessRefused(special(path))
+                if not _is_file_or_folder(found):
+                    raise AccessRefused(not_a_file(path))
                 return found
         raise AccessRefused(f"{path} is repeatedly replaced by a link.")
 
@@ -89,11 +86,8 @@ class Beneath:
 
     def listdir(self, path: str) -> list[str]:
         """Return the names of a folder's entries."""
-        folder = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with self._open(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
             return os.listdir(folder)
-        finally:
-            os.close(folder)
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         """Make a folder."""
@@ -146,7 +140,7 @@ class Beneath:
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                with self._judged(old, new, remove_entry):
+                with self._checked_move(old, new, remove_entry):
                     copy_entry(old.folder, old.name, new.folder, new.name)
                 remove_entry(old.folder, old.name)
 
@@ -163,72 +157,72 @@ class Beneath:
 
     def copystat(self, source: str, target: str) -> None:
         """Copy a file's permissions and times."""
-        with self._opened(source) as old, self._opened(target, os.O_WRONLY) as new:
+        with self._open(source) as old, self._open(target, os.O_WRONLY) as new:
             shutil.copystat(f"/proc/self/fd/{old}", f"/proc/self/fd/{new}")
 
-    def copytree(self, source: str, target: str) -> None:
+    def copytree(self, source: str, target: str, linked: bool = False) -> None:
         """Copy a folder and its contents to a path that does not exist.
 
         A link to an accessible place is copied as that place's content, any other link as a link that stays bound to
-        its folder. Raises AccessRefused for an entry that is neither a file nor a folder nor a link.
+        its folder. In a folder that was reached through a link (``linked``), links to folders are copied as links:
+        a guest's links to their own folder would fill the disk otherwise. Raises AccessRefused for an entry that is
+        neither a file nor a folder nor a link.
         """
         names = self.listdir(source)
         self.mkdir(target)
         for name in names:
             old, new = os.path.join(source, name), os.path.join(target, name)
+            is_link = stat.S_ISLNK(self.lstat(old).st_mode)
             try:
-                kind = self.stat(old).st_mode
+                is_folder = stat.S_ISDIR(self.stat(old).st_mode)
             except (AccessRefused, FileNotFoundError):
                 self._copy_link(old, new)
                 continue
-            if stat.S_ISDIR(kind):
-                self.copytree(old, new)
+            if is_folder and is_link and linked:
+                self._copy_link(old, new)
+            elif is_folder:
+                self.copytree(old, new, linked or is_link)
             else:
                 self.copyfile(old, new)
                 self.copystat(old, new)
-        with self._opened(source) as before, self._opened(target) as after:
+        with self._open(source) as before, self._open(target) as after:
             shutil.copystat(f"/proc/self/fd/{before}", f"/proc/self/fd/{after}")
 
     def size(self, path: str) -> int:
         """Return the disk space that a folder's entries use, in bytes; links are not followed."""
         total = 0
-        top = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with self._open(path, os.O_RDONLY | os.O_DIRECTORY) as top:
             for _, folders, files, folder in os.fwalk(".", dir_fd=top):
                 for name in (*folders, *files):
-                    try:
+                    with suppress(FileNotFoundError):
                         total += os.stat(name, dir_fd=folder, follow_symlinks=False).st_blocks * 512
-                    except FileNotFoundError:
-                        continue
-        finally:
-            os.close(top)
         return total
 
     def _rename(self, old: Place, new: Place, rename: Callable[..., None]) -> None:
         def undo(folder: int, name: str) -> None:
             os.rename(name, old.name, src_dir_fd=folder, dst_dir_fd=old.folder)
 
-        with self._judged(old, new, undo):
+        with self._checked_move(old, new, undo):
             rename(old.name, new.name, src_dir_fd=old.folder, dst_dir_fd=new.folder)
 
     @contextmanager
-    def _judged(self, old: Place, new: Place, undo: Callable[[int, str], None]) -> Iterator[None]:
+    def _checked_move(self, old: Place, new: Place, undo: Callable[[int, str], None]) -> Iterator[None]:
         """Check an entry before the block moves it, and verify afterwards that the same entry was moved.
 
         Raises AccessRefused for a link that must not leave its folder. If a sandbox replaced the entry meanwhile, calls
         ``undo`` for the new place and raises AccessRefused.
         """
-        left, judged = self._rules.left_by_move(old.real, new.real), kind_of(old)
-        if left and stat.S_ISLNK(judged[0]):
-            self._rules.require_movable(judged[1], left, old, new)
-        elif stat.S_ISDIR(judged[0]):
+        area, before = self._rules.area_left(old.real, new.real), type_and_target(old)
+        if area and stat.S_ISLNK(before[0]):
+            self._rules.require_movable(before[1], area, old, new)
+        elif stat.S_ISDIR(before[0]):
             inside = [os.path.relpath(path, old.real) for path in self._rules.shared() if within(path, old.real)]
-            if left:
+            if area:
                 inside.append(".")
             self._share(os.path.normpath(os.path.join(new.real, path)) for path in inside)
         yield
         # Not checked if a sandbox can write to the new place: it may have replaced the entry there, which is allowed.
-        if left and self._rules.scope(os.path.dirname(new.real)).trusted and kind_of(new) != judged:
+        if area and self._rules.scope(os.path.dirname(new.real)).trusted and type_and_target(new) != before:
             undo(new.folder, new.name)
             raise AccessRefused(f"{old.real} was replaced by something else, perhaps a link, while it was moved.")
 
@@ -238,13 +232,14 @@ class Beneath:
             self.locate(target, follow=False, write=True) as new,
         ):
             if not stat.S_ISLNK(old.stat().st_mode):
-                raise AccessRefused(special(source))
-            if self._rules.left_by_move(old.real, new.real):
+                raise AccessRefused(not_a_file(source))
+            if self._rules.area_left(old.real, new.real):
                 self._share([os.path.dirname(new.real)])
             copy_entry(old.folder, old.name, new.folder, new.name)
 
     @contextmanager
-    def _opened(self, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+    def _open(self, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+        """Yield the descriptor of a file or folder, and close it after the block."""
         found = self.open(path, flags)
         try:
             yield found
@@ -252,5 +247,5 @@ class Beneath:
             os.close(found)
 
 
-def _ordinary(found: os.stat_result) -> bool:
+def _is_file_or_folder(found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)

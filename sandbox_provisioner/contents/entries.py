@@ -38,7 +38,7 @@ def copy_entry(folder: int, name: str, target_folder: int, target: str) -> None:
         os.symlink(os.readlink(name, dir_fd=folder), target, dir_fd=target_folder)
         return
     if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-        raise AccessRefused(special(name))
+        raise AccessRefused(not_a_file(name))
     old = os.open(name, os.O_RDONLY | SAFE | os.O_NONBLOCK, dir_fd=folder)
     try:
         if stat.S_ISDIR(kind):
@@ -51,7 +51,7 @@ def copy_entry(folder: int, name: str, target_folder: int, target: str) -> None:
                 for entry in os.listdir(old):
                     copy_entry(old, entry, new, entry)
             elif not stat.S_ISREG(os.fstat(old).st_mode):
-                raise AccessRefused(special(name))
+                raise AccessRefused(not_a_file(name))
             else:
                 with os.fdopen(os.dup(old), "rb") as reader, os.fdopen(os.dup(new), "wb") as writer:
                     shutil.copyfileobj(reader, writer)
@@ -70,7 +70,7 @@ def remove_entry(folder: int, name: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def kind_of(place: Place) -> tuple[int, str]:
+def type_and_target(place: Place) -> tuple[int, str]:
     """Return the type of an entry, and the target if it is a link."""
     try:
         return stat.S_IFLNK, os.readlink(place.name, dir_fd=place.folder)
@@ -80,6 +80,6 @@ def kind_of(place: Place) -> tuple[int, str]:
     return stat.S_IFMT(place.stat().st_mode), ""
 
 
-def special(path: str) -> str:
+def not_a_file(path: str) -> str:
     """Return the reason for refusing an entry that is neither a file, a folder nor a link."""
     return f"{path} is neither a file nor a folder (a FIFO, a socket or a device)."

@@ -76,17 +76,6 @@ def call(operation: Callable[..., Any], path: str, *arguments: Any) -> Any:
         raise Refused(str(refusal)) from None
 
 
-def leads_outside(path: str) -> bool:
-    """Return True if an entry is a link that must not be followed, or neither a file nor a folder."""
-    try:
-        guard_of(path).stat(path)
-    except AccessRefused:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def _guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda path, *arguments: call(operation, path, *arguments)
 
@@ -131,10 +120,9 @@ def is_file_hidden(path: str, stat_res: os.stat_result | None = None) -> bool:
     if os.path.basename(os.path.abspath(path)).startswith("."):
         return True
     try:
-        found = call(Beneath.stat, path)
+        return stat.S_ISDIR(call(Beneath.stat, path).st_mode) and not _access(path, os.X_OK | os.R_OK)
     except (FileNotFoundError, Refused):
         return False
-    return stat.S_ISDIR(found.st_mode) and not _access(path, os.X_OK | os.R_OK)
 
 
 def is_hidden(path: str, root: str = "/") -> bool:

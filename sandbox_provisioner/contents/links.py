@@ -13,8 +13,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from ..gvisor.mounts import within
@@ -24,6 +25,8 @@ LINKS = 40
 """Maximum number of links that one path may lead through; the same limit as in Linux."""
 STEPS = 1000
 """Maximum components of a path and its links; a guest can make targets with thousands, and each costs time."""
+SPARE_STEPS, STEPS_PER_PATH = 10_000, 25
+"""Maximum steps that the links of one request may take together: a fixed number, and so many more for each path."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class _Walk:
     base: str
     folders: list[int]
     names: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    """The real path of each folder in which a link was followed."""
 
     @property
     def real(self) -> str:
@@ -72,6 +77,101 @@ def open_real(path: str) -> int:
         os.close(folder)
         raise FileNotFoundError(errno.ENOENT, "The folder was moved, or replaced by a link", path)
     return folder
+
+
+@dataclass
+class _Request:
+    """The walks of one request. The links of a path are followed once, and those of all paths have a common limit.
+
+    Otherwise a guest can make a folder with links through many others that takes minutes to list. A path that leads
+    elsewhere in the middle of a request is no risk: each walk opens the folder that was found without following links,
+    and the rules are checked for that folder.
+    """
+
+    steps: int = SPARE_STEPS
+    """Steps that links may still take."""
+    found: dict[tuple[str | bool, ...], tuple[str, str, Sequence[str]]] = field(default_factory=dict)
+    """The end of each walk: the real path of a folder, a name in it, and the links on the way."""
+    refused: dict[tuple[str | bool, ...], str] = field(default_factory=dict)
+
+    def walk(self, walk: _Walk, relative: str, follow: bool) -> str:
+        """Walk to the last component and return its name. Raises AccessRefused for too many links or steps."""
+        path, parent = (walk.base, relative, follow), (walk.base, os.path.dirname(relative))
+        if path in self.refused:
+            raise AccessRefused(self.refused[path])
+        pending = relative.split("/")[::-1]
+        if known := self.found.get(path) or self.found.get(parent):
+            real, name, links = known
+            walk.restart(real)
+            walk.links += links
+            pending = [name or pending[0]]
+        if path not in self.found:
+            self.steps += STEPS_PER_PATH
+        try:
+            name = self._follow(walk, pending, follow, relative, parent)
+        except AccessRefused as refusal:
+            self.refused[path] = str(refusal)
+            raise
+        self.found[path] = walk.real, name, tuple(walk.links)
+        return name
+
+    def _follow(
+        self, walk: _Walk, pending: list[str], follow: bool, relative: str, parent: tuple[str | bool, ...]
+    ) -> str:
+        """Walk the ``pending`` components, the last one first, and return the name that the walk ends with."""
+        charge = steps = 0  # steps cost nothing before the first link
+        while pending:
+            part = pending.pop()
+            if not pending:
+                self.found.setdefault(parent, (walk.real, "", tuple(walk.links)))
+            steps += 1
+            self.steps -= charge
+            if steps > STEPS:
+                raise AccessRefused(_too_many_links(relative))
+            if charge and self.steps < 0:
+                raise AccessRefused(_too_much_work(relative))
+            if part in ("", "."):
+                continue
+            if part == "..":
+                walk.up()
+                continue
+            last = not any(rest not in ("", ".") for rest in pending)
+            try:
+                entry = os.open(part, os.O_PATH | SAFE, dir_fd=walk.folders[-1])
+            except FileNotFoundError:
+                if last:
+                    return part
+                raise
+            kind = os.fstat(entry).st_mode
+            if stat.S_ISLNK(kind) and (follow or not last):
+                charge = 1
+                target = _read_link(entry)
+                walk.links.append(walk.real)
+                if len(walk.links) > LINKS:
+                    raise AccessRefused(_too_many_links(relative))
+                if os.path.isabs(target):
+                    walk.restart("/")
+                pending += target.split("/")[::-1]
+            elif last:
+                os.close(entry)
+                return part
+            else:
+                walk.names.append(part)
+                walk.folders.append(entry)
+        return "."
+
+
+_request: ContextVar[_Request | None] = ContextVar("request", default=None)
+
+
+@contextmanager
+def one_request() -> Iterator[None]:
+    """Treat all walks in the block as one request. A block in another one belongs to the same request."""
+    token = _request.set(_request.get() or _Request())
+    try:
+        yield
+    finally:
+        _request.reset(token)
 
 
 class LinkRules:
@@ -120,7 +220,7 @@ class LinkRules:
         finally:
             walk.close()
 
-    def left_by_move(self, old: str, new: str) -> Area | None:
+    def area_left(self, old: str, new: str) -> Area | None:
         """Return the area, if any, that links at the real path ``old`` are bound to, but links at ``new`` are not."""
         scope = self.scope(os.path.dirname(old))
         return None if scope.trusted or within(self.scope(os.path.dirname(new)).real, scope.real) else scope
@@ -156,44 +256,10 @@ class LinkRules:
             raise PermissionError(errno.EACCES, f"Not beneath {self.name}", path)
         return place[len(self.name) :].lstrip("/") or "."
 
-    def _walk(self, walk: _Walk, relative: str, follow: bool) -> tuple[str, list[Area]]:
-        """Walk to the last component. Return its name, and the area that each link on the way is bound to."""
-        pending = relative.split("/")[::-1]
-        scopes: list[Area] = []
-        steps = 0
-        while pending:
-            part = pending.pop()
-            steps += 1
-            if steps > STEPS:
-                raise AccessRefused(_endless(relative))
-            if part in ("", "."):
-                continue
-            if part == "..":
-                walk.up()
-                continue
-            last = not any(rest not in ("", ".") for rest in pending)
-            try:
-                entry = os.open(part, os.O_PATH | SAFE, dir_fd=walk.folders[-1])
-            except FileNotFoundError:
-                if last:
-                    return part, scopes
-                raise
-            kind = os.fstat(entry).st_mode
-            if stat.S_ISLNK(kind) and (follow or not last):
-                target = _read_link(entry)
-                scopes.append(self.scope(walk.real))
-                if len(scopes) > LINKS:
-                    raise AccessRefused(_endless(relative))
-                if os.path.isabs(target):
-                    walk.restart("/")
-                pending += target.split("/")[::-1]
-            elif last:
-                os.close(entry)
-                return part, scopes
-            else:
-                walk.names.append(part)
-                walk.folders.append(entry)
-        return ".", scopes
+    def _walk(self, walk: _Walk, relative: str, follow: bool) -> tuple[str, set[Area]]:
+        """Walk to the last component. Return its name, and the areas that the links on the way are bound to."""
+        name = (_request.get() or _Request()).walk(walk, relative, follow)
+        return name, {self.scope(folder) for folder in set(walk.links)}
 
     def _permits(self, scope: Area, real: str, write: bool, asked: set[str]) -> bool:
         """Return True if a link of this scope may lead to the real path; ``asked`` are the names in the request."""
@@ -239,5 +305,12 @@ def _read_only(path: str, real: str) -> str:
     )
 
 
-def _endless(path: str) -> str:
+def _too_many_links(path: str) -> str:
     return f"{path} leads through too many symbolic links, perhaps in a circle."
+
+
+def _too_much_work(path: str) -> str:
+    return (
+        f"{path} leads through a symbolic link that was not followed, because the links of this request lead through "
+        "too many other links and folders. Open it alone."
+    )

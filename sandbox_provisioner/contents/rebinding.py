@@ -38,29 +38,29 @@ def _guarded_names(module: ModuleType) -> dict[str, Any]:
 
 def _guarded_classes() -> dict[type, type]:
     """Return a guarded subclass for each class in MODULES."""
-    made: dict[type, Any] = {}
+    guarded: dict[type, Any] = {}
     for module in MODULES:
         names = _guarded_names(module)
         for stock in [value for value in vars(module).values() if isinstance(value, type)]:
             if stock.__module__ == module.__name__:
-                made[stock] = _guarded_class(stock, names, made)
-    return made
+                guarded[stock] = _guarded_class(stock, names, guarded)
+    return guarded
 
 
-def _guarded_class(stock: type, names: dict[str, Any], made: dict[type, Any]) -> type:
+def _guarded_class(stock: type, names: dict[str, Any], guarded: dict[type, Any]) -> type:
     own_class = CellType()
     members: dict[str, Any] = {"__module__": __name__, "__doc__": stock.__doc__}
-    ours = [base for base in stock.__bases__ if base in made]
+    ours = [base for base in stock.__bases__ if base in guarded]
     # Copy mixins such as GenericCheckpointsMixin, which override methods of the guarded class that comes after them.
     for mixin in stock.__bases__[: stock.__bases__.index(ours[-1])] if ours else ():
-        if mixin not in made:
+        if mixin not in guarded:
             members |= {name: value for name, value in vars(mixin).items() if isinstance(value, FunctionType)}
     for name, value in vars(stock).items():
         if isinstance(value, FunctionType):
             members[name] = _rebind(value, names, own_class)
-    twin = type(stock)(f"Confined{stock.__name__}", (*(made[base] for base in ours), stock), members)
-    own_class.cell_contents = twin
-    return twin
+    confined = type(stock)(f"Confined{stock.__name__}", (*(guarded[base] for base in ours), stock), members)
+    own_class.cell_contents = confined
+    return confined
 
 
 REBOUND = _guarded_classes()

@@ -7,18 +7,18 @@ file's volume, which a sandbox may be able to write to. This module always uses 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
 from .entries import Place, copy_entry, remove_entry
 
-NOTE = ".trashinfo"
-LONGEST = 255 - len(NOTE)
+NOTE_SUFFIX = ".trashinfo"
+MAX_NAME = 255 - len(NOTE_SUFFIX)
 """Maximum bytes of a name in the trash: its note has the same name with an ending."""
-LONGEST_SUFFIX = 32
+MAX_SUFFIX = 32
 
 
 def home_trash() -> Path:
@@ -47,26 +47,24 @@ def _reserve(trash: Path, place: Place) -> Path:
     """Write the note under an unused name in the trash, and return the note's path."""
     real = quote(os.fsencode(place.real))
     text = f"[Trash Info]\nPath={real}\nDeletionDate={datetime.now():%Y-%m-%dT%H:%M:%S}\n"
-    for number in itertools.count():
+    number = 0
+    while True:
         name = _numbered(place.name, number)
-        info = trash / "info" / f"{name}{NOTE}"
+        info = trash / "info" / f"{name}{NOTE_SUFFIX}"
         if not os.path.lexists(trash / "files" / name):
-            try:
-                with info.open("x") as file:
-                    file.write(text)
-            except FileExistsError:
-                continue
-            return info
-    raise AssertionError("unreachable")
+            with suppress(FileExistsError), info.open("x") as file:
+                file.write(text)
+                return info
+        number += 1
 
 
 def _numbered(name: str, number: int) -> str:
     """Return the name in the trash for attempt ``number``, shortened if it is too long for its note."""
     stem, suffix = os.path.splitext(name)
-    if len(os.fsencode(suffix)) > LONGEST_SUFFIX:
+    if len(os.fsencode(suffix)) > MAX_SUFFIX:
         stem, suffix = name, ""
     ending = f" {number}{suffix}" if number else suffix
-    return os.fsdecode(os.fsencode(stem)[: LONGEST - len(os.fsencode(ending))]) + ending
+    return os.fsdecode(os.fsencode(stem)[: MAX_NAME - len(os.fsencode(ending))]) + ending
 
 
 def _move(place: Place, files: int, name: str) -> None:

@@ -1,7 +1,7 @@
 """All exceptions of the package, with SandboxError as their base class.
 
-The text of each is for people: the ``problem``, then the ``remedy``. Attributes have the same facts for programs.
-Each class has a ``kind``, which defines its HTTP status, problem type and exit status; see ``kinds``.
+The text of each is for people: the ``problem`` (what happened, and why), then the ``remedy`` (what to do next).
+Attributes have the same facts for programs. The ``kind`` of a class is its HTTP status, problem type and exit status.
 docs/generate_rest.py copies the first line of each docstring, up to a semicolon, into the REST documentation.
 """
 
@@ -75,7 +75,7 @@ class ConfigurationError(SandboxError, kind=Kind.NOT_SET_UP):
 
 
 class UnsettledError(SandboxError):
-    """A file that a template depends on changed while the template was made, or just before."""
+    """A file that a template depends on changed while the template was built, or just before."""
 
 
 class RunscNotFoundError(SandboxError):
@@ -97,28 +97,26 @@ class UserNamespacesForbiddenError(SandboxError):
 class DiskFullError(SandboxError, kind=Kind.DISK_FULL):
     """The disk is full."""
 
-    def __init__(self, words: str) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(
-            f"The disk is full: {words.strip()}.",
+            f"The disk is full: {reason.strip()}.",
             "Free some space; `df -h` shows the full disk. Or set SANDBOX_STORAGE_DIR, for saved sandboxes, and "
             "SANDBOX_RUNTIME_DIR, for running ones, to folders on another disk.",
         )
 
 
 class RunscError(SandboxError):
-    """A runsc command failed; ``words`` has its output, ``returncode`` is None if it took too long."""
+    """A runsc command failed; ``output`` is its output, ``returncode`` is None if it took too long."""
 
-    def __init__(self, argv: Sequence[str], returncode: int | None, words: str, problem: str = "") -> None:
-        self.argv = tuple(argv)
-        self.returncode = returncode
-        self.words = words
+    def __init__(self, argv: Sequence[str], returncode: int | None, output: str, problem: str = "") -> None:
+        self.argv, self.returncode, self.output = tuple(argv), returncode, output
         ended = "did not answer in time" if returncode is None else f"ended with status {returncode}"
-        super().__init__(f"{problem or 'runsc'} {ended}: {words.strip() or 'no reason given'}")
+        super().__init__(f"{problem or 'runsc'} {ended}: {output.strip() or 'no reason given'}")
 
     @property
     def hosts_fault(self) -> bool:
         """True if runsc was killed, took too long or reported a problem of the host: the sandbox itself may be fine."""
-        return self.returncode is None or self.returncode < 0 or bool(HOSTS_FAULT.search(self.words))
+        return self.returncode is None or self.returncode < 0 or bool(HOSTS_FAULT.search(self.output))
 
 
 class StateError(SandboxError, kind=Kind.WRONG_STATE):
@@ -136,7 +134,7 @@ class CommandNotFoundError(SandboxError, FileNotFoundError, kind=Kind.COMMAND):
         self.command = command
         super().__init__(
             f"The kernel's program {command!r} was not found on this machine.",
-            "`jupyter kernelspec list` shows where its kernelspec is; correct argv there, or install the program.",
+            "Install it, or correct argv in the kernelspec; `jupyter kernelspec list` shows where that is.",
         )
 
 
@@ -161,7 +159,7 @@ class GuestError(SandboxError, kind=Kind.COMMAND):
 
 
 class UnresponsiveError(SandboxError):
-    """The sandbox did not answer when it was to be saved, and could not be saved without its help."""
+    """The sandbox did not answer while it was saved, and could not be saved without its help."""
 
     def __init__(self, sandbox_id: str, problem: str) -> None:
         self.sandbox_id = sandbox_id
@@ -193,48 +191,37 @@ class SignatureError(SandboxError, kind=Kind.NOT_SIGNED):
     @classmethod
     def unsigned(cls, name: str, where: str, foreign: bool) -> SignatureError:
         """Return the error for a document without a signature."""
-        return cls(
-            f"{name} in {where} is not signed and was refused: anyone who can write there may have made it.",
+        problem = f"{name} in {where} is not signed and was refused: anyone who can write there may have made it."
+        remedy = (
             "If you saved it with a version that did not sign documents, set SANDBOX_TRUST_STORAGE=1, open it once and "
-            "unset the variable. To delete it, run `jupyter sandbox delete --unverified` with its id.",
-            foreign,
-            "is not signed",
-            "SANDBOX_TRUST_STORAGE",
+            "unset the variable. To delete it, run `jupyter sandbox delete --unverified` with its id."
         )
+        return cls(problem, remedy, foreign, "is not signed", "SANDBOX_TRUST_STORAGE")
 
     @classmethod
     def other_key(cls, name: str, where: str, theirs: str, ours: str) -> SignatureError:
         """Return the error for a document that was signed with another key."""
-        return cls(
-            f"{name} in {where} is signed with the key {theirs} and was refused: the key of this server is {ours}.",
+        problem = f"{name} in {where} is signed with the key {theirs} and was refused: this server's key is {ours}."
+        remedy = (
             "Servers that share storage need one key: set SANDBOX_SIGNING_KEY on all of them, to the content of "
             "sandbox/key in Jupyter's data folder of the server that saved it. If that key is lost, `jupyter sandbox "
-            "doctor` says what you can do.",
-            True,
-            f"is signed with the key {theirs}",
-            "SANDBOX_SIGNING_KEY",
+            "doctor` says what you can do."
         )
+        return cls(problem, remedy, True, f"is signed with the key {theirs}", "SANDBOX_SIGNING_KEY")
 
     @classmethod
     def changed(cls, name: str, where: str) -> SignatureError:
         """Return the error for a document that does not match its signature."""
-        return cls(
-            f"{name} in {where} does not match its signature and was refused: it was changed, or moved there, after "
-            "it was signed.",
-            "Find out who can write there. Put back the original, or delete the sandbox.",
-            False,
-            "was changed after it was signed",
-        )
+        problem = f"{name} in {where} does not match its signature and was refused: it was changed, or moved there."
+        remedy = "Find out who can write there. Put back the original, or delete the sandbox."
+        return cls(problem, remedy, False, "was changed after it was signed")
 
     @classmethod
     def of_another(cls, name: str, where: str, user: str) -> SignatureError:
         """Return the error for an unverified document that was to be deleted but names another user."""
-        return cls(
-            f"{name} in {where} was not deleted: it names the user {user!r:.100} and has no signature of yours.",
-            "Only that user or an administrator of the storage can delete it.",
-            True,
-            "names another user",
-        )
+        problem = f"{name} in {where} was not deleted: it names the user {user!r:.100} and is not signed with your key."
+        remedy = "Only that user or an administrator of the storage can delete it."
+        return cls(problem, remedy, True, "names another user")
 
 
 class ForeignSandboxError(SandboxError, kind=Kind.NOT_YOURS):
@@ -277,8 +264,8 @@ class ConflictError(StorageError):
 
     def __init__(self, where: str, name: str, expected: int) -> None:
         self.name, self.expected = name, expected
-        meant = f"is no longer at generation {expected}" if expected else "already exists"
-        super().__init__(where, f"{name} in {where} {meant}.")
+        reason = f"is no longer at generation {expected}: it was changed" if expected else "already exists"
+        super().__init__(where, f"{name} in {where} {reason}.")
 
 
 class StorageUnavailableError(StorageError):
@@ -310,7 +297,7 @@ class LeaseHeldError(SandboxError, kind=Kind.IN_USE):
     def __init__(self, name: str, owner: object) -> None:
         self.name, self.owner = name, owner
         super().__init__(
-            f"{name.removesuffix('/lock').replace('sandboxes/', 'Sandbox ')} is in use by {owner}.",
+            f"{_sandbox(name)} is in use by {owner}.",
             "Stop that server, or set enable_handoff on both. Do not shut the kernel down there: that can delete the "
             "saved state.",
         )
@@ -321,7 +308,7 @@ class LeaseLostError(SandboxError, kind=Kind.IN_USE):
 
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason
-        super().__init__(f"The lease of {name} was lost: {reason}.")
+        super().__init__(f"{_sandbox(name)} is no longer leased to this server: {reason}.")
 
 
 class SandboxNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
@@ -329,9 +316,7 @@ class SandboxNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
 
     def __init__(self, sandbox_id: str, where: str) -> None:
         self.sandbox_id = sandbox_id
-        super().__init__(
-            f"There is no sandbox {sandbox_id} in {where}.", "`jupyter sandbox list` shows the existing ones."
-        )
+        super().__init__(f"There is no sandbox {sandbox_id} in {where}.", "`jupyter sandbox list` shows yours.")
 
 
 class SandboxExistsError(SandboxError, kind=Kind.EXISTS):
@@ -351,15 +336,12 @@ class FencedError(SandboxError, kind=Kind.IN_USE):
 
 
 class IncompatibleError(SandboxError, kind=Kind.INCOMPATIBLE):
-    """The checkpoint does not fit this server; ``reasons`` has why, ``previous`` is True if an older one exists."""
+    """This server cannot restore the checkpoint; ``previous`` is True if an older checkpoint exists."""
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str], previous: bool) -> None:
-        self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
-        self.previous = previous
-        super().__init__(
-            f"Sandbox {sandbox_id} cannot be restored here: {_some(reasons)}.",
-            f"{AGAIN} {OLDER}" if previous else AGAIN,
-        )
+        self.sandbox_id, self.reasons, self.previous = sandbox_id, tuple(reasons), previous
+        remedy = f"{AGAIN} {OLDER}" if previous else AGAIN
+        super().__init__(f"Sandbox {sandbox_id} cannot be restored here: {_first(reasons)}.", remedy)
 
 
 class UnknownSandboxError(SandboxError, kind=Kind.NOT_FOUND):
@@ -367,9 +349,8 @@ class UnknownSandboxError(SandboxError, kind=Kind.NOT_FOUND):
 
     def __init__(self, wanted: str, known: Sequence[str]) -> None:
         self.wanted, self.known = wanted, tuple(known)
-        super().__init__(
-            f"No sandbox {wanted!r:.200} is recorded here.", f"Recorded sandboxes: {', '.join(self.known) or 'none'}."
-        )
+        remedy = f"Recorded sandboxes: {', '.join(self.known) or 'none'}."
+        super().__init__(f"No sandbox {wanted!r:.200} is recorded here.", remedy)
 
 
 class NotebookInUseError(SandboxError, kind=Kind.IN_USE):
@@ -380,12 +361,17 @@ class NotebookInUseError(SandboxError, kind=Kind.IN_USE):
         super().__init__(f"Notebook {path} already has {kernel}.", "Shut it down, delete it, or name another notebook.")
 
 
+class PlainKernelError(SandboxError, kind=Kind.PLAIN_KERNEL):
+    """The notebook ran in a sandbox and now asks for a kernel without one, which you did not confirm."""
+
+
 class AmbiguousSandboxError(SandboxError, kind=Kind.AMBIGUOUS):
     """Several records match the request; ``matching`` has their ids."""
 
     def __init__(self, wanted: str, matching: Sequence[str]) -> None:
         self.wanted, self.matching = wanted, tuple(matching)
-        super().__init__(f"{wanted!r:.200} matches {len(self.matching)} sandboxes: {', '.join(self.matching)}.")
+        problem = f"{wanted!r:.200} matches {len(self.matching)} sandboxes: {', '.join(self.matching)}."
+        super().__init__(problem, "Use the full id of one of them.")
 
 
 class UnreadableRecordError(SandboxError, kind=Kind.DAMAGED):
@@ -400,12 +386,11 @@ class StorageNotHereError(SandboxError, kind=Kind.ELSEWHERE):
     """The sandbox is in a storage that this server does not have; ``storage`` and ``where`` identify it."""
 
     def __init__(self, sandbox_id: str, storage: str, where: str, here: str) -> None:
-        self.sandbox_id = sandbox_id
-        self.storage, self.where = storage, where
+        self.sandbox_id, self.storage, self.where = sandbox_id, storage, where
         self.setting = STORAGE_SETTINGS.get(storage, "")
         super().__init__(
             f"Sandbox {sandbox_id} is in {storage} storage at {where}, but this server uses {here}.",
-            f"Set {self.setting} as on the server that saved it, or use the sandbox from there.",
+            f"Set {self.setting or 'the storage'} as on the server that saved it, or use the sandbox from there.",
         )
 
 
@@ -422,7 +407,7 @@ class TooManySavepointsError(SandboxError, kind=Kind.TOO_MANY):
 
     def __init__(self, sandbox_id: str, most: int) -> None:
         self.sandbox_id = sandbox_id
-        super().__init__(f"Sandbox {sandbox_id} has {most} savepoints, the maximum.", "Delete some.")
+        super().__init__(f"Sandbox {sandbox_id} has {most} savepoints, the maximum.", "Delete one first.")
 
 
 class SavepointNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
@@ -430,9 +415,8 @@ class SavepointNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
 
     def __init__(self, sandbox_id: str, name: str, known: Sequence[str]) -> None:
         self.sandbox_id, self.name, self.known = sandbox_id, name, tuple(known)
-        super().__init__(
-            f"Sandbox {sandbox_id} has no savepoint {name!r:.200}.", f"Its savepoints: {', '.join(known) or 'none'}."
-        )
+        remedy = f"Its savepoints: {', '.join(known) or 'none'}."
+        super().__init__(f"Sandbox {sandbox_id} has no savepoint {name!r:.200}.", remedy)
 
 
 class UnsaveableError(SandboxError, kind=Kind.UNSAVEABLE):
@@ -440,10 +424,15 @@ class UnsaveableError(SandboxError, kind=Kind.UNSAVEABLE):
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str]) -> None:
         self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
-        super().__init__(f"Sandbox {sandbox_id} was not checkpointed and continues to run: {_some(reasons)}.")
+        super().__init__(f"Sandbox {sandbox_id} was not checkpointed and continues to run: {_first(reasons)}.")
 
 
-def _some(reasons: Sequence[str], most: int = 5) -> str:
+def _sandbox(lease: str) -> str:
+    """Return the words for the sandbox that a lease, such as "sandboxes/ID/lock", belongs to."""
+    return lease.removesuffix("/lock").replace("sandboxes/", "Sandbox ")
+
+
+def _first(reasons: Sequence[str], most: int = 5) -> str:
     """Return the first ``most`` reasons and the number of the others."""
     more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
     return "; ".join([*reasons[:most], *more])

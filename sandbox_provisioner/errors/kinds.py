@@ -50,6 +50,7 @@ class Kind(StrEnum):
     ELSEWHERE = "elsewhere", HTTPStatus.CONFLICT, ExitStatus.UNABLE
     EXISTS = "exists", HTTPStatus.CONFLICT, ExitStatus.CONFLICT
     IN_USE = "in-use", HTTPStatus.CONFLICT, ExitStatus.CONFLICT
+    PLAIN_KERNEL = "plain-kernel", HTTPStatus.CONFLICT, ExitStatus.CONFLICT
     SNAPSHOT = "snapshot", HTTPStatus.CONFLICT, ExitStatus.CONFLICT
     TOO_MANY = "too-many", HTTPStatus.CONFLICT, ExitStatus.CONFLICT
     WRONG_STATE = "wrong-state", HTTPStatus.CONFLICT, ExitStatus.CONFLICT

@@ -5,6 +5,6 @@
 - ``runsc``: find and call the runsc binary; ``programs``: find trusted programs on the host
 - ``bundle``: the OCI configuration; ``mounts``: the host folders that a kernel may use
 - ``reserved_dirs``: folders that no kernel may write to; ``restore_plan``: mounts of a restored sandbox
-- ``interpreter``: the host files that a kernel's command needs; ``runtime_dir``: the folders of live sandboxes
+- ``interpreter``: the host files that a kernel's command needs; ``runtime_dir``: the folders of running sandboxes
 - ``guest_tool``: run one of our own scripts inside a sandbox
 """

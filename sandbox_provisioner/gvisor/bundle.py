@@ -1,7 +1,7 @@
 """Build the OCI bundle of a sandbox: its mounts and the command line of PID 1.
 
-A sandbox sees the system's programs and libraries and its interpreters' folders, all read-only; the configured
-folders; a private home and /tmp in memory; an /etc with a few harmless files; and nothing else.
+A sandbox sees only the system's programs and libraries and its interpreters' folders, all read-only; the configured
+folders; a private home and /tmp in memory; and an /etc with a few harmless files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mount(NamedTuple):
 
 @dataclass(frozen=True)
 class BundleSpec:
-    """The input from which a sandbox's bundle is built. ``python`` runs PID 1 and needs only its standard library.
+    """The description of a sandbox from which its bundle is built. ``python`` runs PID 1.
 
     A sandbox that ``outlives`` its server keeps running when the server is killed, so that another process can
     checkpoint it. ``carried`` is the kernel's folder in a template or a copy of one: PID 1 binds it to its destination
@@ -67,40 +67,31 @@ def parse_mount(text: str) -> Mount:
     parts = text.split(":")
     mode = parts.pop() if parts[-1] in ("ro", "rw") else "ro"
     if len(parts) not in (1, 2):
-        raise ConfigurationError(
-            "mounts",
-            f"The mount {text!r} is not of the form source[:destination][:ro|rw].",
-            "Correct the mounts setting.",
-        )
+        problem = f"The mount {text!r} is not of the form source[:destination][:ro|rw]."
+        raise ConfigurationError("mounts", problem, "Correct the mounts setting.")
     source = os.path.expanduser(parts[0])
     destination = parts[1] if len(parts) == 2 else source
     for path in (source, destination):
         if not os.path.isabs(path) or os.path.normpath(path) == "/":
-            raise ConfigurationError(
-                "mounts",
-                f"The mount {text!r} has {path!r}, which is not an absolute path below /.",
-                "Give a full path.",
-            )
+            problem = f"The mount {text!r} has {path!r}, which is not an absolute path below /."
+            raise ConfigurationError("mounts", problem, "Give a full path.")
     if not os.path.exists(source):
-        raise ConfigurationError(
-            "mounts",
-            f"The mount {text!r} cannot be made: {source} does not exist.",
-            "Create it, or remove it from mounts.",
-        )
+        problem = f"The mount {text!r} cannot be made: {source} does not exist."
+        raise ConfigurationError("mounts", problem, "Create it, or remove it from mounts.")
     return Mount(source, os.path.normpath(destination), mode == "rw")
 
 
 def arrange(mounts: Iterable[Mount]) -> list[Mount]:
     """Return the mounts in the order in which they are made, outer before inner, with the pins that protect them.
 
-    The last mount for a destination wins. A mount that its parent already shows is left out.
+    The last mount for a destination wins. A mount whose content its outer mount already shows is left out.
     """
     needed = _needed(mounts)
     return sorted([*needed, *_pins(needed)], key=lambda mount: _depth(mount.destination))
 
 
 def _needed(mounts: Iterable[Mount]) -> list[Mount]:
-    """Return one mount per destination, outer before inner, without those that their parent already shows."""
+    """Return one mount per destination, outer before inner, without those that their outer mount already shows."""
     chosen = {mount.destination: mount for mount in mounts}
     needed: list[Mount] = []
     for destination in sorted(chosen, key=_depth):
@@ -118,8 +109,8 @@ def _depth(path: str) -> tuple[int, str]:
 def _pins(mounts: Sequence[Mount]) -> set[Mount]:
     """Return mounts that pin the folders between a writable mount and a mount inside it.
 
-    A mount point cannot be renamed, but a folder above it can, and a kernel could thus move the files that the inner
-    mount protects. Each folder in between is therefore mounted on itself.
+    A mount point cannot be renamed, but a folder above it can. A kernel could thus move the files that the inner mount
+    protects, so each folder in between is mounted on itself.
     """
     taken = {mount.destination for mount in mounts}
     pins = set()
@@ -137,9 +128,9 @@ def _pins(mounts: Sequence[Mount]) -> set[Mount]:
 
 
 def innermost(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    """Return the innermost of ``mounts`` that contains ``path``; None if no mount does."""
-    holding = [mount for mount in mounts if path.startswith(mount.destination.rstrip("/") + "/")]
-    return max(holding, key=lambda mount: len(mount.destination), default=None)
+    """Return the innermost of ``mounts`` that contains ``path``, or None."""
+    outer = (mount for mount in mounts if path.startswith(mount.destination.rstrip("/") + "/"))
+    return max(outer, key=lambda mount: len(mount.destination), default=None)
 
 
 def _shows(outer: Mount, inner: Mount) -> bool:
@@ -158,21 +149,16 @@ def system_mounts() -> list[Mount]:
 
 def all_mounts(spec: BundleSpec) -> list[Mount]:
     """Return every mount of the sandbox, in the order in which they are made."""
-    return arrange(_listed(spec))
+    return arrange(_unordered(spec))
 
 
 def requested_mounts(spec: BundleSpec) -> list[Mount]:
     """Return every mount except the pins (see ``_pins``), which depend on the folders that exist on the host."""
-    return _needed(_listed(spec))
+    return _needed(_unordered(spec))
 
 
-def _listed(spec: BundleSpec) -> list[Mount]:
-    private = [
-        Mount("", "/tmp", True),
-        Mount("", spec.home, True),
-        Mount("", "/run", True),
-        Mount("", "/dev/shm", True),
-    ]
+def _unordered(spec: BundleSpec) -> list[Mount]:
+    private = [Mount("", place, True) for place in ("/tmp", spec.home, "/run", "/dev/shm")]
     carried = [spec.carried._replace(destination=CARRIED)] if spec.carried else []
     return [*system_mounts(), *private, *spec.mounts, *carried]
 
@@ -183,7 +169,7 @@ def visible_mounts(spec: BundleSpec) -> list[Mount]:
 
 
 def config(spec: BundleSpec) -> dict[str, Any]:
-    """Return the content of config.json: PID 1 is our guest init, without capabilities, and by default no network.
+    """Return the content of config.json: the command of PID 1, which has no capabilities, the mounts and namespaces.
 
     PID 1 of a template has the two capabilities that it needs to bind the carried folder and then to drop them.
     """
@@ -234,9 +220,8 @@ def write(folder: Path, spec: BundleSpec) -> None:
     """
     for mount in (*spec.mounts, *([spec.carried] if spec.carried else [])):
         if mount.source and not os.path.exists(mount.source):
-            raise ConfigurationError(
-                "mounts", f"{mount.source}, which is to be mounted, does not exist.", "Create it, or correct mounts."
-            )
+            problem = f"{mount.source} cannot be mounted: it does not exist."
+            raise ConfigurationError("mounts", problem, "Create it, or correct the setting mounts.")
     root = folder / "rootfs"
     (root / "etc" / "ssl").mkdir(parents=True)
     for path in SYSTEM:

@@ -1,4 +1,7 @@
-"""One runsc container: its runtime folder, the runsc process that runs it, and the commands on it."""
+"""One runsc container: its runtime folder, the runsc process that runs it, and the commands on it.
+
+Its stdin and stdout are always pipes: runsc restores only onto the same kind of file that it checkpointed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from fcntl import F_SETPIPE_SZ, fcntl
+from functools import partial
 from signal import SIGKILL
 from typing import Any
 from uuid import uuid4
@@ -48,7 +52,7 @@ class Container:
 
     @property
     def ended(self) -> bool:
-        """True if its runsc process is not a running child of this process."""
+        """True unless its runsc process is a running child of this process."""
         return self.main is None or self.main.returncode is not None
 
     def prepare(self, spec: BundleSpec, note: Mapping[str, Any] | None) -> None:
@@ -60,10 +64,13 @@ class Container:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFullError(str(error)) from error
-            raise SandboxError(f"The sandbox's folder cannot be written: {error}.") from error
+            raise SandboxError(
+                f"The sandbox was not started: its runtime folder cannot be written ({error}).",
+                "Make it writable, or set SANDBOX_RUNTIME_DIR to another folder.",
+            ) from error
 
     def write_note(self, note: Mapping[str, Any] | None) -> None:
-        """Write ``note`` and the container's id into its folder, if it has one."""
+        """Write ``note``, with the container's id, into its folder. Does nothing without a note or a folder."""
         if note is not None and self.folder:
             self.folder.write_note({**note, "container_id": self.id})
 
@@ -91,9 +98,9 @@ class Container:
             os.close(guest_out)
 
     async def started(self, greet: Callable[[], Awaitable[None]], extra_time: float) -> None:
-        """Wait until ``greet`` returns, which means that the guest answers.
+        """Wait for ``greet``, which returns when the guest answers.
 
-        Raises the error of ``explain`` if runsc exits before, or at the timeout.
+        Raises the error of ``explain`` if runsc exits first or the time is over, ProtocolError if the answer is wrong.
         """
         assert self.main is not None
         reading = asyncio.create_task(self._keep_output(self.main))
@@ -101,10 +108,11 @@ class Container:
         end = asyncio.create_task(self.main.wait())
         try:
             await asyncio.wait({answer, end}, timeout=START_TIMEOUT + extra_time, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done() and not answer.exception():
-                return
             if answer.done():
-                if isinstance(error := answer.exception(), ProtocolError):
+                error = answer.exception()
+                if error is None:
+                    return
+                if isinstance(error, ProtocolError):
                     raise error
                 await asyncio.wait({end}, timeout=OUTPUT_TIMEOUT)  # the pipe closed first: runsc's exit follows
             if end.done():
@@ -135,13 +143,12 @@ class Container:
         try:
             return str(json.loads(await self.command("state"))["status"])
         except (ValueError, LookupError, TypeError) as error:
-            raise SandboxError(f"Invalid answer of `runsc state`: {error}.") from error
+            raise SandboxError(f"The answer of `runsc state` for container {self.id} is invalid: {error}.") from error
 
     def kill(self) -> None:
-        """Kill its processes, without waiting for that."""
+        """Begin to kill its processes, without waiting for that."""
         if self.folder:
-            state = self.folder.state
-            CONTROL.submit(lambda: kill_processes(state))
+            CONTROL.submit(partial(kill_processes, self.folder.state))
 
     async def kill_now(self) -> None:
         """Kill its processes, so that the operation in progress fails at once."""
@@ -158,7 +165,7 @@ class Container:
         if folder:
             try:
                 await control(folder.remove)
-            except RuntimeError:  # the interpreter is exiting, and starts no more threads
+            except RuntimeError:  # the interpreter is exiting and starts no more threads
                 folder.remove()
         if main:
             await main.stop(grace=0)
@@ -169,4 +176,4 @@ class Container:
         return self._runsc.command(self.folder.state, *arguments, settings=self._settings)
 
     def _unusable(self, error: OSError) -> RunscNotFoundError:
-        return RunscNotFoundError(f"{self._runsc.path} cannot be run: {error.strerror}.", SETUP_HINT)
+        return RunscNotFoundError(f"runsc at {self._runsc.path} cannot be started: {error.strerror}.", SETUP_HINT)

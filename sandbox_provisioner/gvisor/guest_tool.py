@@ -15,13 +15,13 @@ from .sandbox import GVisorSandbox
 GRACE = 10.0
 """Seconds to wait until a killed script has exited."""
 STALL = 60.0
-"""Seconds without any input or output after which a script is given up."""
+"""Seconds without any input or output after which a script is killed."""
 STDERR_KEPT = 1 << 12
 """Bytes of stderr that are kept for the error message."""
 
 
 class GuestTool:
-    """A running script. ``task`` names its purpose, and begins the message of each GuestError."""
+    """A running script. ``task`` names its purpose; each GuestError begins with it."""
 
     def __init__(self, process: GuestProcess, task: str) -> None:
         self._process = process

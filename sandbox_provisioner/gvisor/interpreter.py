@@ -1,8 +1,8 @@
 """Find the host files that a kernel's command needs: its program, its interpreter's folders, its search path.
 
-Files are only examined, and mounted read-only. Nothing is executed, because a guest may have written to an environment
-in a notebook's folder, and its code would then run on the host. For the same reason no link and no path file can make
-us mount a home, a folder that contains a home, or the hidden parts of a home.
+Files are only read, never executed: a guest may have written to an environment in a notebook's folder, and its code
+would run on the host. For the same reason no link and no path file can cause a mount of a home, of a folder that
+contains a home, or of the hidden parts of a home.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def resolve(command: str, env: Mapping[str, str]) -> str:
 
 
 def with_entrypoint(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with ``python -m MODULE`` replaced by ``python entrypoint.py MODULE``; others are unchanged.
+    """Return ``argv`` with ``python -m MODULE`` replaced by ``python entrypoint.py MODULE`` (see guest/entrypoint.py).
 
-    The docstring of ``guest/entrypoint.py`` explains why.
+    Any other command is returned unchanged.
     """
     program = Path(argv[0]).name
     module = next((place for place, part in enumerate(argv[1:], 1) if part == "-m" or not part.startswith("-")), 0)
@@ -72,7 +72,7 @@ def pip_target(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str
 
 
 class NeededPath(NamedTuple):
-    """A path that a command needs, as named and with links followed. ``origins``: the folders whose files name it."""
+    """A path that a command needs, as named and with links followed. Files in the folders ``origins`` name it."""
 
     path: str
     real: str
@@ -80,7 +80,7 @@ class NeededPath(NamedTuple):
 
 
 def visible(argv: Sequence[str], env: Mapping[str, str]) -> list[Mount]:
-    """Return the mounts that ``argv``, whose first item is an absolute path, needs to run as on the host."""
+    """Return the read-only mounts that ``argv`` needs; its first item must be an absolute path."""
     return trusted_mounts(needed_paths(argv, env))
 
 
@@ -90,7 +90,7 @@ def trusted_mounts(paths: Iterable[NeededPath], writable: Iterable[str] = ()) ->
     A path is not trusted if a file in a writable folder names it, or if it is a link that leads out of one.
     """
     folders = [os.path.realpath(folder) for folder in writable]
-    return list(dict.fromkeys(Mount(one.path, one.path) for one in paths if not _untrusted(one, folders)))
+    return list(dict.fromkeys(Mount(each.path, each.path) for each in paths if not _untrusted(each, folders)))
 
 
 def _untrusted(needed: NeededPath, folders: Sequence[str]) -> bool:
@@ -102,7 +102,7 @@ def _untrusted(needed: NeededPath, folders: Sequence[str]) -> bool:
 
 
 def needed_paths(argv: Sequence[str], env: Mapping[str, str]) -> list[NeededPath]:
-    """Return every path that ``argv``, whose first item is an absolute path, needs to run as on the host."""
+    """Return every path that ``argv`` needs; its first item must be an absolute path."""
     paths = [(path, ()) for path in (*user_site_folders(), *env.get("PYTHONPATH", "").split(os.pathsep), *argv[1:])]
     paths += [(entry, ()) for folder in user_site_folders() for entry in path_file_entries(folder)]
     return [
@@ -113,7 +113,7 @@ def needed_paths(argv: Sequence[str], env: Mapping[str, str]) -> list[NeededPath
 
 
 def _installations(program: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the folders of a program and of those it leads to, and the entries of path files there, with origins."""
+    """Yield the folders of ``programs(program)``, and the entries of path files there, each with its origins."""
     first, *others = programs(program)
     prefixes: dict[str, tuple[str, ...]] = dict.fromkeys(program_folders(first), ())
     for folder in (folder for other in others for folder in program_folders(other)):
@@ -151,7 +151,7 @@ def environment_parts(prefix: str) -> list[str]:
 
 
 def programs(program: str) -> Iterator[str]:
-    """Yield a program, its link targets, the base Python of its environment, and the interpreter in its first line."""
+    """Yield a program, its link targets, its environment's base Python, and the interpreter in its first line."""
     seen: set[str] = set()
     queue = [program]
     while queue:
@@ -178,7 +178,7 @@ def _shebang(program: str) -> list[str]:
 
 
 def _base_python(program: str) -> list[str]:
-    """Return the possible paths of the Python that a virtual environment was made from, by its pyvenv.cfg."""
+    """Return the possible paths of the Python from which a virtual environment was created, by its pyvenv.cfg."""
     try:
         lines = Path(program).parents[1].joinpath("pyvenv.cfg").read_text().splitlines()
     except (OSError, UnicodeDecodeError, IndexError):
@@ -203,10 +203,9 @@ def site_folders(prefix: str) -> list[str]:
 
 
 def user_site_folders() -> list[str]:
-    """Return the folders in the user's homes where pip puts packages for the user."""
-    return [
-        folder for home in homes() for folder in glob(os.path.join(escape(home), ".local/lib/python3*/site-packages"))
-    ]
+    """Return the folders in the user's homes where pip installs packages for the user."""
+    patterns = [os.path.join(escape(home), ".local/lib/python3*/site-packages") for home in homes()]
+    return [folder for pattern in patterns for folder in glob(pattern)]
 
 
 def path_file_entries(folder: str) -> Iterator[str]:

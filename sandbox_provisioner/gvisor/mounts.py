@@ -1,6 +1,6 @@
 """Decide which host folders a kernel may use, and which files in them stay hidden or read-only.
 
-Links are followed first: a guest can replace a folder by a link and wait for the next kernel that starts there.
+Links are followed before each check: a guest can replace a folder by a link before the next kernel starts there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .bundle import Mount
 OPEN_PARTS = {".asdf", ".conda", ".local", ".pyenv", ".rye", ".venv", ".virtualenvs"}
 """Hidden parts of a home that contain interpreters and libraries."""
 MOST_LINKS = 40
-"""Links that are followed on the way to one path; the same limit as Linux has."""
+"""Links that are followed on the way to one path; Linux has the same limit."""
 
 
 def within(path: str, folder: str) -> bool:
@@ -25,7 +25,7 @@ def within(path: str, folder: str) -> bool:
 
 
 def homes() -> set[str]:
-    """Return the user's home by the environment and by the user database, each as named and with links followed."""
+    """Return the user's home from the environment and from the user database, each as named and with links followed."""
     found = {os.path.expanduser("~")}
     try:
         found.add(pwd.getpwuid(os.geteuid()).pw_dir)
@@ -90,7 +90,7 @@ def require_below_root(folder: Mount, root: str, mounts: Iterable[Mount]) -> Non
     why = f"{link[0]} is a link to {link[1]}" if link else f"it is {folder.source}"
     raise ConfigurationError(
         "working_folder",
-        f"A sandboxed kernel cannot work in {folder.destination}: that is not below the server's root folder {root}, "
+        f"A sandboxed kernel cannot work in {folder.destination}: it is not below the server's root folder {root}, "
         f"because {why}.",
         f"Use a folder below the root folder, or add {folder.source + ':rw'!r} to SandboxProvisioner.mounts.",
     )
@@ -105,30 +105,29 @@ def unlinked(mount: Mount, writable: Iterable[str], setting: str) -> Mount:
         real = os.path.realpath(mount.source)
         raise ConfigurationError(
             setting,
-            f"{mount.source} cannot be mounted: {link[0]} is a link to {link[1]}, in a folder that kernels can write "
-            "to.",
-            f"Name {real} itself in {setting} if that is meant, or remove the link.",
+            f"{mount.source} cannot be mounted: {link[0]} is a link to {link[1]}, and a kernel may have created it.",
+            f"Remove the link, or set {setting} to {real} if that is the folder you mean.",
         )
     return mount._replace(source=os.path.realpath(mount.source))
 
 
 def working_folder(path: str, allow_home: bool, reserved: Mapping[str, str]) -> Mount:
-    """Return the writable mount of a kernel's folder.
+    """Return the writable mount of a kernel's folder. ``reserved`` has each reserved folder with its setting.
 
     Raises ConfigurationError if the folder does not exist, is /, is a home or hidden in one (unless ``allow_home``), or
-    lies in a ``reserved`` folder. ``reserved`` maps the server's own folders to the setting that names each.
+    lies in a reserved folder.
     """
     folder = os.path.abspath(os.path.expanduser(path))
     real = os.path.realpath(folder)
     if not os.path.isdir(real):
         raise ConfigurationError("working_folder", f"The kernel's folder {folder} does not exist.", "Create it.")
     if real == "/" or ((real in homes() or hidden(real)) and not allow_home):
+        alternative = "" if real == "/" else ", or set SandboxProvisioner.allow_home"
         raise ConfigurationError(
             "working_folder",
             f"A sandboxed kernel for a notebook in {folder} would see and could change everything in it, keys and "
             "start-up files included.",
-            "Move the notebook into a folder of its own"
-            + ("." if real == "/" else ", or set SandboxProvisioner.allow_home."),
+            f"Move the notebook into a folder of its own{alternative}.",
         )
     for own, setting in reserved.items():
         if within(real, os.path.realpath(own)):
@@ -142,16 +141,15 @@ def working_folder(path: str, allow_home: bool, reserved: Mapping[str, str]) -> 
 
 
 def identity(*mounts: Mount | None) -> dict[str, int]:
-    """Return the change time (st_ctime_ns) of each mount's source by destination, to be compared inside the sandbox.
+    """Return the change time (st_ctime_ns) of each mount's source by destination. PID 1 compares them in the sandbox.
 
-    A guest that can write to a folder above may replace the source by a link after our check and before runsc mounts
-    it. It cannot choose a change time, nor keep two folders at the same one. Raises ConfigurationError if a source was
-    replaced already.
+    runsc follows links when it mounts: a guest that can write to a folder above may replace the source by a link after
+    our check. It cannot choose a change time. Raises ConfigurationError if a source was replaced already.
     """
-    return {mount.destination: _last_change(mount) for mount in mounts if mount}
+    return {mount.destination: _change_time(mount) for mount in mounts if mount}
 
 
-def _last_change(mount: Mount) -> int:
+def _change_time(mount: Mount) -> int:
     try:
         place = os.open(mount.source, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:
@@ -165,7 +163,7 @@ def _last_change(mount: Mount) -> int:
 
 
 def require_itself(folder: Mount) -> None:
-    """Require that the path of a mount's source still contains no link; raises ConfigurationError if it does.
+    """Raise ConfigurationError if the path of a mount's source contains a link now.
 
     A guest that can write to a folder above may have made the link while the kernel was hibernated.
     """
@@ -174,19 +172,19 @@ def require_itself(folder: Mount) -> None:
         raise ConfigurationError(
             "working_folder",
             f"{folder.source}, which the kernel sees, is now another folder or file: a link leads to {real}.",
-            "Put it back in its place; the kernel's state is kept.",
+            "Replace the link by the original; the kernel's state is kept.",
         )
 
 
 def replaced(*mounts: Mount) -> ConfigurationError:
-    """Return the error for the case that one of ``mounts`` was replaced while the kernel started."""
+    """Return the error if one of ``mounts`` was replaced while the kernel started."""
     places = " or ".join(mount.destination for mount in mounts)
-    problem = f"{places} was replaced by something else while the kernel started."
+    problem = f"{places} was replaced by something else while the kernel started, so the kernel was not started."
     return ConfigurationError("working_folder", problem, "Check the folder, then start the kernel again.")
 
 
 def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mount]:
-    """Return empty folders that cover each ``secret`` folder in a mount. The kernel's ``home`` is in memory already."""
+    """Return empty folders that cover each ``secret`` folder in a mount, except ``home``, which is in memory anyway."""
     mounts = list(mounts)
     given = {mount.destination for mount in mounts} | {home}
     places = [place for mount in mounts for _, place in _inside(mount, secret)]

@@ -1,4 +1,8 @@
-"""Pause a running sandbox, write its image, and let it go on."""
+"""Pause a running sandbox, write its image, and let it continue.
+
+The order of the steps keeps the only copy of the state: runsc kills a sandbox when a checkpoint without
+``--leave-running`` fails, so the sandbox stays paused until its image is stored, and only then it is ended.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,10 @@ QUIESCE_TIMEOUT = 10.0
 RESUME_TIMEOUT = 600.0
 """Time for an unsaved sandbox to answer after a checkpoint. Long, because a busy machine is slow and giving up early
 could lose the only copy of its state."""
-RESUME_AGAIN = 1.0
+RESUME_INTERVAL = 1.0
 """Time between two calls of ``runsc resume``."""
 ORPHAN_NOTICES = 1.0
-"""Time in which a running sandbox notices that its server is gone, and closes the pipe."""
+"""Time in which a running sandbox notices that its server has exited, and closes the pipe."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,19 @@ class Pause:
         If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` cuts the sandbox off.
         """
         await self._quiesce(force)
-        if (
-            self.container.reachable or await self.container.status() != "paused"
-        ):  # else its killed server may have paused it
+        # The killed server of an orphan may have paused it, and runsc refuses to pause it again.
+        if self.container.reachable or await self.container.status() != "paused":
             await self.container.command("pause")
+        # Debian's runsc compresses by default, which takes ten times as long.
         options = ("--leave-running", "--compression=none", "--exclude-committed-zero-pages", f"--image-path={partial}")
         await self.container.command("checkpoint", *options, timeout=CHECKPOINT_TIMEOUT)
         await finished(control(partial.rename, image))
 
     async def resume(self, outlives: bool, hurried: asyncio.Event) -> None:
-        """Let it go on after a failed checkpoint or a copy. Raises SandboxError or TimeoutError if it is lost.
+        """Let it continue after a failed checkpoint or a copy. Raises SandboxError or TimeoutError if it is lost.
 
-        Its state is not saved, so a sandbox that does not answer is waited for, until ``RESUME_TIMEOUT`` or ``hurried``
-        is set. Then it is cut off if it ``outlives`` this server, and can still be saved as it is.
+        Waits for a sandbox that does not answer until ``RESUME_TIMEOUT`` or until ``hurried`` is set, because its state
+        is not saved. Then a sandbox that ``outlives`` this server is cut off: it can still be saved as it is.
         """
         await self._unpause(hurried)
         if self.container.reachable:
@@ -71,9 +75,10 @@ class Pause:
                 await asyncio.wait_for(self.connection.quiesce(), QUIESCE_TIMEOUT)
                 return
             except TimeoutError:
+                problem = f"did not stop its traffic within {QUIESCE_TIMEOUT:g} seconds for a checkpoint"
                 if not force:
-                    raise UnresponsiveError(self.sandbox_id, "did not come to rest for a checkpoint") from None
-            log.warning("Sandbox %s did not come to rest for a checkpoint; saving it as it is", self.sandbox_id)
+                    raise UnresponsiveError(self.sandbox_id, problem) from None
+            log.warning("Sandbox %s %s; saving it without its help", self.sandbox_id, problem)
             self.cut_off()
         await self._wait_for_other_commands()
 
@@ -86,11 +91,14 @@ class Pause:
                 while await control(self.container.folder.runs, b"pause", b"checkpoint", b"resume"):
                     await asyncio.sleep(ORPHAN_NOTICES)
         except TimeoutError:
-            problem = f"A runsc command that a killed server started for sandbox {self.sandbox_id} does not end."
-            raise SandboxError(problem) from None
+            raise SandboxError(
+                f"Sandbox {self.sandbox_id} was not saved: a runsc command on it, which a killed server started, has "
+                f"not ended for {CHECKPOINT_TIMEOUT:g} seconds.",
+                f"End that command (its arguments contain {self.container.folder.state}), then try again.",
+            ) from None
 
     async def _unpause(self, hurried: asyncio.Event) -> None:
-        """Call ``runsc resume``; repeat it while it fails and the sandbox is paused, which it may never have been."""
+        """Call ``runsc resume``, and repeat it while it fails and the sandbox is paused."""
         while True:
             try:
                 await self.container.command("resume")
@@ -99,7 +107,7 @@ class Pause:
                 if not self.container.reachable or hurried.is_set() or self.container.ended or await self._runs():
                     return
                 log.warning("Sandbox %s is paused and not saved; trying to resume it again: %s", self.sandbox_id, error)
-            await asyncio.sleep(RESUME_AGAIN)
+            await asyncio.sleep(RESUME_INTERVAL)
 
     async def _runs(self) -> bool:
         """Return True if runsc reports that the sandbox is not paused; False if it is, or runsc gives no answer."""
@@ -135,20 +143,20 @@ class Pause:
     async def _first_of(self, waits: list[asyncio.Future[Any]]) -> float:
         """Wait for the first of ``waits`` or the timeout, with a warning each time that the waiting time has doubled.
 
-        Return the seconds that were waited without a result.
+        Return the seconds that passed without a result.
         """
-        patience, waited = QUIESCE_TIMEOUT + self.connection.hooks.seconds, 0.0
-        while waited < max(patience, RESUME_TIMEOUT):
-            step = max(patience, waited)
+        step, waited = QUIESCE_TIMEOUT + self.connection.hooks.seconds, 0.0
+        while True:
             done, _ = await asyncio.wait(waits, timeout=step, return_when=asyncio.FIRST_COMPLETED)
             if done:
-                break
+                return waited
             waited += step
-            if waited < RESUME_TIMEOUT:
-                log.warning(
-                    "Sandbox %s has not answered for %d seconds. It is not saved, so the server waits. If this lasts, "
-                    "stop the server, which saves it as it is, or restart its kernel, which loses its state",
-                    self.sandbox_id,
-                    waited,
-                )
-        return waited
+            if waited >= RESUME_TIMEOUT:
+                return waited
+            step = waited
+            log.warning(
+                "Sandbox %s has not answered for %d seconds. It is not saved, so the server waits. If this lasts, "
+                "stop the server, which saves it as it is, or restart its kernel, which loses its state",
+                self.sandbox_id,
+                waited,
+            )

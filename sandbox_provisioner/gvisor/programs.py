@@ -19,12 +19,12 @@ def note_writable(*folders: str) -> None:
 
 
 def writable_folders() -> set[str]:
-    """Return the folders that kernels are known to write to, and this process's working directory."""
+    """Return the noted folders and this process's working directory, without /, where no kernel can work."""
     try:
         own = {os.path.realpath(os.getcwd())}
     except OSError:  # it was removed
         own = set()
-    return (_writable | own) - {"/"}  # no kernel's folder is /; folders below it are noted when kernels start there
+    return (_writable | own) - {"/"}
 
 
 def trusted_program(name: str, environ: Mapping[str, str] = os.environ, folders: Iterable[str] = ()) -> str:
@@ -56,10 +56,9 @@ def trusted_path(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def reason_for_distrust(path: str, writable: Iterable[str] | None = None) -> str:
-    """Return a clause that explains why a program or folder is not trusted; empty if it is.
+    """Return a clause that explains why a program or folder is not trusted; empty if it is trusted.
 
-    A path is not trusted if a sandbox or another user may have written it. The path as named and the path with links
-    followed are both checked, with all their parent folders.
+    It is not trusted if a sandbox or another user can change it or a folder above it, with and without links followed.
     """
     places = dict.fromkeys(
         str(place)
@@ -77,7 +76,7 @@ def reason_for_distrust(path: str, writable: Iterable[str] | None = None) -> str
 
 
 def _changeable(place: str) -> str:
-    """Return a clause that explains why another user can change the file or folder ``place``; empty if none can."""
+    """Return a clause that explains why another user can change the file or folder ``place``; empty if nobody can."""
     try:
         found = os.lstat(place)
     except OSError as error:
@@ -89,7 +88,7 @@ def _changeable(place: str) -> str:
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_mode & stat.S_IWOTH and not sticky:
         return f"everybody can write to {place}"
-    own_group = found.st_gid in (0, os.getegid()) or found.st_uid == 0  # Debian's /usr/local is root's and staff's
+    own_group = found.st_gid in (0, os.getegid()) or found.st_uid == 0  # Debian's /usr/local: owner root, group staff
     if found.st_mode & stat.S_IWGRP and not sticky and not own_group:
         return f"a group (gid {found.st_gid}) can write to {place}"
     return ""

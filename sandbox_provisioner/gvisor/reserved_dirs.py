@@ -15,7 +15,7 @@ from .runtime_dir import runtime_roots
 
 
 def reserved_folders(storage_dir: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the reserved folders, as configured, each with the setting that names it."""
+    """Return the reserved folders, as configured, each with the setting that defines it."""
     found = {
         jupyter_runtime_dir(): "JUPYTER_RUNTIME_DIR",
         **{str(root): "SANDBOX_RUNTIME_DIR" for root in runtime_roots()},
@@ -29,13 +29,13 @@ def reserved_folders(storage_dir: str = "", environ: Mapping[str, str] = os.envi
 
 def require_unreserved(mount: Mount, reserved: Mapping[str, str], setting: str) -> None:
     """Raise ConfigurationError if the source of a writable mount is, or lies in, a reserved folder."""
-    for own, named_by in reserved.items():
+    for own, own_setting in reserved.items():
         if within(os.path.realpath(mount.source), os.path.realpath(own)):
             raise ConfigurationError(
                 setting,
-                f"A kernel cannot have {mount.source} to write to: it lies in {own}, where Jupyter and its sandboxes "
-                f"keep their own files ({named_by}).",
-                f"Name another folder in {setting}, or set {named_by} to one that no kernel can write to.",
+                f"{mount.source} cannot be mounted writable: it lies in {own}, where Jupyter and its sandboxes keep "
+                f"their own files ({own_setting}).",
+                f"Name another folder in {setting}, or set {own_setting} to one that no kernel can write to.",
             )
 
 
@@ -51,8 +51,12 @@ def hide(mounts: Iterable[Mount], reserved: Mapping[str, str], home: str) -> lis
         for own, setting in reserved.items():
             _require_plain(own, setting, mount)
     covered = {mount.destination for mount in mounts}
-    found = masks(writable, reserved, home)
-    return [mask for mask in found if mask.destination not in covered and _reaches(mask.destination, mounts)]
+    return [
+        mask
+        for mask in masks(writable, reserved, home)
+        if mask.destination not in covered
+        if (above := innermost(mask.destination, mounts)) and above.writable
+    ]
 
 
 def _require_plain(own: str, setting: str, mount: Mount) -> None:
@@ -61,8 +65,8 @@ def _require_plain(own: str, setting: str, mount: Mount) -> None:
     if link := planted_link(own, [source]):
         raise ConfigurationError(
             setting,
-            f"{own} ({setting}) cannot be used: a kernel can write to {source}, and in it {link[0]} is a link to "
-            f"{link[1]}.",
+            f"{own} ({setting}) cannot be used: {link[0]} is a link to {link[1]}, and a kernel that can write to "
+            f"{source} may have created it.",
             f"Set {setting} to a folder that no kernel can write to, or remove the link.",
         )
     real = os.path.realpath(own)
@@ -72,13 +76,7 @@ def _require_plain(own: str, setting: str, mount: Mount) -> None:
         except OSError as error:
             raise ConfigurationError(
                 setting,
-                f"{own} ({setting}) lies in {source}, which a kernel can write to, and cannot be made: "
-                f"{error.strerror}.",
+                f"{own} ({setting}) cannot be created: {error.strerror}. A kernel that can write to {source} could "
+                "create it first.",
                 f"Set {setting} to a folder that no kernel can write to.",
             ) from error
-
-
-def _reaches(place: str, mounts: Iterable[Mount]) -> bool:
-    """Return True if the kernel could write to ``place``."""
-    above = innermost(place, mounts)
-    return above is not None and above.writable

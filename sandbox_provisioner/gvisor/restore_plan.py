@@ -1,8 +1,8 @@
 """Derive the mounts, network and user of a restored sandbox from the present configuration.
 
-runsc restores an image only into a sandbox that has the same mount destinations. The checkpoint's record has these
-destinations. Their sources, and whether they are writable, are never read from there: anyone who can write to the
-storage could otherwise choose the host folders that a woken kernel sees.
+runsc restores an image only into a sandbox with the same mount destinations, so these come from the checkpoint's
+record. Their sources, and whether they are writable, do not: anyone who can write to the storage could otherwise choose
+the host folders that a woken kernel sees.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .mounts import within
 
 @dataclass(frozen=True)
 class Grant:
-    """The mounts, network and platform that the present configuration and request give a sandbox.
+    """The mounts, network and platform that the present configuration and start request allow a sandbox.
 
-    ``spec`` is for a sandbox that was started without a template, and mounts the kernel's ``folder``. ``carrying`` is
-    for a copy of a template; None if the folder cannot be carried, because files in it must be protected.
+    ``spec``, which mounts the kernel's ``folder``, is for a sandbox that was started without a template. ``carrying``
+    is for a copy of a template; None if the folder cannot be carried, because files in it must be protected.
     """
 
     spec: BundleSpec
@@ -41,10 +41,10 @@ class Grant:
 
 
 def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, list[str]]:
-    """Return the spec to restore a checkpoint with, and the reasons why a restore is not allowed; none if it is.
+    """Return the spec to restore a checkpoint with, and the reasons why that is not allowed; empty if it is.
 
     ``saved`` and ``cwd``, the kernel's folder in the sandbox, are from the checkpoint's record and are not trusted. The
-    interpreter, home and environment of PID 1 are taken from there: they exist only inside the sandbox.
+    interpreter, home and environment of PID 1 are taken from ``saved``: they exist only inside the sandbox.
     """
     given = grant.carrying if saved.carried else grant.spec
     if given is None:
@@ -87,12 +87,12 @@ def _at_saved_folder(given: BundleSpec, saved: BundleSpec, cwd: object, folder: 
 
 def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple[dict[str, Mount], list[str]]:
     """Return a mount from ``given`` for each saved destination, and the reasons why a restore is not allowed."""
-    wanted = {mount.destination: mount for mount in given}
+    allowed = {mount.destination: mount for mount in given}
     found: dict[str, Mount] = {}
     reasons = []
     for mount in saved:
         place = mount.destination
-        now = wanted.get(place) or _part(mount, wanted)
+        now = allowed.get(place) or _part(mount, allowed)
         if now is None:
             setting = "working_folder" if place == cwd else "mounts"
             reasons.append(
@@ -107,20 +107,20 @@ def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple
             found[place] = now
     reasons += [
         f"{_shown(place)} must be protected from the kernel now, and was not when it was saved"
-        for place, mount in wanted.items()
+        for place, mount in allowed.items()
         if place not in found and _protects(mount, innermost(place, found.values()))
     ]
     return found, reasons
 
 
-def _part(saved: Mount, wanted: Mapping[str, Mount]) -> Mount | None:
-    """Return a mount for a destination that now lies inside another mount; None if that is not allowed."""
+def _part(saved: Mount, allowed: Mapping[str, Mount]) -> Mount | None:
+    """Return a mount for a destination that now lies inside an allowed mount; None if it does not."""
     place = saved.destination
     if not os.path.isabs(place) or os.path.normpath(place) != place:
         return None
     if not saved.source:
         return Mount("", place, True)
-    above = innermost(place, wanted.values())
+    above = innermost(place, allowed.values())
     if above is None or not above.source:
         return None
     outer = os.path.realpath(above.source)

@@ -41,7 +41,7 @@ REFUSES_REMOUNT = date(2026, 9, 5)
 PLATFORMS = ("systrap", "ptrace", "kvm")
 """gVisor's ways to intercept system calls, the default first."""
 
-SETUP_HINT = "Run `jupyter sandbox setup` to get a good one."
+SETUP_HINT = "Run `jupyter sandbox setup` to install one that works."
 VERSION_TIMEOUT = 20.0
 """Seconds for ``runsc --version`` and for the test of user namespaces."""
 
@@ -52,7 +52,7 @@ def bin_folder() -> Path:
 
 
 def bin_folders() -> list[Path]:
-    """Return every folder into which a setup may have installed runsc, also if HOME or Jupyter's paths were changed."""
+    """Return every folder into which a setup may have installed runsc, even if HOME or Jupyter's paths have changed."""
     try:
         home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:
@@ -62,7 +62,7 @@ def bin_folders() -> list[Path]:
 
 
 def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
-    """Yield the possible paths of runsc, best first, each with its origin: a setting, a variable, PATH or our setup.
+    """Yield the origin (a setting, a variable, PATH or our setup) and path of each possible runsc, the preferred first.
 
     A path from a setting or variable is yielded even if it does not exist, so that the caller reports the error.
     """
@@ -84,7 +84,7 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
 
 
 def untrusted_candidates(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a clause for each runsc that is not used because it is not trusted, with the reason."""
+    """Return a clause with the reason for each runsc that is not used because it is not trusted."""
     places = [(path, reason_for_distrust(path)) for path in on_path("runsc", environ)]
     own = [str(folder / "runsc") for folder in dict.fromkeys(bin_folders())]
     places += [(path, reason_for_distrust(path, ())) for path in own if os.access(path, os.F_OK)]
@@ -126,26 +126,22 @@ def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
         raise RunscNotFoundError(f"No runsc at {named}.", remedy)
     if not os.access(path, os.X_OK):
         raise RunscNotFoundError(f"{named} is not executable.", f"Run `chmod +x {path}`.")
-    version = _read_version(path, path.stat(), remedy)
-    return Runsc(path.absolute(), version)
+    stat = path.stat()
+    return Runsc(path.absolute(), _read_version(path, stat.st_mtime_ns, stat.st_size, remedy))
 
 
-_versions: dict[tuple[str, int, int], str] = {}
-
-
-def _read_version(path: Path, stat: os.stat_result, remedy: str) -> str:
-    key = (str(path), stat.st_mtime_ns, stat.st_size)
-    if key not in _versions:
-        try:
-            answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise RunscNotFoundError(f"{path} could not be run: {error}.", remedy) from error
-        found = re.search(r"version (\S+)", answer.stdout)
-        if answer.returncode or not found:
-            message = (answer.stderr or answer.stdout).strip()[:200]
-            raise RunscNotFoundError(f"{path} does not answer as runsc does: {message!r}.", remedy)
-        _versions[key] = found[1]
-    return _versions[key]
+@cache
+def _read_version(path: Path, mtime: int, size: int, remedy: str) -> str:
+    """Return the version of the binary. ``mtime`` and ``size`` let it be read again after the file was replaced."""
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RunscNotFoundError(f"{path} could not be run: {error}.", remedy) from error
+    found = re.search(r"version (\S+)", answer.stdout)
+    if answer.returncode or not found:
+        message = (answer.stderr or answer.stdout).strip()[:200]
+        raise RunscNotFoundError(f"{path} is not runsc: `{path} --version` answered {message!r}.", remedy)
+    return found[1]
 
 
 @cache
@@ -184,9 +180,8 @@ class Runsc:
     def extra_flags(self, uid: int) -> list[str]:
         """Return extra flags for a build that may let a guest remount a read-only folder writable.
 
-        Without directfs the sandbox has no file descriptors of the host, and the host refuses the write, at the cost of
-        some speed. Only root can use that flag; for other users the guest's filter (guest/seccomp.py) is the only
-        protection.
+        Without directfs the sandbox has no file descriptors of the host, and the host refuses such a write; small reads
+        are slower. Only root can use the flag; for other users guest/seccomp.py is the only protection.
         """
         known = self.built is not None and self.built >= REFUSES_REMOUNT
         return [] if known or uid else ["--directfs=false"]
@@ -221,19 +216,22 @@ def require_user_namespaces() -> None:
         argv = [*prefix, trusted_program("true")]
     except ProgramNotFoundError as error:
         raise UserNamespacesForbiddenError(
-            f"An ordinary user needs the `unshare` command to start a sandbox. {error.problem}",
-            "It is in the package util-linux.",
+            f"An ordinary user needs the command `{error.name}` to start a sandbox. {error.problem}",
+            "Install it (Debian's packages util-linux and coreutils have `unshare` and `true`).",
         ) from error
     attempt = subprocess.run(argv, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     if attempt.returncode:
-        raise UserNamespacesForbiddenError(
-            f"This system forbids user namespaces to ordinary users ({attempt.stderr.strip()}).",
-            namespace_remedy(),
-        )
+        raise _namespaces_forbidden(attempt.stderr)
+
+
+def _namespaces_forbidden(output: str) -> UserNamespacesForbiddenError:
+    """Return the error for the ``output`` of a failed ``unshare``."""
+    problem = f"This system forbids user namespaces to ordinary users ({output.strip()})."
+    return UserNamespacesForbiddenError(problem, namespace_remedy())
 
 
 def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
-    """Return advice for allowing user namespaces: the sysctl command, if a sysctl forbids them."""
+    """Return advice for allowing user namespaces: a command that changes the sysctl that forbids them, if one does."""
     for setting, good in (
         ("kernel/apparmor_restrict_unprivileged_userns", "0"),
         ("kernel/unprivileged_userns_clone", "1"),
@@ -245,7 +243,7 @@ def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
             continue
         if value != good and (value == "0" or good == "0"):
             return f"`sudo sysctl -w {setting.replace('/', '.')}={good}` allows them."
-    return "In a container, its seccomp profile may forbid them; or start the server as root."
+    return "If this is a container, allow them in its seccomp profile; or start the server as root."
 
 
 def checked(argv: Sequence[str], returncode: int | None, output: bytes) -> None:
@@ -255,11 +253,9 @@ def checked(argv: Sequence[str], returncode: int | None, output: bytes) -> None:
 
 
 def explain(argv: Sequence[str], returncode: int | None, output: str) -> SandboxError:
-    """Return the error for a sandbox that did not start: a known cause, or else runsc's own message."""
+    """Return the error for a sandbox that did not start, by its cause if it is known, else with runsc's message."""
     if "unshare failed" in output or "unshare: write failed" in output:
-        return UserNamespacesForbiddenError(
-            f"This system forbids user namespaces to ordinary users ({output.strip()}).", namespace_remedy()
-        )
+        return _namespaces_forbidden(output)
     if "no space left on device" in output.lower():
         return DiskFullError(output)
     return RunscError(argv, returncode, output, problem="The sandbox did not start: runsc")

@@ -1,8 +1,8 @@
-"""Manage the folders of live sandboxes: each is locked by its owner process, and swept after that has exited.
+"""Manage the folders of running sandboxes: each is locked by its owner process, and removed after the owner exits.
 
-The lock is a flock on the folder itself: Linux releases it however the owner exits, and a cleaner of /tmp that
-respects locks leaves the folder alone. A folder with a note belongs to a persistent sandbox, which may still run: it
-is not swept, but left for ``sandbox.recovery``, which reads the note.
+The lock is a flock on the folder itself: Linux releases it however the owner exits, and systemd's cleaner of /tmp skips
+locked folders. A folder with a note belongs to a persistent sandbox, which may still run without its server: ``sweep``
+keeps it for ``sandbox.recovery``, which reads the note.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ UNNAMED_TIMEOUT = 3600.0
 """Seconds for which a scan ignores a folder that does not have its final name yet."""
 KILL_TIMEOUT = 5.0
 """Seconds to wait until killed runsc processes have exited, before their folder is removed."""
-NOTE, RESCUED = "note.json", "rescued"
+NOTE = "note.json"
+RESCUED = "rescued"
+"""File in a folder whose lock is held by a process that saves the sandbox, and is not its server."""
 
 
 def runtime_root() -> Path:
@@ -66,7 +68,7 @@ def _recorded_root(records: Path) -> Path:
     records.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(records, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # if two processes get here at once, one creates it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one process creates the folder
         if found := _read_record(record):
             return found
         root = Path(tempfile.mkdtemp(prefix="jupyter-sandbox-", dir="/tmp"))
@@ -111,13 +113,13 @@ def _create_root(root: Path) -> Path:
     except OSError as error:
         raise ConfigurationError(
             "SANDBOX_RUNTIME_DIR",
-            f"{root} cannot be made: {error.strerror}.",
+            f"The folder {root} cannot be created: {error.strerror}.",
             "Set SANDBOX_RUNTIME_DIR to a folder of your own.",
         ) from error
     if not _owned(root):
         raise ConfigurationError(
             "SANDBOX_RUNTIME_DIR",
-            f"{root} is not a folder that only you can change.",
+            f"{root} cannot be used: it is not a folder, or another user can change or replace it.",
             "Remove it, or set SANDBOX_RUNTIME_DIR to a folder of your own.",
         )
     return root
@@ -148,7 +150,7 @@ class RuntimeFolder:
 
     @classmethod
     def create(cls) -> RuntimeFolder:
-        """Create and lock a new folder. It gets its final name only when it is locked, so no scan finds it unlocked."""
+        """Create and lock a new folder. It is renamed to its final name after that, so no scan finds it unlocked."""
         root = runtime_root()
         name = uuid4().hex[:12]
         unnamed = root / f".{name}"
@@ -168,7 +170,7 @@ class RuntimeFolder:
     def reclaim(cls, path: Path) -> RuntimeFolder | None:
         """Lock and return the folder of an owner that has exited.
 
-        Return None if the owner lives, the folder is gone, or it is new and has no final name yet.
+        Return None if the owner still runs, the folder is gone, or it is new and does not have its final name yet.
         """
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -180,24 +182,19 @@ class RuntimeFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists():
                 raise BlockingIOError
-        except BlockingIOError:
+        except OSError:
             os.close(lock)
             return None
         return cls(path, lock)
 
-    def mark_rescued(self) -> None:
-        """Mark the folder for other scans: this process holds the lock to save the sandbox, and is not its server."""
-        with suppress(OSError):  # a full disk
-            (self.path / RESCUED).touch(mode=0o600)
-
     def write_note(self, note: Mapping[str, Any]) -> None:
-        """Write the note that describes this sandbox to a process that finds it after its server was killed."""
+        """Write the note that describes this sandbox to the process that saves it if its server is killed."""
         partial = self.path / f".{NOTE}"
         partial.write_text(json.dumps(note))
         partial.rename(self.path / NOTE)
 
     def read_note(self) -> dict[str, Any] | None:
-        """Return the note of this sandbox; None if it is missing or invalid."""
+        """Return the note of this sandbox; see the function ``read_note``."""
         return read_note(self.path)
 
     @property
@@ -210,7 +207,10 @@ class RuntimeFolder:
         return any(set(commands) & set(arguments) for _, arguments in _processes(self.state))
 
     def remove(self) -> None:
-        """Kill the runsc processes of this folder, and remove it with its mounts. Blocks, usually for milliseconds."""
+        """Kill the runsc processes of this folder, and remove it with its mounts. Blocks, usually for milliseconds.
+
+        runsc leaves a network namespace mounted in its state folder when root runs it.
+        """
         deadline = time.monotonic() + KILL_TIMEOUT
         while kill_processes(self.state) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -237,19 +237,21 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """Return the note of the sandbox in the folder ``path``; None if it is missing or invalid."""
+    """Return the note of the sandbox in the folder ``path``; None without a note, {} for one that cannot be read.
+
+    The two differ because ``sweep`` kills sandboxes without a note: an error of the disk must not cause that.
+    """
     try:
         note = json.loads((path / NOTE).read_bytes())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return None
-    return note if isinstance(note, dict) else None
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
 def sweep() -> list[str]:
-    """Remove the processes, mounts and folders of owners that have exited. Folders with a note are kept.
-
-    Return the names of the removed folders.
-    """
+    """Kill the sandboxes without a note whose owners have exited, and return the names of their removed folders."""
     found, _ = scan(lambda note: note is None)
     for folder in found:
         folder.remove()
@@ -260,20 +262,24 @@ NoteFilter = Callable[[dict[str, Any] | None], bool]
 
 
 def scan(wanted: NoteFilter) -> tuple[list[RuntimeFolder], list[Path]]:
-    """Lock and return the folders of exited owners whose note is ``wanted``; also return those that are being rescued.
+    """Lock and return the folders of exited owners whose note is ``wanted``; also return those that others rescue.
 
-    Only one scan runs at a time: a scan locks each folder for a moment, and would hide it from another scan. A folder
-    that stays locked afterwards has an owner, or is marked as rescued. Blocks.
+    Only one scan runs at a time: a scan locks each folder for a moment, and would hide it from another scan. Blocks.
     """
     found: list[RuntimeFolder] = []
     rescued: list[Path] = []
-    for root in runtime_roots():
-        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _scan(root, wanted, found, rescued)
-        finally:
-            os.close(lock)
+    try:
+        for root in runtime_roots():
+            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _scan(root, wanted, found, rescued)
+            finally:
+                os.close(lock)
+    except BaseException:
+        for folder in found:
+            folder.release()
+        raise
     return found, rescued
 
 
@@ -288,7 +294,8 @@ def _scan(root: Path, wanted: NoteFilter, found: list[RuntimeFolder], rescued: l
         elif wanted(note := folder.read_note()):
             found.append(folder)
             if note is not None:
-                folder.mark_rescued()
+                with suppress(OSError):  # a full disk
+                    (path / RESCUED).touch(mode=0o600)
         else:
             folder.release()
 
@@ -299,11 +306,14 @@ def left_behind() -> Iterator[RuntimeFolder]:
 
 
 def kill_processes(state: Path) -> int:
-    """Kill every runsc process whose state folder is ``state``. Return their number."""
+    """Kill every runsc process whose state folder is ``state``, and return their number.
+
+    ``runsc kill`` is not used because it refuses a paused sandbox.
+    """
     found = 0
     for handle, _ in _processes(state):
         found += 1
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # the process has just ended
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     return found
 

@@ -1,7 +1,7 @@
-"""GVisorSandbox: the driver of one sandbox, with a strict state machine.
+"""GVisorSandbox: the driver of one sandbox, with a strict state machine. All methods run on one event loop.
 
-The driver uses runsc and plain paths; Jupyter and checkpoint storage are unknown to it. ``sandbox_id`` is the stable
-name; ``container_id`` is runsc's name, new for every start and restore. All methods run on one event loop.
+``sandbox_id`` is the stable name; ``container_id`` is runsc's name, new for every start and restore. PID 1 starts the
+commands in the sandbox, because an image with a process of ``runsc exec`` cannot be restored.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,10 +31,6 @@ log = logging.getLogger(__name__)
 Commit = Callable[[], Awaitable[None]]
 
 
-async def _at_once() -> None:
-    """Do nothing: the default ``commit``, for an image that needs no further step to be valid."""
-
-
 class GVisorSandbox:
     """A sandbox: ``start`` or ``restore`` it, ``execute`` in it, ``checkpoint`` it, ``delete`` it."""
 
@@ -44,9 +41,7 @@ class GVisorSandbox:
         self.platform = platform
         self.connection = GuestConnection()
         self.connection.on_closed = self._connection_closed
-        self.connection.on_hook_failed = lambda reason: log.warning(
-            "Sandbox %s: hook failed: %s", self.sandbox_id, reason
-        )
+        self.connection.on_hook_failed = self._hook_failed
         self._state = State.INITIALIZED
         self._lock = asyncio.Lock()
         self._container: Container | None = None
@@ -61,7 +56,7 @@ class GVisorSandbox:
     ) -> GVisorSandbox:
         """Return a running sandbox whose server was killed: it can only be checkpointed or deleted."""
         sandbox = cls(sandbox_id, spec, runsc, platform)
-        sandbox.connection.close(LinkClosedError("its server died."))
+        sandbox.connection.close(LinkClosedError("its server was killed."))
         container = sandbox._container = Container(runsc, spec, platform)
         container.id, container.folder, container.reachable = container_id, folder, False
         sandbox._state = State.RUNNING
@@ -79,17 +74,17 @@ class GVisorSandbox:
 
     @property
     def reachable(self) -> bool:
-        """True unless the sandbox is an orphan or was cut off: PID 1 cannot be reached then."""
+        """False if PID 1 cannot be reached, because the sandbox is an orphan or was cut off."""
         return self._container is None or self._container.reachable
 
     def leave_note(self, note: Mapping[str, Any]) -> None:
-        """Store ``note``, with the container's id, for a process that finds the sandbox after this one was killed."""
+        """Store ``note``, with the container's id, for the process that saves the sandbox if this one is killed."""
         self._note = note
         if self._container:
             self._container.write_note(note)
 
     def _enter(self, action: Action) -> None:
-        """Change the state. No other method does. Raises StateError if ``action`` is not legal."""
+        """Change the state. Raises StateError if ``action`` is not legal."""
         self._state = after(self.sandbox_id, action, self._state)
 
     async def start(self, template: Path | None = None) -> None:
@@ -101,9 +96,8 @@ class GVisorSandbox:
             after(self.sandbox_id, Action.START, self._state)
             try:
                 if template:
-                    await self._launch(
-                        lambda: self.connection.reattach(hooks=False), "restore", f"--image-path={template}"
-                    )
+                    greet = partial(self.connection.reattach, hooks=False)
+                    await self._launch(greet, "restore", f"--image-path={template}")
                 else:
                     await self._launch(self.connection.greeted, "run")
             except BaseException:
@@ -115,17 +109,17 @@ class GVisorSandbox:
         """Restore it from ``image``, which this or another process saved. A failure leaves the state unchanged."""
         async with self._lock:
             after(self.sandbox_id, Action.RESTORE, self._state)
-            if not self.reachable:  # its streams are gone, and its clients would wait for replies forever
+            if not self.reachable:  # its streams have ended, and its clients would wait for replies forever
                 raise SandboxError(
-                    f"Sandbox {self.sandbox_id} was saved without its help, and cannot go on with its old connections.",
-                    "Open the notebook again: its saved state is restored then.",
+                    f"Sandbox {self.sandbox_id} was saved without its help, so its old connections cannot continue.",
+                    "Open the notebook again: this restores its saved state.",
                 )
             greet = self.connection.reattach if self.connection.state is ConnectionState.NEW else self.connection.resume
             await self._launch(greet, "restore", f"--image-path={image}")
             self._enter(Action.RESTORE)
 
-    async def checkpoint(self, image: Path, commit: Commit = _at_once, force: bool = False) -> None:
-        """Write its memory to the new folder ``image``, await ``commit``, and end it.
+    async def checkpoint(self, image: Path, commit: Commit | None = None, force: bool = False) -> None:
+        """Write its memory to the new folder ``image``, await ``commit`` if it is given, and end it.
 
         The sandbox stays paused from the write until the commit. If a step fails, the sandbox runs on and the image is
         removed. If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` cuts the sandbox off
@@ -133,14 +127,13 @@ class GVisorSandbox:
         """
         async with self._lock:
             after(self.sandbox_id, Action.CHECKPOINT, self._state)
-            partial = await finished(control(_draft, image))
+            draft = await finished(control(_new_draft, image))
             try:
-                await self._pause().write_image(partial, image, force)
-                await commit()
+                await self._pause().write_image(draft, image, force)
+                if commit:
+                    await commit()
             except BaseException:
-                await finished(self._resume())
-                for folder in (partial, image):
-                    await finished(bulk(shutil.rmtree, folder, ignore_errors=True))
+                await finished(self._resume(draft, image))
                 raise
             self._enter(Action.CHECKPOINT)
             self.connection.detach()
@@ -150,14 +143,13 @@ class GVisorSandbox:
         """Write its memory to the new folder ``image`` and let it run on. A failure leaves no image."""
         async with self._lock:
             after(self.sandbox_id, Action.COPY, self._state)
-            partial = await finished(control(_draft, image))
+            draft = await finished(control(_new_draft, image))
             try:
-                await self._pause().write_image(partial, image)
+                await self._pause().write_image(draft, image)
             except BaseException:
-                await finished(bulk(shutil.rmtree, partial, ignore_errors=True))
+                await finished(self._resume(draft, image))
                 raise
-            finally:
-                await finished(self._resume())
+            await finished(self._resume())
 
     async def cut_off(self) -> None:
         """Close the connection to a running sandbox that does not answer, so that it can be checkpointed without PID 1.
@@ -189,7 +181,7 @@ class GVisorSandbox:
         return await self.connection.spawn(argv, environment, cwd, stdin=stdin, files=files, expect=expect)
 
     def hurry(self) -> None:
-        """Stop waiting for a sandbox that does not answer after a checkpoint. Called when the server stops."""
+        """Stop waiting for a sandbox that does not answer after a resume. Called when the server stops."""
         self._hurried.set()
 
     async def delete(self) -> None:
@@ -217,33 +209,38 @@ class GVisorSandbox:
         self._watch = asyncio.create_task(self._watch_main(container))
 
     async def _watch_main(self, container: Container) -> None:
-        """Note the unexpected exit of a running sandbox. If it exits during an operation, that operation reports it."""
+        """Notice the unexpected exit of a running sandbox. An exit during an operation is reported by the operation."""
         assert container.main is not None
         await container.main.wait()
         if self._state == State.RUNNING and not self._lock.locked():
             self._enter(Action.EXIT)
-            self.connection.close(LinkClosedError("it ended by itself."))
+            self.connection.close(LinkClosedError("its processes ended unexpectedly."))
 
     def _connection_closed(self, error: Exception) -> None:
         """Kill a running guest whose connection is closed. Called by the connection."""
         if self._state == State.RUNNING and self._container:
             self._container.kill()
 
+    def _hook_failed(self, reason: str) -> None:
+        log.warning("Sandbox %s: hook failed: %s", self.sandbox_id, reason)
+
     def _pause(self) -> Pause:
         assert self._container is not None
         return Pause(self.sandbox_id, self._container, self.connection)
 
-    async def _resume(self) -> None:
-        """Let a paused sandbox go on after a failed checkpoint or a copy. End it if that fails."""
+    async def _resume(self, *unfinished: Path) -> None:
+        """Let a paused sandbox continue, or end it if that fails. Then remove the ``unfinished`` images."""
         try:
             await self._pause().resume(self.spec.outlives, self._hurried)
         except (SandboxError, TimeoutError) as error:
-            log.error("Sandbox %s is lost: it did not go on after a checkpoint: %s", self.sandbox_id, error)
+            log.error("Sandbox %s is lost: it did not continue after a checkpoint: %s", self.sandbox_id, error)
             self._enter(Action.FAIL)
-            self.connection.close(LinkClosedError(f"it did not go on after a checkpoint: {error}"))
+            self.connection.close(LinkClosedError(f"it did not continue after a checkpoint: {error}"))
             await self._end()
         finally:
             self._hurried.clear()
+        for folder in unfinished:
+            await bulk(shutil.rmtree, folder, ignore_errors=True)
 
     async def _end(self) -> None:
         """Kill the sandbox's processes and remove its folder."""
@@ -254,13 +251,13 @@ class GVisorSandbox:
             await self._container.remove()
 
 
-def _draft(image: Path) -> Path:
+def _new_draft(image: Path) -> Path:
     """Create and return an empty folder beside ``image``. Raises SandboxError if ``image`` exists. Blocks."""
     if image.exists():
-        raise SandboxError(f"A checkpoint cannot be written to {image}: it exists already.")
-    partial = image.with_name(f".{image.name}.{uuid4().hex[:8]}")
+        raise SandboxError(f"A checkpoint cannot be written to {image}: it exists already.", "Choose another folder.")
+    draft = image.with_name(f".{image.name}.{uuid4().hex[:8]}")
     try:
-        partial.mkdir(mode=0o700, parents=True)
+        draft.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise SandboxError(f"A checkpoint cannot be written to {image}: {error.strerror}.") from error
-    return partial
+    return draft

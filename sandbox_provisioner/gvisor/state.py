@@ -46,7 +46,7 @@ TRANSITIONS: Mapping[tuple[Action, State], State] = MappingProxyType(
         **{(Action.DELETE, state): State.STOPPED for state in State},
     }
 )
-"""A failed restore is not a transition: the image is unchanged, and the sandbox keeps its state."""
+"""The legal actions. A restore that fails does not change the state, because the image is unchanged."""
 
 
 def after(sandbox_id: str, action: Action, state: State) -> State:

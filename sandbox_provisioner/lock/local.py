@@ -1,7 +1,7 @@
-"""Leases among the servers of one machine: one locked file each, so that a process that has exited holds nothing.
+"""Leases among the servers of one machine: one locked file each. The kernel unlocks it when its process ends.
 
-The locks belong to the open file description (F_OFD_SETLK): each ends with its process however that ends, and, unlike
-with flock, another process can test for a lock without holding it for a moment.
+The locks belong to the open file description (F_OFD_SETLK). Unlike with flock, another process can test for a lock
+without holding it for a moment.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from urllib.parse import quote
 from weakref import WeakSet
 
 from ..errors import LeaseLostError, StorageError
-from .base import Owner
-from .keepalive import CLOCK, Clock, KeptLeases, Pace
+from .base import CLOCK, Clock, Leases, Owner, Pace
 
 LONGEST_RECORD = 4096
 
 
-class LocalLeases(KeptLeases):
+class LocalLeases(Leases):
     """Leases in ``folder``, which only this user's processes on this machine use. These leases do not expire.
 
     A process that is stopped (SIGSTOP) keeps its leases.
@@ -36,7 +35,7 @@ class LocalLeases(KeptLeases):
         return LocalAttempt(self._folder, name, owner, self.clock)
 
     def _holder(self, name: str) -> Owner | None:
-        return _who_locks(_path(self._folder, name, "lock"))
+        return _lock_owner(_path(self._folder, name, "lock"))
 
 
 class LocalAttempt:
@@ -48,9 +47,9 @@ class LocalAttempt:
         self._name = name
         self._owner = owner
         self._path = _path(folder, name, "lock")
-        self._waiter = _path(folder, name, "waiter")
+        self._waiter_path = _path(folder, name, "waiter")
         self._file: LockedFile | None = None
-        self._slot: LockedFile | None = None
+        self._waiter_file: LockedFile | None = None
 
     def take(self) -> LocalClaim | None:
         """Lock the file and return the claim; None if another process has locked it. Raises StorageError."""
@@ -60,8 +59,8 @@ class LocalAttempt:
                 self._file = LockedFile.lock(self._path, self._owner)
                 if self._file is not None:
                     token = _next_token(self._path.with_name("last-token"))
-                    return LocalClaim(self._name, token, self._file, self._waiter, self._clock)
-                holder = _who_locks(self._path)
+                    return LocalClaim(self._name, token, self._file, self._waiter_path, self._clock)
+                holder = _lock_owner(self._path)
                 if holder is not None:
                     self.holder = holder
                     return None
@@ -71,16 +70,16 @@ class LocalAttempt:
     def ask(self) -> None:
         """Lock the waiter's file, unless this attempt or another has. Raises StorageError."""
         try:
-            if self._slot is None or not self._slot.in_place():
+            if self._waiter_file is None or not self._waiter_file.in_place():
                 self.withdraw()
-                self._slot = LockedFile.lock(self._waiter, self._owner)
+                self._waiter_file = LockedFile.lock(self._waiter_path, self._owner)
         except OSError as error:
-            raise _unusable(self._waiter, error) from error
+            raise _unusable(self._waiter_path, error) from error
 
     def withdraw(self) -> None:
         """Remove the waiter's file if this attempt has locked it."""
-        if self._slot is not None:
-            self._slot.remove()
+        if self._waiter_file is not None:
+            self._waiter_file.remove()
 
     def abandon(self) -> None:
         """Remove all files that this attempt has locked."""
@@ -98,14 +97,14 @@ class LocalClaim:
         self._clock = clock
         self._name = name
         self._file = file
-        self._waiter = waiter
+        self._waiter_path = waiter
 
     def renew(self) -> bool:
         """Check the file. Return True if another process waits. Raises LeaseLostError if the file is not ours."""
         if not self._file.in_place():
             raise LeaseLostError(self._name, f"its file {self._file.path} was removed or replaced")
         self.renewed = self._clock.now()
-        return _who_locks(self._waiter) is not None
+        return _lock_owner(self._waiter_path) is not None
 
     def end(self) -> None:
         """Remove the file and unlock it."""
@@ -145,10 +144,7 @@ class LockedFile:
             file.close()
 
     def in_place(self) -> bool:
-        """Return True if the path still leads to this file.
-
-        A process may lock a file that was removed just before; such a lock is worthless.
-        """
+        """Return True if the path still leads to this file. If it was removed, its lock keeps no other process out."""
         try:
             found = os.lstat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +160,7 @@ class LockedFile:
                 self.path.unlink()
         except OSError:
             pass  # The file stays, but without a lock: the next owner locks it as it is.
-        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole(fcntl.F_UNLCK))
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK))
         self.close()
 
     def close(self) -> None:
@@ -182,20 +178,20 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-def _whole(kind: int) -> bytes:
+def _flock(kind: int) -> bytes:
     """Return a struct flock for a whole file."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
 
 
 def _lock(descriptor: int) -> bool:
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole(fcntl.F_WRLCK))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
     except BlockingIOError:
         return False
     return True
 
 
-def _who_locks(path: Path) -> Owner | None:
+def _lock_owner(path: Path) -> Owner | None:
     """Return the owner that has locked the file, or None if it is not locked or missing. Raises StorageError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -204,18 +200,18 @@ def _who_locks(path: Path) -> Owner | None:
     except OSError as error:
         raise _unusable(path, error) from error
     try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole(fcntl.F_WRLCK))
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
         if struct.unpack_from("h", answer)[0] == fcntl.F_UNLCK:
             return None
-        return Owner.from_json(_written(descriptor))
+        return Owner.from_json(_read_owner(descriptor))
     except OSError as error:
         raise _unusable(path, error) from error
     finally:
         os.close(descriptor)
 
 
-def _written(descriptor: int) -> bytes:
-    """Return the content of a locked file. Waits briefly, because the owner writes it just after locking."""
+def _read_owner(descriptor: int) -> bytes:
+    """Return the content of a locked file. Waits up to 50 ms, because the owner writes it just after locking."""
     for _ in range(50):
         content = os.pread(descriptor, LONGEST_RECORD, 0)
         if content:
@@ -238,12 +234,14 @@ def _next_token(counter: Path) -> int:
         os.close(descriptor)
 
 
-def _path(folder: Path, name: str, what: str) -> Path:
-    """Return the path of a lease's file, which is directly in ``folder`` for every name."""
-    return folder / f"{quote(name, safe='')}.{what}"
+def _path(folder: Path, name: str, suffix: str) -> Path:
+    """Return the path of a lease's file. It is directly in ``folder``, even if ``name`` contains slashes."""
+    return folder / f"{quote(name, safe='')}.{suffix}"
 
 
 def _unusable(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        str(path.parent), f"The lease file {path} cannot be used: {error.strerror}.", f"Look at {path.parent}."
+        str(path.parent),
+        f"The lease file {path} cannot be used: {error.strerror}.",
+        f"Check {path.parent} and its permissions.",
     )

@@ -1,10 +1,10 @@
 """Leases in any ObjectStore: for a folder that several machines have mounted.
 
-Such a store has no reliable clock, so times are never compared. Instead a newcomer observes, by its own clock, that a
-lease is not renewed for its whole lease time. It keeps its observations from one attempt to the next.
+Such a store has no reliable clock, so its times are never compared. Instead, a server that wants the lease observes, by
+its own clock, that it is not renewed for its whole lease time. The observations are kept from one attempt to the next.
 
-A lease is renewed in a separate object, its beat, whose name contains the lease's token: a late renewal cannot affect
-a newer lease.
+Each entry has a beat: a separate object that a renewal writes, and whose name contains the entry's generation. A late
+renewal therefore cannot affect a newer lease.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import asdict
 from .._text import json_object
 from ..errors import ConflictError, ObjectNotFoundError
 from ..storage.base import NEW, ObjectStore
-from .base import Owner
-from .expiring import Board, BoardLeases, Entry, duration
-from .keepalive import CLOCK, Clock, Pace
+from .base import CLOCK, Clock, Owner, Pace
+from .expiring import Entry, EntryStore, ExpiringLeases, duration
 
 
-class ObjectLeases(BoardLeases):
+class ObjectLeases(ExpiringLeases):
     """Leases in ``store``. The lease of a crashed owner goes to an attempt that has watched it for its lease time.
 
     A shorter attempt starts the watch; one that follows at least a lease time later succeeds. The default lease time is
@@ -35,11 +34,11 @@ class ObjectLeases(BoardLeases):
         poll: float = 1.0,
         clock: Clock = CLOCK,
     ) -> None:
-        super().__init__(ObjectBoard(store, lease_time, clock), Pace(lease_time, renewal, poll))
+        super().__init__(_ObjectEntries(store, lease_time, clock), Pace(lease_time, renewal, poll))
 
 
-class ObjectBoard(Board):
-    """Board in an ObjectStore. An entry's version is the generation of its beat, or NEW if it has no beat yet."""
+class _ObjectEntries(EntryStore):
+    """Entries in an ObjectStore. The version is the generation of the entry's beat, or NEW if it has no beat yet."""
 
     def __init__(self, store: ObjectStore, seconds: float, clock: Clock) -> None:
         self.clock = clock
@@ -48,20 +47,18 @@ class ObjectBoard(Board):
         self._watched: dict[str, tuple[int, int, float]] = {}
 
     def create(self, name: str, owner: Owner) -> Entry | None:
-        """Create an entry and its beat. Return None if an entry exists."""
         record = json.dumps({**asdict(owner), "seconds": self._seconds}).encode()
         try:
-            made = self._store.write(name, record, NEW)
+            written = self._store.write(name, record, NEW)
         except ConflictError:
             return None
         try:
-            beat = self._store.write(_beat(name, made.generation), b"", NEW)
+            beat = self._store.write(_beat(name, written.generation), b"", NEW)
         except ConflictError:
             return None
-        return Entry(name, made.generation, beat.generation, beat.updated, owner, self._seconds)
+        return Entry(name, written.generation, beat.generation, beat.updated, owner, self._seconds)
 
     def read(self, name: str) -> Entry | None:
-        """Return the entry, or None."""
         try:
             record, found = self._store.read(name)
         except ObjectNotFoundError:
@@ -95,12 +92,11 @@ class ObjectBoard(Board):
         self._delete(entry.name, entry.generation)
 
     def evict(self, entry: Entry) -> None:
-        """Remove an expired entry, unless its beat was renewed meanwhile."""
         if entry.version == NEW or self._delete(_beat(entry.name, entry.generation), entry.version):
             self._delete(entry.name, entry.generation)
         self._watched.pop(entry.name, None)
 
-    def silence(self, entry: Entry) -> float:
+    def age(self, entry: Entry) -> float:
         """Return the seconds since this process first saw the entry in this version."""
         generation, version, since = self._watched.get(entry.name, (0, 0, 0.0))
         if (generation, version) != (entry.generation, entry.version):

@@ -5,7 +5,7 @@
 - ``signing``: sign documents with the user's key
 - ``checkpoints``: store and load images; ``capture``: record the files that an image depends on
 - ``compatibility``: whether an image fits this machine; ``digest_cache``: remembered hashes of files
-- ``snapshots``, ``archive``, ``tar_check``: the files that a sandbox wrote
+- ``snapshots``: the files that a sandbox wrote; ``tar_check``: check the structure of their tar
 - ``backends``: choose stores and leases from the settings; ``names``: ids and object names
 - ``staging``: temporary folders for images
 """

@@ -72,9 +72,9 @@ def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:
     """Return why this server's runsc and CPU cannot restore ``checkpoint``, as clauses. Blocks."""
     found = []
     if checkpoint.runsc_version != runsc.version:
-        found.append(f"it was made by runsc {checkpoint.runsc_version}, and this is {runsc.version}")
+        found.append(f"it was saved by runsc {checkpoint.runsc_version}, and this server has runsc {runsc.version}")
     elif checkpoint.runsc_sha256 != runsc.sha256:
-        found.append(f"it was made by another build of runsc {runsc.version} than {runsc.path}")
+        found.append(f"it was saved by another build of runsc {runsc.version} than {runsc.path}")
     return found + compatibility.missing_cpu_features(checkpoint.architecture, checkpoint.cpu_features)
 
 

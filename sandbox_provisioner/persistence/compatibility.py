@@ -1,8 +1,8 @@
 """Compare the files and CPU features that a checkpoint needs with those of this machine.
 
-Only files in use are compared, and only their bytes: an additional package, a touched file or the same environment on
-another machine does not prevent a restore. The guest reports its files in use. The report is untrusted: each path is
-resolved only within the sandbox's own mounts, and the length of the report is limited.
+Only the bytes of files in use are compared, so a restore is possible after the installation of a package, with new
+modification times, and on another machine with the same environment. The guest reports its files in use. The report is
+untrusted: each path is resolved only within the sandbox's own mounts, and the length of the report is limited.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from errno import ENOENT
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from ..gvisor.guest_tool import GuestTool
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
 from ..storage.base import DIGEST
+from ..storage.parts import in_parallel
 from ..workers import bulk
 from .digest_cache import LARGE, SAMPLE, SAMPLES, DigestCache
 
@@ -45,7 +46,6 @@ MOST_WRITABLE_BYTES = 1 << 32
 """Maximum bytes to hash in folders that the sandbox can write to, where it can create any number of files of any
 size: a few seconds of work."""
 LONGEST_PATH = 4096
-THREADS = 4
 CPU_FEATURES = re.compile(
     r"mmx|fxsr|s?sse.*|pni|avx.*|amx.*|v?aes|v?pclmulqdq|sha.*|sm3|sm4|gfni|fma4?|f16c|bmi.|abm|popcnt|adx|movbe"
     r"|movdir.*|rdrand|rdseed|rdpid|rdtscp|fsgsbase|xsave.*|clflush.*|clwb|cx8|cx16|cmov|lahf_lm|3dnow.*|xop|tbm|rtm|hle"
@@ -94,33 +94,33 @@ async def inventory(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, F
 
 
 def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event | None = None) -> dict[str, FilePrint]:
-    """Return the prints of those files in the guest's report ``text`` that are host files. Blocks.
+    """Return a FilePrint for each file of the host in the guest's report ``text``, by its path in the sandbox. Blocks.
 
     Raises GuestError if they are too many or too large, GivenUpError soon after ``given_up`` is set.
     """
-    views, budget = _windows(spec), _Budget()
+    mounts, budget = _mounts(spec), _Budget()
     unwanted = given_up or Event()
 
-    def look(sighting: tuple[str, str, str]) -> tuple[str, FilePrint] | None:
-        path, use, state = sighting
-        window = _window(path, views)
-        if window is None:
+    def identify(reported: tuple[str, str, str]) -> tuple[str, FilePrint] | None:
+        path, use, state = reported
+        mount = _mount_of(path, mounts)
+        if mount is None:
             return None
         if state:
-            return path, FilePrint(use, state if window.writable else "lost")
+            return path, FilePrint(use, state if mount.writable else "lost")
         try:
-            with _opened(path, window, use) as file:
-                if use == "mapped" or (use != "folder" and not window.writable):
+            with _opened(path, mount, use) as file:
+                if use == "mapped" or (use != "folder" and not mount.writable):
                     size = os.fstat(file).st_size
-                    sampled = window.writable and size > WHOLE
-                    budget.spend(size, sampled, window.writable)
+                    sampled = mount.writable and size > WHOLE
+                    budget.spend(size, sampled, mount.writable)
                     digest = digests.of(file, sampled, lambda: not unwanted.is_set())
                     return path, FilePrint(use, "", size, digest, sampled)
                 return path, FilePrint(use)
         except OSError:
-            return None  # nothing on the host identifies it
+            return None  # it is not a file of the host, or cannot be read
 
-    return dict(filter(None, _for_each(look, _sightings(text), digests)))
+    return dict(filter(None, _for_each(identify, _parse_report(text), digests)))
 
 
 def unsaveable(prints: Prints) -> list[str]:
@@ -131,21 +131,21 @@ def unsaveable(prints: Prints) -> list[str]:
 
 def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> list[str]:
     """Return how the ``recorded`` files differ in a sandbox of ``spec`` on this machine: a clause for each. Blocks."""
-    views, budget = _windows(spec), _Budget()
+    mounts, budget = _mounts(spec), _Budget()
 
-    def look(item: tuple[str, FilePrint]) -> str | None:
+    def difference(item: tuple[str, FilePrint]) -> str | None:
         path, used = item
-        window = _window(path, views)
+        mount = _mount_of(path, mounts)
         if used.state:
             return None
-        if window is None:
+        if mount is None:
             return f"{shown(path)} is in none of the folders that it sees here"
         try:
-            with _opened(path, window, used.use) as file:
+            with _opened(path, mount, used.use) as file:
                 if not used.digest:
                     return None
                 size = os.fstat(file).st_size
-                budget.spend(size, used.sampled, window.writable)
+                budget.spend(size, used.sampled, mount.writable)
                 same = size == used.size and digests.of(file, used.sampled) == used.digest
                 return None if same else f"{shown(path)} is not the same as it was"
         except FileNotFoundError:
@@ -153,13 +153,13 @@ def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> lis
         except OSError as error:
             return f"{shown(path)} cannot be read: {error.strerror}"
 
-    found = _for_each(look, recorded.items(), digests)
+    found = _for_each(difference, recorded.items(), digests)
     return unsaveable(recorded) + sorted(filter(None, found))
 
 
-def _for_each(look: Callable[[T], R], items: Iterable[T], digests: DigestCache) -> list[R]:
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(look, items))
+def _for_each(function: Callable[[T], R], items: Iterable[T], digests: DigestCache) -> list[R]:
+    """Call ``function`` for each item in a few threads, save the new digests, and return the results."""
+    found = in_parallel([partial(function, item) for item in items])
     digests.save()
     return found
 
@@ -209,19 +209,19 @@ def _checked(path: str, value: object) -> FilePrint:
 # -- resolve a path in the sandbox to a host file --------------------------------------------------------------------
 
 
-def _sightings(text: bytes) -> Iterator[tuple[str, str, str]]:
+def _parse_report(text: bytes) -> Iterator[tuple[str, str, str]]:
     """Return the guest's report as (path, use, state), each path once and only usable paths.
 
     Raises GuestError if the report is malformed or too long.
     """
     try:
-        sightings = json.loads(text)
-        if len(sightings) > MOST_FILES:
-            raise ValueError(f"it names {len(sightings):,} files, and at most {MOST_FILES:,} are allowed")
-        known = [(str(path), USES.index(use), STATES.index(state)) for path, use, state in sightings]
+        report = json.loads(text)
+        if len(report) > MOST_FILES:
+            raise ValueError(f"it names {len(report):,} files, and at most {MOST_FILES:,} are allowed")
+        known = [(str(path), USES.index(use), STATES.index(state)) for path, use, state in report]
     except (TypeError, ValueError, RecursionError) as error:
         raise GuestError(f"The sandbox's list of files in use is invalid: {shown(str(error)[:100])}.") from error
-    known.sort(key=lambda sighting: (sighting[0], sighting[2], -sighting[1]))
+    known.sort(key=lambda file: (file[0], file[2], -file[1]))
     worst = {path: (use, state) for path, use, state in known}
     return ((path, USES[use], STATES[state]) for path, (use, state) in worst.items() if _usable(path))
 
@@ -235,26 +235,26 @@ def _usable(path: str) -> bool:
     return normal and "\0" not in path and len(path) < LONGEST_PATH
 
 
-def _windows(spec: BundleSpec) -> list[Mount]:
+def _mounts(spec: BundleSpec) -> list[Mount]:
     """Return the mounts with links in their sources resolved, innermost first."""
     mounts = [mount._replace(source=mount.source and os.path.realpath(mount.source)) for mount in visible_mounts(spec)]
     return sorted(mounts, key=lambda mount: len(mount.destination), reverse=True)
 
 
-def _window(path: str, views: Iterable[Mount]) -> Mount | None:
-    """Return the mount through which the sandbox sees ``path``; None if that is not a host file."""
-    window = next((mount for mount in views if within(path, mount.destination)), None)
-    return window if window and window.source else None
+def _mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
+    """Return the mount that contains ``path`` in the sandbox; None if that is not a folder of the host."""
+    found = next((mount for mount in mounts if within(path, mount.destination)), None)
+    return found if found and found.source else None
 
 
 @contextmanager
-def _opened(path: str, window: Mount, use: str) -> Iterator[int]:
-    """Open the host file behind ``path`` with O_PATH. No link is followed, so that it cannot lead out of ``window``.
+def _opened(path: str, mount: Mount, use: str) -> Iterator[int]:
+    """Open the host file behind ``path`` with O_PATH. No link is followed, because it could lead out of ``mount``.
 
     Paths in an honest report contain no links. Raises FileNotFoundError if ``path`` contains a link or is not of the
     type that ``use`` requires.
     """
-    path = window.source + path[len(window.destination) :]
+    path = mount.source + path[len(mount.destination) :]
     file = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         mode = os.fstat(file).st_mode
@@ -279,10 +279,8 @@ class _Budget:
         with self._lock:
             self._left[writable] -= SAMPLES * SAMPLE if sampled else min(size, LARGE)
             if self._left[writable] < 0:
-                where = " of folders that it can write to" if writable else ""
-                problem = (
-                    f"The sandbox uses more than {self._most[writable]:,} bytes of files{where}, which are too many"
-                )
+                where = " in folders that it can write to" if writable else ""
+                problem = f"The sandbox uses files with more than {self._most[writable]:,} bytes{where}: too many"
                 raise GuestError(f"{problem} to compare. Close some that the notebook has mapped into memory.")
 
 
@@ -311,6 +309,6 @@ def missing_cpu_features(architecture: str, features: Sequence[str]) -> list[str
     """
     here = os.uname().machine
     if architecture != here:
-        return [f"it was made on {shown(architecture[:50])}, and this is {here}"]
+        return [f"it was saved on {shown(architecture[:50])}, and this machine is {here}"]
     missing = sorted(set(features) - set(cpu_features()))
     return [f"this machine's CPU lacks {', '.join(shown(feature[:50]) for feature in missing)}"] if missing else []

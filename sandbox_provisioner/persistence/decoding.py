@@ -43,24 +43,24 @@ def _decode(kind: Any, value: Any, added: frozenset[str]) -> Any:
     if type(None) in arguments:
         return None if value is None else _decode(arguments[0], value, added)
     if origin is tuple:
-        return tuple(_member(str(place), arguments[0], each, added) for place, each in enumerate(_is(value, list)))
+        return tuple(_member(str(place), arguments[0], each, added) for place, each in enumerate(_require(value, list)))
     if origin is Mapping:
-        found = _is(value, dict)
+        found = _require(value, dict)
         if arguments[1] is Any:
             return found
         return {name: _member(name, arguments[1], each, added) for name, each in found.items()}
     if is_dataclass(kind):
-        return _object(kind, _is(value, dict), added)
+        return _object(kind, _require(value, dict), added)
     if issubclass(kind, tuple):
         kinds = _kinds(kind)
-        if len(_is(value, list)) != len(kinds):
+        if len(_require(value, list)) != len(kinds):
             raise DecodingError(f"is {str(value)[:50]!r}")
         return kind(*(_member(name, kinds[name], each, added) for name, each in zip(kinds, value, strict=True)))
     if kind is datetime:
-        return _time(_is(value, str))
+        return _time(_require(value, str))
     if kind is UUID:
-        return UUID(_is(value, str))
-    return float(_is(value, int, float)) if kind is float else _is(value, kind)
+        return UUID(_require(value, str))
+    return float(_require(value, int, float)) if kind is float else _require(value, kind)
 
 
 def _object(kind: Any, value: dict[str, Any], added: frozenset[str]) -> Any:
@@ -89,7 +89,7 @@ def _kinds(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _is(value: Any, *kinds: type) -> Any:
+def _require(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise DecodingError(f"is {str(value)[:100]!r}")
     return value

@@ -96,7 +96,7 @@ def _key(descriptor: int) -> str:
 
 
 def _digest(descriptor: int, sampled: bool, wanted: Callable[[], bool]) -> str:
-    """Hash up to the size that the file has now: a file that grows as fast as it is read would never end."""
+    """Return the SHA-256 of a file up to its present size: a growing file could otherwise be read without end."""
     size = os.fstat(descriptor).st_size
     hashing = hashlib.sha256()
     if size > LARGE or sampled:

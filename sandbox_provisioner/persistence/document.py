@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import (
@@ -63,17 +64,17 @@ class Document:
         cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, first: GCSSandboxMetadata
     ) -> Document:
         """Write the first document, with the lease's token. Raises SandboxExistsError if a document exists."""
-        ours = replace(first, tenancy=_tenancy(lease))
+        with_token = replace(first, tenancy=_tenancy(lease))
 
         def encode_and_write() -> ObjectInfo:
-            return store.write(name, signer.sign(name, metadata.encode(ours)), NEW)
+            return store.write(name, signer.sign(name, metadata.encode(with_token)), NEW)
 
         try:
             written = await asyncio.to_thread(encode_and_write)
         except ConflictError as error:
             raise SandboxExistsError(first.sandbox_id, store.where) from error
         EVENT_BUS.write(Entry(first.sandbox_id, EventKind.CREATED, kernel_name=first.kernel_name, user=first.user))
-        return cls(store, signer, name, lease, ours, written)
+        return cls(store, signer, name, lease, with_token, written)
 
     @classmethod
     async def open(cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, sandbox_id: str) -> Document:
@@ -84,12 +85,7 @@ class Document:
     async def sign(self) -> None:
         """Write this lease's token into the document, so that earlier owners can no longer change it."""
         async with self._swapping:
-            for _ in range(ATTEMPTS):
-                try:
-                    return await self._write(replace(self.metadata, tenancy=_tenancy(self.lease)))
-                except ConflictError:  # the previous owner wrote once more
-                    await self._reload()
-            raise self._fenced()
+            await self._swap(lambda document: replace(document, tenancy=_tenancy(self.lease)), take_over=True)
 
     async def change(self, change: Change, most: int = MOST_DOCUMENT) -> None:
         """Replace the document with the result of ``change``, which may be called several times.
@@ -98,25 +94,28 @@ class Document:
         ``most`` bytes.
         """
         async with self._swapping:
-            for _ in range(ATTEMPTS):
-                try:
-                    return await self._write(change(self.metadata), most)
-                except ConflictError:  # another server's write, or our own whose response was lost
-                    await self._reload()
-                    tenancy = self.metadata.tenancy
-                    if tenancy is None or tenancy.token != self.lease.token:
-                        raise self._fenced() from None
-            raise self._fenced()
+            await self._swap(change, most)
 
     async def continue_under(self, lease: Lease) -> None:
         """Continue under this server's new lease. Raises FencedError if the document had another owner in between."""
         async with self._swapping:
             await self._reload()
-            tenancy = self.metadata.tenancy
-            if tenancy is None or tenancy.token != self.lease.token:
-                raise self._fenced()
+            tenancy = self._require_token()
             await self._write(replace(self.metadata, tenancy=replace(tenancy, token=lease.token)))
             self.lease = lease
+
+    async def _swap(self, change: Change, most: int | None = None, take_over: bool = False) -> None:
+        """Write the result of ``change``, again after each write of another server.
+
+        Raises FencedError if the document has another owner's token by then, unless ``take_over``.
+        """
+        for _ in range(ATTEMPTS):
+            with suppress(ConflictError):  # another server's write, or our own whose response was lost
+                return await self._write(change(self.metadata), most)
+            await self._reload()
+            if not take_over:
+                self._require_token()
+        raise self._fenced()
 
     async def _write(self, changed: GCSSandboxMetadata, most: int | None = None) -> None:
         def encode_and_write() -> ObjectInfo:
@@ -134,6 +133,13 @@ class Document:
             load, self._store, self._signer, self._name, self.metadata.sandbox_id
         )
         self.generation, self.size = info.generation, info.size
+
+    def _require_token(self) -> Tenancy:
+        """Return the document's tenancy. Raises FencedError if its token is not that of this lease."""
+        tenancy = self.metadata.tenancy
+        if tenancy is None or tenancy.token != self.lease.token:
+            raise self._fenced()
+        return tenancy
 
     def _fenced(self) -> FencedError:
         tenancy = self.metadata.tenancy

@@ -118,9 +118,9 @@ class GCSSandboxMetadata:
         """True if it runs on a server, as last recorded."""
         return self.tenancy is not None and self.tenancy.running
 
-    def saved(self, made: Checkpoint, time: str) -> GCSSandboxMetadata:
+    def saved(self, checkpoint: Checkpoint, time: str) -> GCSSandboxMetadata:
         """Return the document after a checkpoint; the one before is kept as ``previous``."""
-        return replace(self.stopped(), checkpoint=made, previous=self.checkpoint, last_used=time)
+        return replace(self.stopped(), checkpoint=checkpoint, previous=self.checkpoint, last_used=time)
 
     def started(self, checkpoint: Checkpoint | None, previous: Checkpoint | None, time: str) -> GCSSandboxMetadata:
         """Return the document after a start or a restore, with the checkpoints that are still kept."""
@@ -132,13 +132,15 @@ class GCSSandboxMetadata:
             raise SavepointNotFoundError(self.sandbox_id, name, list(self.savepoints))
         return self.savepoints[name]
 
-    def with_savepoint(self, name: str, made: Checkpoint) -> GCSSandboxMetadata:
+    def with_savepoint(self, name: str, checkpoint: Checkpoint) -> GCSSandboxMetadata:
         """Return the document with a savepoint ``name`` added."""
-        return replace(self, savepoints={**self.savepoints, name: made})
+        return replace(self, savepoints={**self.savepoints, name: checkpoint})
 
     def without_savepoint(self, name: str) -> GCSSandboxMetadata:
         """Return the document without the savepoint ``name``."""
-        return replace(self, savepoints={known: made for known, made in self.savepoints.items() if known != name})
+        return replace(
+            self, savepoints={other: checkpoint for other, checkpoint in self.savepoints.items() if other != name}
+        )
 
     def reverted(self, name: str) -> GCSSandboxMetadata:
         """Return the document with the previous checkpoint as the latest, and the latest as the savepoint ``name``."""
@@ -245,19 +247,19 @@ def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
         running=found.tenancy is not None and found.tenancy.running,
         checkpoint=found.checkpoint.stored if found.checkpoint else None,
         previous=found.previous.stored if found.previous else None,
-        savepoints={name: made.stored for name, made in found.savepoints.items()},
+        savepoints={name: checkpoint.stored for name, checkpoint in found.savepoints.items()},
         user=found.user,
         shared_with=found.shared_with,
     )
 
 
 def encode_artifact(artifact: GCSArtifact) -> bytes:
-    """Return an artifact as a document of its own: the manifest of a snapshot."""
+    """Return the manifest of a snapshot, which contains its artifact, as bytes, unsigned."""
     return json.dumps({"schema": SCHEMA, **asdict(artifact)}).encode()
 
 
 def decode_artifact(data: bytes, where: str) -> GCSArtifact:
-    """Return the artifact in such a document. Raises MetadataError as ``decode`` does."""
+    """Return the artifact in a snapshot's manifest. Raises MetadataError as ``decode`` does."""
     with _understood(where):
         return decoding.decode(GCSArtifact, _document(data, where), ADDED)
 

@@ -1,32 +1,50 @@
-"""Store and load file snapshots: an archive of a sandbox's files, and a manifest that makes it complete."""
+"""Store and load file snapshots: the files that a sandbox wrote, as a tar, and a manifest that makes it complete.
+
+The tar contains the home folder, /tmp and the root of the sandbox, but neither memory nor mounted folders of the host.
+Its contents are untrusted: the host only counts its bytes and checks its structure. The guest packs and unpacks it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import (
     ConflictError,
     CorruptObjectError,
+    DiskFullError,
     MetadataError,
     ObjectNotFoundError,
     SignatureError,
     SnapshotError,
     SnapshotNotFoundError,
 )
+from ..gvisor.bundle import BundleSpec, visible_mounts
+from ..gvisor.guest_tool import GuestTool
 from ..gvisor.sandbox import GVisorSandbox
 from ..storage.base import NEW, Advance, ObjectStore
 from ..workers import bulk
-from . import archive, metadata
+from . import metadata
 from .backends import SnapshotStorage
 from .checkpoints import now
 from .metadata import GCSArtifact
 from .names import prefix
 from .staging import staging
+from .tar_check import TarCheck
 
 FILE = "files.tar"
 MANIFEST = "manifest.json"
 LARGEST = 64 << 30
+"""Maximum bytes of a snapshot."""
+PIECE = 1 << 18
+
+logger = logging.getLogger(__name__)
 
 
 async def save(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox, advance: Advance) -> GCSArtifact:
@@ -36,7 +54,7 @@ async def save(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox, adv
         raise SnapshotError(f"There is a snapshot {below} in {store.where} already.", "Choose another name.")
     await bulk(store.delete_all, below)
     async with staging(storage.staging) as folder:
-        await archive.save(sandbox, folder / FILE, LARGEST)
+        await pack(sandbox, folder / FILE, LARGEST)
         record = await bulk(store.upload, folder / FILE, below + FILE, advance)
     artifact = GCSArtifact(below, now(), {FILE: record})
     data = await asyncio.to_thread(storage.signer.sign, below + MANIFEST, metadata.encode_artifact(artifact))
@@ -54,7 +72,7 @@ async def load(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox) -> 
         raise CorruptObjectError(store.where, below + MANIFEST, f"it does not list {FILE}")
     async with staging(storage.staging) as folder:
         await bulk(store.download, below + FILE, artifact.files[FILE], folder / FILE)
-        await archive.load(sandbox, folder / FILE)
+        await unpack(sandbox, folder / FILE)
 
 
 def delete(store: ObjectStore, below: str) -> None:
@@ -96,3 +114,98 @@ def _exists(store: ObjectStore, name: str) -> bool:
         return bool(store.info(name))
     except ObjectNotFoundError:
         return False
+
+
+# -- the tar ---------------------------------------------------------------------------------------------------------
+
+
+async def pack(sandbox: GVisorSandbox, target: Path, limit: int) -> int:
+    """Write the files of a running sandbox to the tar ``target``, ``limit`` bytes at most, and return its size.
+
+    After SnapshotError, GuestError or DiskFullError, there is no ``target``. A file that shrinks while it is read is
+    filled up with zeros; a warning is logged.
+    """
+    with _disk_errors(target), _created(target) as file:
+        return await _receive(sandbox, file, limit)
+
+
+async def unpack(sandbox: GVisorSandbox, source: Path) -> None:
+    """Unpack the tar ``source`` in a running sandbox. Raises SnapshotError if it is malformed, and GuestError.
+
+    Files below a mounted folder of the host are left out; a warning is logged.
+    """
+    check = TarCheck()
+    async with GuestTool.run(
+        sandbox, "Putting the snapshot in place", "archive.py", "extract", *_places(sandbox.spec), stdin=True
+    ) as tool:
+        try:
+            with _disk_errors(source), source.open("rb") as file:
+                while data := await asyncio.to_thread(file.read, PIECE):
+                    check.feed(data)
+                    if not await tool.write(data):
+                        break
+                else:
+                    check.end()
+        except ValueError as error:
+            raise SnapshotError(f"{source} is not a snapshot: {error}.") from error
+        _log(sandbox, await tool.finish())
+
+
+async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
+    check, size = TarCheck(), 0
+    async with GuestTool.run(sandbox, "The snapshot", "archive.py", "create", *_places(sandbox.spec)) as tool:
+        try:
+            async for data in tool.output():
+                size += len(data)
+                if size > limit:
+                    raise SnapshotError(
+                        f"The snapshot of sandbox {sandbox.sandbox_id} is larger than {limit:,} bytes.",
+                        "Delete files that are not needed in the sandbox's home and /tmp.",
+                    )
+                check.feed(data)
+                await asyncio.to_thread(_write, file, data)
+            _log(sandbox, await tool.finish())
+            check.end()
+        except ValueError as error:
+            raise SnapshotError(f"Sandbox {sandbox.sandbox_id} sent an invalid tar archive: {error}.") from error
+    return size
+
+
+def _places(spec: BundleSpec) -> list[str]:
+    """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless mounted from the host."""
+    mounted = {mount.destination for mount in visible_mounts(spec) if mount.source}
+    places = {"/": "root", "/tmp": "tmp", spec.home: "home"}
+    return [f"{name}={folder}" for folder, name in places.items() if folder not in mounted]
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file, which is removed if the block raises."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb", buffering=0) as file:
+        try:
+            yield file
+        except BaseException:
+            path.unlink()
+            raise
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Translate OSError into DiskFullError or SnapshotError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (ENOSPC, EDQUOT):
+            raise DiskFullError(str(error)) from error
+        raise SnapshotError(f"The snapshot {path} cannot be read or written: {error.strerror}.") from error
+
+
+def _log(sandbox: GVisorSandbox, problems: str) -> None:
+    if problems:
+        logger.warning("A snapshot of sandbox %s is not complete: %s", sandbox.sandbox_id, problems)

@@ -22,18 +22,21 @@ async def staging(top: Path) -> AsyncIterator[Path]:
     The folder is locked while its process lives. Folders that dead processes left are removed as well. All file access
     is done in threads.
     """
-    made: list[tuple[Path, int]] = []
+    created: list[tuple[Path, int]] = []
     try:
-        await finished(control(_make, top, made))
-        _later(lambda: _collect_quietly(top))
-        yield made[0][0]
+        await finished(control(_create, top, created))
+        _in_background(lambda: _collect_quietly(top))
+        yield created[0][0]
     finally:
-        for folder, lock in made:
-            _later(partial(_remove, folder, lock))
+        for folder, lock in created:
+            _in_background(partial(_remove, folder, lock))
 
 
-def _make(top: Path, made: list[tuple[Path, int]]) -> None:
-    """Add a new, locked folder in ``top`` and its lock to ``made``, where a cancelled caller finds them. Blocks."""
+def _create(top: Path, created: list[tuple[Path, int]]) -> None:
+    """Create and lock a folder in ``top``, and add it with its lock to ``created``. Blocks.
+
+    The result is in a list because a cancelled caller gets no return value, but must remove the folder.
+    """
     folder = top / uuid4().hex[:12]
     with disk_errors(str(top), "make a folder"):
         top.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,10 +44,10 @@ def _make(top: Path, made: list[tuple[Path, int]]) -> None:
             folder.mkdir(mode=0o700)
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-    made.append((folder, lock))
+    created.append((folder, lock))
 
 
-def _later(work: Callable[[], None]) -> None:
+def _in_background(work: Callable[[], None]) -> None:
     try:
         BULK.submit(work)
     except RuntimeError:  # the interpreter is exiting and starts no more threads
@@ -67,11 +70,11 @@ def collect(top: Path) -> None:
         _collect(top, fcntl.LOCK_EX)
 
 
-def _collect(top: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
+def _collect(top: Path, mode: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
     """Remove the folders of dead processes; by default, return at once while another process is making a folder."""
     with ExitStack() as stack:
         dead = []
-        with suppress(BlockingIOError), locked(top, how):
+        with suppress(BlockingIOError), locked(top, mode):
             for path in top.iterdir():
                 with suppress(OSError):
                     stack.enter_context(locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
@@ -81,11 +84,11 @@ def _collect(top: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
 
 
 @contextmanager
-def locked(folder: Path, how: int) -> Iterator[None]:
-    """Hold the flock of a folder for the block. Raises BlockingIOError with LOCK_NB if the lock is taken."""
+def locked(folder: Path, mode: int) -> Iterator[None]:
+    """Hold the flock of a folder for the block. With LOCK_NB in ``mode``, raises BlockingIOError if it is locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, how)
+        fcntl.flock(descriptor, mode)
         yield
     finally:
         os.close(descriptor)

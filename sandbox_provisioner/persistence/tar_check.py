@@ -71,7 +71,7 @@ class TarCheck:
         elif kind in FILES:
             size = self._next_size or size
         elif kind not in EMPTY or size:
-            raise ValueError(f"a member is of type {kind!r} and size {size}")
+            raise ValueError(f"a member has the type {kind!r} and the size {size}, which no snapshot contains")
         self._next_size = None
         self._body = -(-size // BLOCK) * BLOCK
 

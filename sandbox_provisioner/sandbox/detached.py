@@ -20,7 +20,7 @@ from ..errors import (
 from ..events import EVENT_BUS, Entry, EventKind
 from ..lock.base import Lease, Owner
 from ..persistence import checkpoints, snapshots
-from ..persistence import document as ledger
+from ..persistence import document as documents
 from ..persistence.backends import Stores
 from ..persistence.document import Document
 from ..persistence.metadata import Checkpoint, GCSSandboxMetadata, Summary
@@ -31,15 +31,15 @@ from ..storage.base import Advance, ObjectStore, nothing
 from ..workers import bulk
 
 RESEED = "reseed"
-"""Key in a checkpoint's contents: the sandbox is a fork and must not repeat the original's random numbers."""
+"""Key in the contents of a fork's checkpoint: the fork must get other random numbers than the original sandbox."""
 
 
 @asynccontextmanager
 async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
-    """Acquire the lease of a sandbox; the block's failure releases it, its success keeps it.
+    """Acquire the lease of a sandbox for the block. Release the lease only if the block fails.
 
-    Raises LeaseHeldError after ``patience`` seconds, or ForeignSandboxError or SignatureError if another user's server
-    holds the lease: that server is not asked for a hand-off.
+    Raises LeaseHeldError after ``patience`` seconds, or ForeignSandboxError or SignatureError if the sandbox is
+    another user's: that user's server is not asked for a hand-off.
     """
     try:
         lease = await stores.leases.acquire(lock_name(sandbox_id), owner)
@@ -58,22 +58,25 @@ async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float 
 
 @asynccontextmanager
 async def borrowed(sandbox_id: str, stores: Stores, owner: Owner) -> AsyncIterator[Document]:
-    """Open the document of a sandbox and hold its lease for the block. Raises LeaseHeldError, SandboxNotFoundError."""
+    """Acquire the lease of a sandbox, provide its document, and release the lease after the block.
+
+    Raises LeaseHeldError, SandboxNotFoundError.
+    """
     async with leased(sandbox_id, stores, owner) as lease:
         yield await open_document(stores, sandbox_id, lease)
     await lease.release()
 
 
 async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Document:
-    """Read the document of a sandbox whose lease we hold. Raises the errors of ``document.load``."""
+    """Read the document of a sandbox whose lease this server holds. Raises the errors of ``document.load``."""
     return await Document.open(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, sandbox_id)
 
 
 async def sign(document: Document, stores: Stores) -> None:
-    """Write our lease's token into a document.
+    """Write this server's signature and lease token into a document.
 
-    If the sandbox is from before documents were signed, also sign its snapshots; unsigned documents of it are refused
-    from then on.
+    If an older version made the sandbox without signatures, also sign its snapshots. Unsigned documents of it are
+    refused from then on.
     """
     await document.sign()
     await asyncio.to_thread(_sign_earlier, stores, document.metadata.sandbox_id)
@@ -88,38 +91,38 @@ def _sign_earlier(stores: Stores, sandbox_id: str) -> None:
 
 def describe_persistent(stores: Stores, sandbox_id: str) -> GCSSandboxMetadata:
     """Return the document of a sandbox; no lease is needed. Blocks. Raises the errors of ``document.load``."""
-    return ledger.load(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)[0]
+    return documents.load(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)[0]
 
 
 def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
     """Return the summary of a sandbox; no lease is needed. Blocks. Raises the errors of ``document.load``."""
-    return ledger.read_summary(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)
+    return documents.read_summary(stores.metadata, stores.signer, metadata_name(sandbox_id), sandbox_id)
 
 
-async def found_persistent(
+async def create_fork(
     stores: Stores, first: GCSSandboxMetadata, owner: Owner, make: Callable[[str], Awaitable[Checkpoint]]
 ) -> Checkpoint:
-    """Create a sandbox with the checkpoint that ``make`` stores for its id, and return the checkpoint.
+    """Create a sandbox as a fork and return its checkpoint. ``make`` stores the checkpoint, ``first`` is the document.
 
     The document is written last; until then a tombstone marks the checkpoint as garbage. Raises SandboxExistsError.
     """
     name = metadata_name(first.sandbox_id)
     async with leased(first.sandbox_id, stores, owner) as lease:
-        if await asyncio.to_thread(_exists, stores.metadata, name):
+        if await asyncio.to_thread(exists, stores, first.sandbox_id):
             raise SandboxExistsError(first.sandbox_id, stores.metadata.where)
         await asyncio.to_thread(_write_tombstone, stores, first.sandbox_id)
-        made = await make(first.sandbox_id)
-        contents = {**made.contents, RESEED: True}
-        first = replace(first, checkpoint=replace(made, contents=contents))
+        checkpoint = await make(first.sandbox_id)
+        first = replace(first, checkpoint=replace(checkpoint, contents={**checkpoint.contents, RESEED: True}))
         await Document.create(stores.metadata, stores.signer, name, lease, first)
         await asyncio.to_thread(_remove_tombstone, stores, first.sandbox_id)
     await lease.release()
-    return made
+    return checkpoint
 
 
-def _exists(store: ObjectStore, name: str) -> bool:
+def exists(stores: Stores, sandbox_id: str) -> bool:
+    """Return True if the sandbox has a document. Blocks."""
     try:
-        return bool(store.info(name))
+        return bool(stores.metadata.info(metadata_name(sandbox_id)))
     except ObjectNotFoundError:
         return False
 
@@ -148,12 +151,12 @@ async def fork_persistent(
         current = document.metadata
         source = current.savepoint(savepoint) if savepoint else current.checkpoint
         if source is None:
-            raise StateError(sandbox_id, "fork", "empty: nothing was saved of it")
+            raise StateError(sandbox_id, "fork", "without a checkpoint")
         with EVENT_BUS.doing(
             Entry(sandbox_id, EventKind.FORKED, kernel_name=first.kernel_name, user=first.user)
         ) as work:
             work.size = source.size
-            await found_persistent(
+            await create_fork(
                 stores, first, owner, lambda name: copy_checkpoint(stores, sandbox_id, source, name, work.advance)
             )
 
@@ -175,13 +178,12 @@ async def destroy_persistent(
 ) -> int:
     """Delete a sandbox, even a damaged one, with its checkpoints and snapshots, and return the freed bytes.
 
-    The document is deleted first: from then on the sandbox is gone, even if a later step fails. Artifacts
-    that a new sandbox of the same id stores meanwhile are kept. With ``unverified``, the document's
-    signature need not be valid, but the document must not name another user; use it only for a sandbox in the user's
-    own registry.
+    The document is deleted first: from then on the sandbox is gone, even if a later step fails. Artifacts that a new
+    sandbox of the same id stores meanwhile are kept. With ``unverified``, the document's signature need not be valid,
+    but the document must not name another user; use it only for a sandbox in the user's own registry.
 
-    Raises ForeignSandboxError or SignatureError if it is another user's, LeaseHeldError if it is in use, and
-    with ``only_empty``, SandboxExistsError if it has checkpoints, savepoints or file snapshots.
+    Raises ForeignSandboxError or SignatureError if it is another user's, LeaseHeldError if it is in use, and with
+    ``only_empty``, SandboxExistsError if it has checkpoints, savepoints or file snapshots.
     """
     name = metadata_name(sandbox_id)
     async with leased(sandbox_id, stores, owner) as lease:
@@ -196,7 +198,7 @@ async def destroy_persistent(
             except (MetadataError, SignatureError) as error:
                 if only_empty:
                     raise
-                generation = await asyncio.to_thread(_unverified, stores, name, error, unverified)
+                generation = await asyncio.to_thread(_unreadable_generation, stores, name, error, unverified)
             await asyncio.to_thread(_write_tombstone, stores, sandbox_id)
             await asyncio.to_thread(stores.metadata.delete, name, generation)
         freed = await bulk(_delete, stores, sandbox_id, found)
@@ -205,21 +207,21 @@ async def destroy_persistent(
 
 
 async def require_deletable(stores: Stores, sandbox_id: str, unverified: bool = False) -> None:
-    """Raise the error with which ``destroy_persistent`` would refuse to delete a sandbox now. Changes nothing."""
+    """Raise the error that ``destroy_persistent`` would raise for a sandbox now. Changes nothing."""
     if holder := await stores.leases.holder(lock_name(sandbox_id)):
         raise LeaseHeldError(lock_name(sandbox_id), holder)
     with suppress(SandboxNotFoundError):
         try:
             await asyncio.to_thread(describe_persistent, stores, sandbox_id)
         except (MetadataError, SignatureError) as error:
-            await asyncio.to_thread(_unverified, stores, metadata_name(sandbox_id), error, unverified)
+            await asyncio.to_thread(_unreadable_generation, stores, metadata_name(sandbox_id), error, unverified)
 
 
-def _unverified(stores: Stores, name: str, error: MetadataError | SignatureError, unverified: bool) -> int:
-    """Return the generation of a document to delete that could not be read because of ``error``. Blocks.
+def _unreadable_generation(stores: Stores, name: str, error: MetadataError | SignatureError, unverified: bool) -> int:
+    """Return the generation of a document that is to be deleted, but could not be read because of ``error``. Blocks.
 
-    Raises SandboxNotFoundError; if the document may be another user's, raises ``error`` unless ``unverified``, and
-    SignatureError if it names another user.
+    Raises SandboxNotFoundError. If the signature is not this user's, raises ``error`` or, with ``unverified``, only
+    SignatureError if the document names another user.
     """
     foreign = isinstance(error, SignatureError) and error.foreign
     if foreign and not unverified:
@@ -234,12 +236,12 @@ def _unverified(stores: Stores, name: str, error: MetadataError | SignatureError
 
 
 async def destroy_remains(stores: Stores, sandbox_id: str, owner: Owner) -> None:
-    """Delete the remains of a sandbox with a tombstone; if it has a document, delete only the tombstone.
+    """Delete the artifacts of a sandbox with a tombstone; if the sandbox has a document, delete only the tombstone.
 
     Raises LeaseHeldError.
     """
     async with leased(sandbox_id, stores, owner) as lease:
-        if await asyncio.to_thread(_exists, stores.metadata, metadata_name(sandbox_id)):
+        if await asyncio.to_thread(exists, stores, sandbox_id):
             await asyncio.to_thread(_remove_tombstone, stores, sandbox_id)
         else:
             found = await asyncio.to_thread(_all_artifacts, stores, sandbox_id)
@@ -264,9 +266,9 @@ def _delete(stores: Stores, sandbox_id: str, found: list[tuple[ObjectStore, set[
 
 
 def _write_tombstone(stores: Stores, sandbox_id: str) -> None:
-    """Write a tombstone: the artifacts of this sandbox are garbage if it has no document, even if we are killed now.
+    """Write a tombstone: if the sandbox has no document, its artifacts are garbage, also for other servers.
 
-    Artifacts without a tombstone are never garbage: their metadata may be in another store than ours.
+    Artifacts without a tombstone are never garbage: their documents may be in another server's metadata store.
     """
     if stores.checkpoints:
         stores.checkpoints.write(tombstone_name(sandbox_id), stores.metadata.where.encode())
@@ -278,24 +280,24 @@ def _remove_tombstone(stores: Stores, sandbox_id: str) -> None:
 
 
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
-    """Revert a sandbox to its previous checkpoint and return that; keep the latest one as a savepoint.
+    """Revert a sandbox to its previous checkpoint and return that checkpoint; keep the latest one as a savepoint.
 
     Raises LeaseHeldError if it is in use, SandboxError without a previous checkpoint.
     """
     async with borrowed(sandbox_id, stores, owner) as document:
-        older = document.metadata.previous
-        if older is None:
-            raise SandboxError(f"Sandbox {sandbox_id} has no checkpoint before its last one.")
+        previous = document.metadata.previous
+        if previous is None:
+            raise SandboxError(f"Sandbox {sandbox_id} has no previous checkpoint.")
         await sign(document, stores)
-        given_up = f"before-revert-{checkpoints.new_name()}"
-        await document.change(lambda current: current.reverted(given_up))
-    return older
+        savepoint = f"before-revert-{checkpoints.new_name()}"
+        await document.change(lambda current: current.reverted(savepoint))
+    return previous
 
 
 def with_tombstone(stores: Stores) -> set[str]:
-    """Return the ids of sandboxes with a tombstone: their deletion or fork was interrupted. Blocks."""
+    """Return the ids of all sandboxes with a tombstone, whose deletion or fork was interrupted. Blocks."""
     store = stores.checkpoints
     if store is None:
         return set()
-    marks = [info.name for info in store.list("sandboxes/") if info.name.endswith("/doomed")]
-    return {name.split("/")[1] for name in marks if store.read(name)[0] == stores.metadata.where.encode()}
+    tombstones = [info.name for info in store.list("sandboxes/") if info.name.endswith("/doomed")]
+    return {name.split("/")[1] for name in tombstones if store.read(name)[0] == stores.metadata.where.encode()}

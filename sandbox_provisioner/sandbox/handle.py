@@ -1,13 +1,11 @@
 """Start, save, restore and release one sandbox: SandboxHandle, made only by its factories.
 
-A persistent sandbox exists exactly as long as its metadata.json. Checkpoints that no document names are garbage and
-are deleted.
+A persistent sandbox exists exactly as long as its metadata.json.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SandboxNotFoundError
-from ..events import Entry, EventKind
+from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.restore_plan import Grant
 from ..gvisor.runsc import Runsc
@@ -30,17 +28,14 @@ from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, 
 from ..persistence.names import snapshot_prefix, valid_id
 from ..persistence.records import SandboxRecord
 from ..workers import finished
-from .memory import SandboxMemory, planned_spec
+from .memory import SandboxMemory
 from .registration import Registration
 from .stored_state import StoredState
-
-PLACEHOLDER_SPEC = BundleSpec(python=sys.executable, home="/home", user="user")
-"""Spec of an unstarted sandbox; ``permit`` or ``replace_instance`` replaces it before a start or restore."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The owner, purpose and settings of a sandbox: its metadata without its state."""
+    """The fields of a sandbox's document that are known before it is created."""
 
     kernel_name: str = ""
     notebook_path: str = ""
@@ -54,51 +49,45 @@ class Identity:
 
 
 class HandleObserver:
-    """The user of one sandbox, which its handle asks and informs. All methods are called on the handle's loop."""
+    """Called by a SandboxHandle, in its loop, when it saves or loses its sandbox. A kernel implements it."""
 
     def busy(self) -> bool:
-        """Return True while the sandbox must not be saved for idleness. Called by the supervisor's idle timer."""
+        """Return True while the sandbox is in use, and must not be saved as idle. Called by the supervisor."""
         return False
 
     def saving(self) -> None:
-        """Prepare for a save that ends a sandbox which this server keeps. Called with the handle's lock held."""
+        """Prepare for a hibernation: the sandbox is saved and ended, but stays open. The handle's lock is held."""
 
     def saved(self) -> None:
-        """React to the end of such a save, for example wake the sandbox again."""
+        """React to a completed hibernation, for example wake the sandbox again. The handle's lock is held."""
 
     def gone(self, reason: str) -> None:
-        """Release everything: this server no longer has the sandbox. Called after a hand-off or the loss of a lease."""
+        """Release everything: another server has the sandbox now. Called after a hand-off or a lost lease."""
 
 
 class SandboxHandle:
-    """A sandbox that this process holds: its id, its driver ``instance`` and, if persistent, its document and lease.
+    """A sandbox that this process has open: its id, its driver ``instance`` and, if persistent, its document and lease.
 
     Owned by a SandboxManager; if ephemeral, by the kernel; during a rescue, by Recovery. Operations that change the
-    sandbox wait for each other (``lock``) and raise SandboxNotFoundError once the handle is closed. Those that save or
-    restore come to their end before a cancellation is raised. Use a factory instead of the constructor.
+    sandbox wait for each other (``lock``) and raise SandboxNotFoundError once the handle is closed. If the caller of a
+    save or restore is cancelled, the operation is completed first. Use a factory instead of the constructor.
     """
 
     def __init__(
-        self,
-        sandbox_id: str,
-        instance: GVisorSandbox,
-        grant: Grant | None,
-        stored: StoredState | None = None,
-        source: Checkpoint | None = None,
-        storage: SnapshotStorage | None = None,
+        self, sandbox_id: str, runsc: Runsc, stored: StoredState | None = None, storage: SnapshotStorage | None = None
     ) -> None:
-        self.sandbox_id = sandbox_id
+        self.sandbox_id = valid_id(sandbox_id)
         self.observer = HandleObserver()
         self.registration: Registration | None = None
         self.supervisor: asyncio.Task[None] | None = None
         self.lock = asyncio.Lock()
         self.closed = self.saving = False
-        self.outdated = False  # True for a rescued sandbox if another server has since saved a newer state
+        self.outdated = False  # True for a rescued sandbox if another server has saved a newer state of it
         self.hands_over = False  # True if this server releases it when another one asks for it
         self.last_activity = time.monotonic()
         self.idle_timeout: float | None = None
+        self.memory = SandboxMemory(sandbox_id, runsc, stored)
         self._stored = stored
-        self.memory = SandboxMemory(sandbox_id, instance, stored, source, grant)
         self._storage = stored.stores.snapshot_storage if stored else storage
         self._touching: asyncio.Task[None] | None = None
 
@@ -114,27 +103,30 @@ class SandboxHandle:
         storage: SnapshotStorage | None = None,
     ) -> SandboxHandle:
         """Return an unstarted sandbox that stores nothing except snapshots on request."""
-        instance = GVisorSandbox(valid_id(sandbox_id), spec, runsc, platform)
-        return cls(sandbox_id, instance, Grant.of(spec, platform), storage=storage)
+        handle = cls(sandbox_id, runsc, storage=storage)
+        handle.memory.replace_instance(spec, platform, Grant.of(spec, platform))
+        return handle
 
     @classmethod
     async def create_persistent(
         cls,
         sandbox_id: str,
-        spec: BundleSpec,
+        spec: BundleSpec | None,
         runsc: Runsc,
         stores: Stores,
         owner: Owner,
         identity: Identity | None = None,
-        platform: str = "systrap",
     ) -> SandboxHandle:
         """Return a new, unstarted persistent sandbox. Raises SandboxExistsError, LeaseHeldError.
 
-        Nothing is left in storage if this fails or the caller is cancelled.
+        Without a ``spec``, call ``memory.replace_instance`` before ``start``. A failure or cancellation leaves nothing.
         """
         first = (identity or Identity()).document(sandbox_id)
-        stored = await StoredState.create(stores, owner, first)
-        return _persistent(spec, runsc, platform, stored, None, Grant.of(spec, platform))
+        handle = cls(sandbox_id, runsc, await StoredState.create(stores, owner, first))
+        if spec:
+            grant = Grant.of(spec, "systrap")
+            handle.memory.replace_instance(spec, grant.platform, grant)
+        return handle
 
     @classmethod
     async def attach_persistent(
@@ -149,17 +141,20 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """Return an existing sandbox, not running yet. Call ``restore`` next, or ``start`` if it has no checkpoint.
 
-        Its mounts come from ``spec``, never from its document alone. Without a ``spec``, ``permit`` must be called
-        before ``restore``. Raises SandboxNotFoundError, LeaseHeldError after ``patience`` seconds, and
-        IncompatibleError if this server cannot restore the checkpoint; that error offers the previous checkpoint if one
-        exists.
+        Its mounts come from ``spec``, never from its document alone. Without a ``spec``, call ``permit`` before
+        ``restore``, and ``memory.replace_instance`` before ``start``. Raises SandboxNotFoundError, LeaseHeldError after
+        ``patience`` seconds, and IncompatibleError, which offers the previous checkpoint if one exists.
         """
+        grant = Grant.of(spec, platform) if spec else None
         async with StoredState.attached(sandbox_id, stores, owner, patience) as stored:
-            source, grant = stored.metadata.checkpoint, Grant.of(spec, platform) if spec else None
-            if source:
+            handle = cls(sandbox_id, runsc, stored)
+            if source := stored.metadata.checkpoint:
                 stores.required_checkpoints()
-                spec = await planned_spec(stored.metadata, source, runsc, stores, grant)
-        return _persistent(spec or PLACEHOLDER_SPEC, runsc, platform, stored, source, grant)
+                await handle.memory.plan_restore(source, grant)
+            elif spec:
+                handle.memory.replace_instance(spec, platform, grant)
+        handle.describe(handle.contents)  # now with the lease token that attached() has written
+        return handle
 
     @classmethod
     async def rescue(
@@ -170,39 +165,41 @@ class SandboxHandle:
         The sandbox may still run; then call ``save``, otherwise ``memory.stored.record_stopped``.
         """
         async with StoredState.attached(note.sandbox_id, stores, owner, patience) as stored:
-            outdated = note.outdated(stored.metadata)
-        spec = replace(note.spec, outlives=stores.checkpoints is not None)
-        orphan = GVisorSandbox.orphan(note.sandbox_id, spec, runsc, note.platform, folder, note.container_id)
-        grant = Grant.of(spec, note.platform)
-        handle = cls(note.sandbox_id, orphan, grant, stored, stored.metadata.checkpoint)
-        handle.memory.contents, handle.outdated = note.contents, outdated
+            handle = cls(note.sandbox_id, runsc, stored)
+            handle.outdated = note.outdated(stored.metadata)
+        handle.memory.adopt_orphan(folder, note)
         return handle
 
     # -- identity and metadata ---------------------------------------------------------------------------------------
 
     @property
     def instance(self) -> GVisorSandbox:
-        """The driver of the sandbox. A restart, a rewind and a restore elsewhere replace it."""
+        """The driver; each restart and rewind makes a new one. Raises SandboxError before its mounts are known."""
         return self.memory.instance
 
     @property
+    def running(self) -> bool:
+        """True while the sandbox runs."""
+        return self.memory.running
+
+    @property
     def contents(self) -> Mapping[str, Any]:
-        """The description of the processes inside."""
+        """The description of the processes in the sandbox, set by ``describe``."""
         return self.memory.contents
 
     @property
     def persistent(self) -> bool:
-        """True if it has a document in storage."""
+        """True if the sandbox has a document in storage."""
         return self._stored is not None
 
     @property
     def can_save(self) -> bool:
-        """True if it is persistent and this server has a store for checkpoints."""
-        return self._stored is not None and self._stored.stores.checkpoints is not None
+        """True if the sandbox is persistent and this server has a store for checkpoints."""
+        return self.memory.can_save
 
     @property
     def saved(self) -> bool:
-        """True if it has a checkpoint for ``restore``."""
+        """True if there is a checkpoint for ``restore``."""
         return self.memory.source is not None
 
     @property
@@ -212,25 +209,25 @@ class SandboxHandle:
 
     @property
     def lease(self) -> Lease:
-        """The lease by which this server holds it. Raises SandboxError for an ephemeral sandbox."""
+        """This server's lease of the sandbox. Raises SandboxError for an ephemeral sandbox."""
         return self.memory.stored.document.lease
 
     @property
     def record(self) -> SandboxRecord | None:
-        """Its record in the user's registry; None if it is not recorded."""
+        """The sandbox's record in the user's registry; None if it is not recorded."""
         return self.registration.record if self.registration else None
 
     def touch(self) -> None:
-        """Restart its idle time."""
+        """Restart the sandbox's idle time."""
         self.last_activity = time.monotonic()
 
     def describe(self, contents: Mapping[str, Any]) -> None:
         """Set the description of the processes inside, which is stored with each checkpoint and in the rescue note."""
         self.memory.describe(contents)
 
-    def entry(self, what: EventKind) -> Entry:
-        """Return an entry for the event bus that reports the event ``what``."""
-        return self.memory.entry(what)
+    def entry(self, kind: EventKind) -> Entry:
+        """Return an event of this ``kind`` about the sandbox."""
+        return self.memory.entry(kind)
 
     async def change(self, **fields: Any) -> None:
         """Change fields of the document, such as ``notebook_path``."""
@@ -253,49 +250,48 @@ class SandboxHandle:
             await self.memory.permit(grant)
 
     async def start(self, template: Path | None = None) -> None:
-        """Start it without saved state, or as a copy of ``template``. A checkpoint is kept until the next is made."""
+        """Start the sandbox without saved state, or as a copy of ``template``. An existing checkpoint is kept."""
         async with self.exclusive():
             await self.memory.start(template)
             self.touch()
 
     async def restore(self) -> None:
-        """Restore it from its checkpoint.
+        """Restore the sandbox from its checkpoint.
 
         Raises CorruptObjectError if the checkpoint is damaged; nothing has changed then. If storage cannot record that
-        the sandbox runs, it runs all the same and is recorded later. Once runsc has the image, a cancellation is raised
-        only after that: clients may already use the sandbox.
+        the sandbox runs, that is recorded later. A cancellation during runsc's restore is raised
+        only after the restore: clients may already use the sandbox.
         """
         async with self.exclusive():
             await self.memory.restore()
             self.touch()
 
     async def save(self, name: str = "", insist: float | None = None) -> Checkpoint:
-        """Save its memory and return the checkpoint. The only way to save.
+        """Save the sandbox's memory and return the checkpoint. The only way to save.
 
-        Without ``name`` this is the current checkpoint: the sandbox ends, and this server keeps it for ``restore``.
-        With ``name`` it is a savepoint: the sandbox runs on, or stays hibernated. It also runs on if the save fails.
-
+        Without ``name``, save the current checkpoint and end the sandbox, which ``restore`` starts again. With
+        ``name``, save a savepoint; the sandbox runs on or stays hibernated. If the save fails, the sandbox runs on.
         Raises FencedError if another server owns it now, SavepointExistsError, TooManySavepointsError, UnsaveableError.
 
-        With ``insist``, the guest has that many seconds to help. After that, or if it fails to, the sandbox is saved
-        like that of a killed server; only another handle can restore it then. Raises UnresponsiveError if runsc cannot
-        save it that way: no other server could save it either.
+        With ``insist``, the guest has that many seconds to help. If it does not, the sandbox is saved without its help,
+        as for a killed server, and only another handle can restore it. Raises UnresponsiveError if runsc cannot save it
+        that way: no other server could save it either.
         """
         async with self.exclusive(insist):
             return await finished(self.memory.save_as(name) if name else self.save_locked(insist))
 
     async def save_locked(self, insist: float | None = None) -> Checkpoint:
-        """Save and end it, for a caller that holds ``lock`` and cannot be cancelled. Called by the idle timer."""
+        """Hibernate the sandbox, for a caller that holds ``lock`` and cannot be cancelled. Called by Supervisor."""
         self.saving = True
         try:
             self.observer.saving()
-            made = await self.memory.checkpoint(insist)
+            checkpoint = await self.memory.checkpoint(insist)
         finally:
             self.saving = False
         self.observer.saved()
         if self.registration:
             self._touching = asyncio.create_task(self.registration.touch())
-        return made
+        return checkpoint
 
     # -- savepoints and files ----------------------------------------------------------------------------------------
 
@@ -319,9 +315,13 @@ class SandboxHandle:
         return kept
 
     async def save_snapshot(self, name: str) -> GCSArtifact:
-        """Save its files, without its memory, as the snapshot ``name``; it continues to run."""
+        """Save the sandbox's files, without its memory, as the snapshot ``name``; the sandbox continues to run."""
         async with self.exclusive():
-            return await self.memory.save_snapshot(require_snapshots(self._storage), name)
+            storage, folder = require_snapshots(self._storage), snapshot_prefix(self.sandbox_id, name)
+            with EVENT_BUS.doing(self.entry(EventKind.SAVED)) as work:
+                artifact = await snapshots.save(storage, folder, self.instance, work.advance)
+                work.size = artifact.size
+            return artifact
 
     async def load_snapshot(self, sandbox_id: str, name: str) -> None:
         """Unpack a snapshot of this or another sandbox in this one, which must be running."""
@@ -331,22 +331,17 @@ class SandboxHandle:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     async def release(self) -> None:
-        """End it on this server without saving it, and release the lease."""
+        """End the sandbox on this server without saving it, and release the lease."""
         self.closed = True
         if self.supervisor and self.supervisor is not asyncio.current_task():
             self.supervisor.cancel()
         try:
-            await self.instance.delete()
+            await self.memory.end()
             if self._stored:
                 await self._stored.end_tasks()
         finally:
             if self._stored:  # even if the sandbox did not end: nothing else stops the renewal of the lease
                 await asyncio.shield(self._stored.document.lease.release())
-
-    async def regain(self, owner: Owner) -> None:
-        """Replace a lost lease. Raises FencedError or LeaseHeldError if another server took the sandbox meanwhile."""
-        await self.memory.stored.replace_lease(owner)
-        self.describe(self.contents)
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
@@ -354,7 +349,7 @@ class SandboxHandle:
     async def exclusive(self, insist: float | None = None) -> AsyncIterator[None]:
         """Hold ``lock`` during the block. Raises SandboxNotFoundError if the handle is closed by then.
 
-        With ``insist``, an operation that holds the lock for that many seconds no longer waits for the guest.
+        With ``insist``, interrupt another operation's wait for the guest if it holds the lock for that many seconds.
         """
         loop = asyncio.get_running_loop()
         patience = None if insist is None else loop.call_later(insist, self.memory.give_up_waiting)
@@ -369,14 +364,3 @@ class SandboxHandle:
             yield
         finally:
             self.lock.release()
-
-
-def _persistent(
-    spec: BundleSpec, runsc: Runsc, platform: str, stored: StoredState, source: Checkpoint | None, grant: Grant | None
-) -> SandboxHandle:
-    """Return the handle of an unstarted sandbox with the document ``stored``."""
-    sandbox_id, outlives = stored.metadata.sandbox_id, stored.stores.checkpoints is not None
-    instance = GVisorSandbox(sandbox_id, replace(spec, outlives=outlives), runsc, platform)
-    handle = SandboxHandle(sandbox_id, instance, grant, stored, source)
-    handle.describe(source.contents if source else {})
-    return handle

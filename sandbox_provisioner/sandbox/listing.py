@@ -20,7 +20,7 @@ AT_ONCE = 8
 
 @dataclass(frozen=True)
 class StoredSandbox:
-    """A record, its sandbox as described by storage, and the ``problem`` if storage could not describe it."""
+    """A record and its sandbox; ``problem`` is the error if the sandbox's data in storage could not be read."""
 
     record: SandboxRecord
     sandbox: Sandbox
@@ -28,7 +28,7 @@ class StoredSandbox:
 
 
 def look(sandboxes: Persistence, records: Iterable[SandboxRecord]) -> list[StoredSandbox]:
-    """Return the records with their sandboxes as described by storage. Blocks."""
+    """Return the records and their sandboxes, with the data in storage. Blocks."""
 
     def one(record: SandboxRecord) -> StoredSandbox:
         try:

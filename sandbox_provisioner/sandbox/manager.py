@@ -1,4 +1,4 @@
-"""Find or create sandboxes, hold the open ones by id, and decide when one is saved, handed over or given up.
+"""Find or create sandboxes, hold the open ones by id, and decide when one is saved, handed over or closed.
 
 SandboxHandle does the work on one sandbox; Supervisor does the background work for it.
 """
@@ -25,16 +25,15 @@ from ..errors import (
 from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.runsc import Runsc
-from ..gvisor.state import State
 from ..lock.base import Owner
 from ..mux.connection import Hooks
 from ..persistence.backends import Stores, open_snapshot_storage, open_stores, share_stores
 from ..persistence.names import lock_name, valid_id
 from ..workers import control, finished
 from . import detached, user_sandboxes
-from .handle import PLACEHOLDER_SPEC, Identity, SandboxHandle
+from .handle import Identity, SandboxHandle
 from .recovery import Recovered, Recovery
-from .registration import Registration, derived, facts, identities, known
+from .registration import Registration, facts, requested
 from .start_request import Features, StartRequest
 from .supervisor import Supervisor
 
@@ -46,10 +45,10 @@ REQUESTED = "another server asked for it"
 class SandboxManager:
     """The open sandboxes of one process and configuration, by id. Use it from one event loop only.
 
-    All kernels with the same storage and runsc share a manager (``shared``). It owns the handles; each handle's
-    observer is told what happens to its sandbox.
+    All kernels with the same storage and runsc share a manager (``shared``). It owns the handles.
 
-    Locks, outermost first; a task that holds one may wait only for those below it:
+    Each Document has a lock around its writes, in which no other lock is taken. The other locks, outermost first; a
+    task that holds one may wait only for those below it:
 
     1. the start lock, one per notebook or requested id: in the server, around the whole start, and here, in ``open``
     2. ``SandboxHandle.lock``, one per sandbox id: around each operation that changes the sandbox
@@ -67,7 +66,7 @@ class SandboxManager:
 
     @classmethod
     def shared(cls, config: GCSConfig, runsc: Runsc, server: str) -> SandboxManager:
-        """Return this process's manager for these settings. Call on the I/O loop, which the manager then belongs to."""
+        """Return the manager of the running event loop, which must be the I/O loop, for these settings."""
         key = asyncio.get_running_loop(), config, runsc
         return _shared.get(key) or _shared.setdefault(key, cls(config, runsc, server))
 
@@ -83,11 +82,11 @@ class SandboxManager:
         return Recovery(self._runsc, self.stores, self.owner)
 
     def owner(self) -> Owner:
-        """Return this server's identity, as shown to other servers, for one attempt to acquire a lease."""
+        """Return a new identity of this server for one attempt to acquire a lease. Other servers see it."""
         return Owner.here(self._server)
 
     def get(self, sandbox_id: str) -> SandboxHandle:
-        """Return the handle of an open sandbox. Raises SandboxNotFoundError if this manager does not have it."""
+        """Return the handle of an open sandbox. Raises SandboxNotFoundError if it is not open here."""
         if sandbox_id not in self.handles:
             raise SandboxNotFoundError(sandbox_id, self._server)
         return self.handles[sandbox_id]
@@ -95,7 +94,7 @@ class SandboxManager:
     # -- find or create ----------------------------------------------------------------------------------------------
 
     def require(self, request: StartRequest) -> None:
-        """Raise ConfigurationError if this server does not support the request. Nothing is stored before that."""
+        """Raise ConfigurationError if this server does not support the request. Stores nothing."""
         features = request.features
         self._config.require(
             gcs_sandbox_id=request.sandbox_id if request.gcs else None,
@@ -107,44 +106,37 @@ class SandboxManager:
     async def open(self, request: StartRequest) -> SandboxHandle:
         """Return the sandbox that a start requests, not running yet: attach to the existing one or create a new one.
 
-        Raises ConfigurationError first if this server does not support the request, LeaseHeldError after the request's
-        ``patience``, and the other errors of ``attach``.
+        Raises the errors of ``require``, and of ``attach``; LeaseHeldError after the request's ``patience``.
         """
         self.require(request)
         key = request.kernel_name, request.notebook_path, request.sandbox_id
-        async with self._starting.setdefault(key, asyncio.Lock()):  # a second start then sees that it is in use
+        async with self._starting.setdefault(key, asyncio.Lock()):  # so that a second start sees that it is in use
             self._stores = self._stores or await control(share_stores, self._config)
             return await self._open(request)
 
     async def _open(self, request: StartRequest) -> SandboxHandle:
-        registry, stores, about = user_sandboxes.registry(), self.stores, facts(request)
-        before = await asyncio.to_thread(identities, registry)
-        record = await asyncio.to_thread(known, registry, stores, request)
-        is_known = record is not None
-        if record is None:
-            record = await asyncio.to_thread(derived, registry, stores, request)
-        if not request.sandbox_id and record.sandbox_id in self.handles:  # the notebook's old kernel still has it
-            record, is_known = await asyncio.to_thread(registry.allocate, stores, **about), True
-        first, handle = record, None
+        registry, stores, known_facts = user_sandboxes.registry(), self.stores, facts(request)
+        found = await asyncio.to_thread(requested, registry, stores, request, set(self.handles))
+        record, handle = found.record, None
         try:
             handle = await self._attach_or_create(record.sandbox_id, request)
             if handle.metadata.user == request.user and handle.metadata.shared_with != request.shared_with:
                 await handle.change(shared_with=request.shared_with)
-            path = handle.metadata.notebook_path
-            if not is_known and request.notebook_path and path != request.notebook_path:
-                await self.close(handle, save=False)  # its notebook was renamed on another server
-                record = await asyncio.to_thread(registry.allocate, stores, **about)
-                handle = await self._attach_or_create(record.sandbox_id, request)
-            elif request.notebook_path and path != request.notebook_path:
-                await handle.change(notebook_path=request.notebook_path)
-            record = await asyncio.to_thread(registry.record, record.sandbox_id, stores, **about)
+            if request.notebook_path and handle.metadata.notebook_path != request.notebook_path:
+                if found.is_derived:  # its notebook was renamed on another server
+                    await self.close(handle, save=False)
+                    record = await asyncio.to_thread(registry.allocate, stores, **known_facts)
+                    handle = await self._attach_or_create(record.sandbox_id, request)
+                else:
+                    await handle.change(notebook_path=request.notebook_path)
+            record = await asyncio.to_thread(registry.record, record.sandbox_id, stores, **known_facts)
             handle.registration = Registration(registry, record)
             return handle
         except BaseException as error:
-            if handle:  # its lease would be renewed for ever
+            if handle:  # otherwise its lease would be renewed for ever
                 await asyncio.shield(self._undo(handle))
-            if isinstance(error, ForeignSandboxError | SignatureError) and first.id not in before:
-                await asyncio.to_thread(registry.forget, first.id)  # the user's registry lists no sandboxes of others
+            if found.is_new and isinstance(error, ForeignSandboxError | SignatureError):
+                await asyncio.to_thread(registry.forget, found.record.id)  # a registry lists no sandboxes of others
             raise
 
     async def _undo(self, handle: SandboxHandle) -> None:
@@ -164,22 +156,21 @@ class SandboxManager:
             return await self.attach(sandbox_id, None, request.features, patience=request.patience)
         except SandboxNotFoundError:
             try:
-                return await self.create(sandbox_id, PLACEHOLDER_SPEC, about, request.features)
+                return await self.create(sandbox_id, None, about, request.features)
             except SandboxExistsError:  # another server has just created it
                 return await self.attach(sandbox_id, None, request.features, patience=request.patience)
 
-    def create_ephemeral(self, sandbox_id: str, spec: BundleSpec, platform: str = "systrap") -> SandboxHandle:
+    def create_ephemeral(self, sandbox_id: str, spec: BundleSpec) -> SandboxHandle:
         """Return a new, unstarted sandbox that is not persistent."""
         storage = open_snapshot_storage(self._config)
-        return self._keep(SandboxHandle.create_ephemeral(sandbox_id, spec, self._runsc, platform, storage))
+        return self._keep(SandboxHandle.create_ephemeral(sandbox_id, spec, self._runsc, storage=storage))
 
     async def create(
         self,
         sandbox_id: str,
-        spec: BundleSpec,
+        spec: BundleSpec | None,
         identity: Identity | None = None,
         features: Features | None = None,
-        platform: str = "systrap",
     ) -> SandboxHandle:
         """Return a new, unstarted persistent sandbox.
 
@@ -192,7 +183,7 @@ class SandboxManager:
         async with self._lock(sandbox_id):
             self._require_closed(sandbox_id)
             handle = await SandboxHandle.create_persistent(
-                sandbox_id, spec, self._runsc, self.stores, self.owner(), about, platform
+                sandbox_id, spec, self._runsc, self.stores, self.owner(), about
             )
             return self._keep(handle, features)
 
@@ -201,26 +192,26 @@ class SandboxManager:
         sandbox_id: str,
         spec: BundleSpec | None,
         features: Features | None = None,
-        platform: str = "systrap",
         patience: float = 0.0,
     ) -> SandboxHandle:
         """Return an existing persistent sandbox, not running yet; if a killed server left it running, save it first.
 
-        Arguments and errors are those of SandboxHandle.attach_persistent and ``create``. Raises SandboxError if the
-        sandbox of a killed server could not be saved.
+        Arguments and errors are those of SandboxHandle.attach_persistent and ``create``. Also raises SandboxError if
+        the sandbox of a killed server could not be saved.
         """
         features = self._supported(features)
         async with self._lock(sandbox_id):
             self._require_closed(sandbox_id)
-            for one in await self._recovery.save(sandbox_id):
-                if one.runs_on:
+            for rescue in await self._recovery.save(sandbox_id):
+                if rescue.runs_on:
                     raise SandboxError(
-                        f"Sandbox {sandbox_id} runs on since its server was killed, and was not saved: {one.problem}",
+                        f"Sandbox {sandbox_id} still runs without its killed server. Saving it failed: "
+                        f"{rescue.problem}",
                         "Nothing is lost. Solve that problem and try again.",
                     )
             try:
                 handle = await SandboxHandle.attach_persistent(
-                    sandbox_id, spec, self._runsc, self.stores, self.owner(), platform, patience
+                    sandbox_id, spec, self._runsc, self.stores, self.owner(), patience=patience
                 )
             except SandboxNotFoundError:
                 raise
@@ -242,29 +233,29 @@ class SandboxManager:
         first = identity.document(valid_id(new_id))
         async with handle.exclusive():
             with EVENT_BUS.doing(handle.entry(EventKind.FORKED)) as work:
-                made = await detached.found_persistent(
+                checkpoint = await detached.create_fork(
                     self.stores, first, self.owner(), lambda name: handle.memory.copy(name, savepoint, work.advance)
                 )
-                work.size = made.size
+                work.size = checkpoint.size
 
     async def close(self, handle: SandboxHandle, *, save: bool, reason: str = "") -> None:
         """End a sandbox on this server and release it for others. Does nothing if it is closed already.
 
-        With ``save``, save it first if it runs and can be saved, and finish that even if the caller is cancelled; if it
-        fails, the sandbox stays open. With a ``reason``, tell the observer that the sandbox is gone.
+        With ``save``, save it first if it runs and can be saved, even if the caller is cancelled; if that fails, the
+        sandbox stays open. With a ``reason``, call the observer's ``gone``.
         """
         async with handle.lock:
             if handle.closed:
                 return
             if save:
                 with EVENT_BUS.doing(handle.entry(EventKind.HANDED_OFF)) as work:
-                    if handle.can_save and handle.instance.state == State.RUNNING:
+                    if handle.can_save and handle.running:
                         work.size = (await finished(handle.memory.checkpoint())).size
                     await self._drop(handle)
             else:
-                await handle.instance.delete()
+                await handle.memory.end()
                 if handle.persistent and handle.metadata.running:
-                    with suppress(SandboxError):  # the next owner finds that no server runs it
+                    with suppress(SandboxError):  # the next owner corrects it
                         await handle.memory.stored.record_stopped()
                 await self._drop(handle)
         if reason:
@@ -273,7 +264,7 @@ class SandboxManager:
             await handle.registration.touch()
 
     async def delete(self, sandbox_id: str) -> int:
-        """End it, delete everything stored for it and return the freed bytes. It need not be open in this manager."""
+        """End a sandbox, delete everything stored for it and return the freed bytes. It need not be open here."""
         async with self._lock(sandbox_id):
             handle = self.handles.get(sandbox_id)
             entry = handle.entry(EventKind.DELETED) if handle else Entry(sandbox_id, EventKind.DELETED)
@@ -306,17 +297,17 @@ class SandboxManager:
 
     def _require_closed(self, sandbox_id: str) -> None:
         if sandbox_id in self.handles:
-            raise StateError(sandbox_id, "create or attach", "in use by this server already")
+            raise StateError(sandbox_id, "create or attach", "already open on this server")
 
     def _lock(self, sandbox_id: str) -> asyncio.Lock:
-        """Return the lock of a sandbox id, which its handle has, too."""
+        """Return the lock of a sandbox id. Its handle uses the same one."""
         return self._locks.setdefault(valid_id(sandbox_id), asyncio.Lock())
 
     def _keep(self, handle: SandboxHandle, features: Features | None = None) -> SandboxHandle:
         self.handles[handle.sandbox_id] = handle
         handle.lock = self._lock(handle.sandbox_id)
         if features:
-            handle.instance.connection.hooks = Hooks(features.hook_timeout, features.reseed)
+            handle.memory.hooks = Hooks(features.hook_timeout, features.reseed)
             handle.idle_timeout = features.idle_timeout if features.enable_checkpoint_at_idle else None
             handle.hands_over = features.enable_handoff
             hand_over = self._hand_over if features.enable_handoff else None

@@ -1,9 +1,9 @@
-"""Run, save and restore one sandbox: its instance, and the checkpoint that it is restored from."""
+"""Run, save and restore the memory of one sandbox."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,125 +14,143 @@ from ..gvisor.bundle import BundleSpec, Mount
 from ..gvisor.mounts import require_itself
 from ..gvisor.restore_plan import Grant, derive
 from ..gvisor.runsc import Runsc
+from ..gvisor.runtime_dir import RuntimeFolder
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import Action, State, after
 from ..mux.connection import Hooks
-from ..persistence import checkpoints, snapshots
-from ..persistence.backends import SnapshotStorage, Stores
-from ..persistence.checkpoints import now
-from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata, Note
-from ..persistence.names import checkpoints_prefix, snapshot_prefix, valid_id
+from ..persistence import checkpoints
+from ..persistence.metadata import Checkpoint, Note
+from ..persistence.names import checkpoints_prefix, valid_id
 from ..persistence.staging import staging
 from ..storage.base import Advance, nothing
 from ..workers import control, finished
 from . import detached
 from .detached import RESEED
-from .image_writer import ImageWriter
 from .stored_state import MOST_WITH_SAVEPOINT, StoredState
 
 RESEED_SECONDS = 10.0
+"""Minimum time limit, in seconds, of the guest's hook that gives a fork new random numbers."""
 
 
 class SandboxMemory:
-    """The memory of one sandbox: in its running ``instance``, or saved as a checkpoint (``source``).
+    """The memory of one sandbox: in its ``instance``, or saved as the checkpoint ``source``.
 
     Owned by a SandboxHandle, whose lock is held during each coroutine. ``stored`` is None for an ephemeral sandbox.
-    ``grant`` has the mounts that a restore may use; None until they are planned.
+    ``hooks`` are the limits for the guest's hooks from the next start or restore on.
     """
 
-    def __init__(
-        self,
-        sandbox_id: str,
-        instance: GVisorSandbox,
-        stored: StoredState | None,
-        source: Checkpoint | None = None,
-        grant: Grant | None = None,
-    ) -> None:
-        self.instance = instance
+    def __init__(self, sandbox_id: str, runsc: Runsc, stored: StoredState | None) -> None:
         self.contents: Mapping[str, Any] = {}
-        self.source = source
-        self.images = ImageWriter(stored.stores) if stored else None
+        self.source: Checkpoint | None = None
+        self.hooks = Hooks()
         self._sandbox_id = sandbox_id
+        self._runsc = runsc
         self._stored = stored
-        self._grant = grant
+        self._instance: GVisorSandbox | None = None
+        self._grant: Grant | None = None
         self._adopted = False
         if stored:
             stored.on_recorded = lambda: self.describe(self.contents)
 
     @property
     def stored(self) -> StoredState:
-        """The document in storage. Raises SandboxError for an ephemeral sandbox."""
+        """The document and checkpoints in storage. Raises SandboxError for an ephemeral sandbox."""
         if self._stored is None:
             raise SandboxError(f"Sandbox {self._sandbox_id} is ephemeral: nothing of it is kept.")
         return self._stored
 
+    @property
+    def instance(self) -> GVisorSandbox:
+        """The driver. Raises SandboxError before ``replace_instance`` or ``permit``: the mounts are not known yet."""
+        if self._instance is None:
+            raise SandboxError(f"Sandbox {self._sandbox_id} cannot run yet: its mounts are not planned.")
+        return self._instance
+
+    @property
+    def running(self) -> bool:
+        """True while the instance runs."""
+        return self._instance is not None and self._instance.state == State.RUNNING
+
+    @property
+    def can_save(self) -> bool:
+        """True if the sandbox is persistent and this server has a store for checkpoints.
+
+        Such a sandbox keeps running if this server is killed, so that another process can save it.
+        """
+        return self._stored is not None and self._stored.stores.checkpoints is not None
+
     def describe(self, contents: Mapping[str, Any]) -> None:
         """Set the description of the processes inside, which is stored with each checkpoint and in the rescue note."""
         self.contents = contents
-        if self._stored:
+        if self._stored and self._instance:
             where, document = self._stored.stores.metadata.where, self._stored.metadata
             token = document.tenancy.token if document.tenancy else None
-            spec, platform = self.instance.spec, self.instance.platform
+            spec, platform = self._instance.spec, self._instance.platform
             note = Note(self._sandbox_id, where, spec, platform, contents, token, document.last)
-            self.instance.leave_note(asdict(note))
+            self._instance.leave_note(asdict(note))
 
-    def entry(self, what: EventKind) -> Entry:
-        """Return an entry for the event bus that reports the event ``what``."""
+    def entry(self, kind: EventKind) -> Entry:
+        """Return an event of this ``kind`` about the sandbox."""
         if self._stored is None:
-            return Entry(self._sandbox_id, what)
+            return Entry(self._sandbox_id, kind)
         document = self._stored.metadata
-        return Entry(self._sandbox_id, what, kernel_name=document.kernel_name, user=document.user)
+        return Entry(self._sandbox_id, kind, kernel_name=document.kernel_name, user=document.user)
 
-    # -- start -------------------------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------------------------
 
     def replace_instance(self, spec: BundleSpec, platform: str, grant: Grant | None = None) -> None:
         """Replace the instance, which has ended or never started, with a new, unstarted one of the same id.
 
-        ``grant`` is for later restores of other checkpoints; without it the current one is kept.
+        ``grant`` has the mounts for later restores; by default they do not change.
         """
         self._grant = grant or self._grant
-        hooks, runsc = self.instance.connection.hooks, self.instance.runsc
-        outlives = self._stored is not None and self._stored.stores.checkpoints is not None
-        self.instance = GVisorSandbox(self._sandbox_id, replace(spec, outlives=outlives), runsc, platform)
-        self.instance.connection.hooks = hooks
+        spec = replace(spec, outlives=self.can_save)
+        self._instance = GVisorSandbox(self._sandbox_id, spec, self._runsc, platform)
         self._adopted = False
         self.describe({})
 
     def adopt(self, sandbox: GVisorSandbox) -> None:
         """Use a running copy of a template as the instance; ``start`` then only records that it runs."""
         sandbox.sandbox_id, sandbox.spec = self._sandbox_id, self.instance.spec
-        sandbox.connection.hooks = self.instance.connection.hooks
-        self.instance = sandbox
+        self._instance = sandbox
         self._adopted = True
         self.describe(self.contents)
+
+    def adopt_orphan(self, folder: RuntimeFolder, note: Note) -> None:
+        """Use the sandbox of a killed server, with its runtime ``folder`` and rescue ``note``, as the instance."""
+        spec = replace(note.spec, outlives=self.can_save)
+        self._instance = GVisorSandbox.orphan(
+            self._sandbox_id, spec, self._runsc, note.platform, folder, note.container_id
+        )
+        self.contents = note.contents  # not describe(): the note stays as the killed server wrote it
 
     async def start(self, template: Path | None = None) -> None:
         """Start the instance without saved state, or as a copy of ``template``, and record that it runs."""
         with EVENT_BUS.doing(self.entry(EventKind.STARTED if self._stored else EventKind.CREATED)):
+            self.instance.connection.hooks = self.hooks
             if not self._adopted:
                 await self.instance.start(template)
             self._adopted = False
             if self._stored:
                 await self._stored.record_started(self.instance)
 
+    async def end(self) -> None:
+        """End the instance without saving it."""
+        if self._instance:
+            await self._instance.delete()
+
     # -- save --------------------------------------------------------------------------------------------------------
 
     async def checkpoint(self, insist: float | None = None) -> Checkpoint:
         """Save the memory as the current checkpoint and end the instance. Errors are those of SandboxHandle.save."""
-        stored, images = self.stored, self._writer()
+        stored, instance = self.stored, self.instance
         stored.stores.required_checkpoints()
-        after(self._sandbox_id, Action.CHECKPOINT, self.instance.state)
-        garbage: set[str] = set()
-
-        async def record(made: Checkpoint) -> None:
-            garbage.update(await stored.change(lambda document: document.saved(made, now())))
-
+        after(self._sandbox_id, Action.CHECKPOINT, instance.state)
         with EVENT_BUS.doing(self.entry(EventKind.HIBERNATED)) as work:
-            made = await images.checkpoint(self.instance, lambda: self.contents, record, insist, work.advance)
-            work.size = made.size
-        self.source = made
+            self.source, garbage = await stored.checkpoint(instance, lambda: self.contents, insist, work.advance)
+            work.size = self.source.size
         await stored.delete(garbage)
-        return made
+        return self.source
 
     async def save_as(self, name: str) -> Checkpoint:
         """Save the memory as a savepoint; the instance runs on. Errors are those of SandboxHandle.save."""
@@ -141,61 +159,69 @@ class SandboxMemory:
             raise SavepointExistsError(self._sandbox_id, name)
         stored.require_room()
         with EVENT_BUS.doing(self.entry(EventKind.SAVED)) as work:
-            made = self.source if self.instance.state == State.CHECKPOINTED else None
-            made = made or await self.copy(self._sandbox_id, advance=work.advance)
-            work.size = made.size
-            garbage = await stored.change(lambda document: document.with_savepoint(name, made), MOST_WITH_SAVEPOINT)
+            saved = self.source if self.instance.state == State.CHECKPOINTED else None
+            savepoint = saved or await self.copy(self._sandbox_id, advance=work.advance)
+            work.size = savepoint.size
+            garbage = await stored.change(
+                lambda document: document.with_savepoint(name, savepoint), MOST_WITH_SAVEPOINT
+            )
         await stored.delete(garbage)
-        return made
+        return savepoint
 
     async def copy(self, sandbox_id: str, savepoint: str = "", advance: Advance = nothing) -> Checkpoint:
         """Store a savepoint, or the current memory, as a checkpoint of ``sandbox_id``; the instance runs on."""
-        source = self.stored.metadata.savepoint(savepoint) if savepoint else self.source
+        stored = self.stored
+        source = stored.metadata.savepoint(savepoint) if savepoint else self.source
         if source and (savepoint or self.instance.state == State.CHECKPOINTED):
-            return await detached.copy_checkpoint(self.stored.stores, self._sandbox_id, source, sandbox_id, advance)
-        return await self._writer().copy(self.instance, lambda: self.contents, sandbox_id, advance)
-
-    async def save_snapshot(self, storage: SnapshotStorage, name: str) -> GCSArtifact:
-        """Save the files, without the memory, as the snapshot ``name``; the instance runs on."""
-        with EVENT_BUS.doing(self.entry(EventKind.SAVED)) as work:
-            made = await snapshots.save(storage, snapshot_prefix(self._sandbox_id, name), self.instance, work.advance)
-            work.size = made.size
-        return made
+            return await detached.copy_checkpoint(stored.stores, self._sandbox_id, source, sandbox_id, advance)
+        return await stored.copy(self.instance, lambda: self.contents, sandbox_id, advance)
 
     def give_up_waiting(self) -> None:
         """Interrupt a save or copy that waits for the guest. Called when the server stops."""
-        if self.images:
-            self.images.give_up_waiting(self.instance)
+        if self._stored and self._instance:
+            self._stored.give_up_waiting(self._instance)
 
     # -- restore -----------------------------------------------------------------------------------------------------
 
+    async def plan_restore(self, source: Checkpoint, grant: Grant | None) -> None:
+        """Make an instance for the restore of ``source`` with the mounts in ``grant``. Raises IncompatibleError.
+
+        Without a grant, check only if this server's runsc and CPU fit; ``permit`` must follow.
+        """
+        self.source, self.contents, self._grant = source, source.contents, grant
+        await self.require_fit(source)
+        if grant:
+            self._replace_for(source)
+
     async def permit(self, grant: Grant) -> None:
-        """Set the mounts that restores may use, and plan the next restore with them. Raises IncompatibleError."""
-        self._grant = grant
+        """Plan the next restore with the mounts in ``grant``. Raises IncompatibleError."""
         try:
             if self.source:
-                await self.require_fit(self.source)
-                self._plan_restore(self.source)
+                await self.plan_restore(self.source, grant)
         except SandboxError as error:
             EVENT_BUS.fail(Entry(self._sandbox_id, EventKind.WOKEN), error)
             raise
 
     async def require_fit(self, source: Checkpoint) -> None:
         """Raise IncompatibleError if this server cannot restore ``source`` with the mounts granted now."""
-        stored = self.stored
-        await planned_spec(stored.metadata, source, self.instance.runsc, stored.stores, self._required_grant())
+        if reasons := await control(checkpoints.obstacles, source, self._runsc):
+            raise self._incompatible(source, reasons)
+        if self._grant:
+            spec, digests = self._derived_spec(source, self._grant), self.stored.stores.digests
+            if reasons := await control(checkpoints.file_obstacles, source, spec, digests):
+                raise self._incompatible(source, reasons)
 
     async def restore(self) -> None:
         """Restore ``source`` into the instance and record that it runs.
 
         Raises CorruptObjectError, which offers the previous checkpoint if it exists.
         """
-        stored, source = self.stored, self.source
+        stored, source, instance = self.stored, self.source, self.instance
         if source is None:
             raise SandboxError(f"Sandbox {self._sandbox_id} has no checkpoint to restore.")
         # StateError if another task already restored it; raised here, it is not reported as a failed wake.
-        after(self._sandbox_id, Action.RESTORE, self.instance.state)
-        slept_here = self.instance.state == State.CHECKPOINTED
+        after(self._sandbox_id, Action.RESTORE, instance.state)
+        was_saved_here = instance.state == State.CHECKPOINTED
         for mount in filter(None, (self._working_folder(), *self._required_grant().watched)):
             require_itself(mount)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self._sandbox_id))
@@ -203,7 +229,7 @@ class SandboxMemory:
             async with staging(stored.stores.staging) as folder:
                 work.size = source.size
                 store = stored.stores.required_checkpoints()
-                if slept_here:  # otherwise attach_persistent, permit or rewind has checked it
+                if was_saved_here:  # otherwise plan_restore or rewind has checked it
                     await self.require_fit(source)
                 try:
                     image = await control(checkpoints.fetch, store, source.artifact, folder, work.advance)
@@ -220,18 +246,17 @@ class SandboxMemory:
         stored = self.stored
         with EVENT_BUS.doing(self.entry(EventKind.REWOUND)) as work:
             work.size = target.size
-            present = stored.metadata.checkpoint
-            if self.instance.state == State.RUNNING:
-                present = await self.checkpoint()
+            if self.running:
+                await self.checkpoint()
             current, kept = self.source, f"before-rewind-{checkpoints.new_name()}"
-            if self.instance.state != State.CHECKPOINTED or present is None or current is None:
+            if self.instance.state != State.CHECKPOINTED or current is None:
                 raise StateError(self._sandbox_id, "rewind", self.instance.state)
             await stored.change(lambda document: document.with_savepoint(kept, current))
-            self._plan_restore(target)
+            self._replace_for(target)
             try:
                 await self.restore()
             except BaseException:
-                self._plan_restore(present)
+                self._replace_for(current)
                 await self.restore()
                 with suppress(SandboxError):
                     await stored.drop_savepoint(kept)
@@ -241,71 +266,43 @@ class SandboxMemory:
     # -- internals ---------------------------------------------------------------------------------------------------
 
     async def _restore_image(self, image: Path, source: Checkpoint) -> None:
-        with self._reseeding():
+        """Restore ``image``. A fork gets new random numbers, because the original sandbox has the same random state."""
+        connection, is_fork = self.instance.connection, bool(self.contents.get(RESEED))
+        forks_hooks = Hooks(max(self.hooks.seconds, RESEED_SECONDS), reseed=True)
+        connection.hooks = forks_hooks if is_fork else self.hooks
+        try:
             await self.instance.restore(image)
+        finally:
+            connection.hooks = self.hooks
+        if is_fork:
+            self.describe({name: value for name, value in self.contents.items() if name != RESEED})
         await self.stored.record_restored(self.instance, source)
 
-    @contextmanager
-    def _reseeding(self) -> Iterator[None]:
-        """Reseed a fork at its first restore: the original sandbox has the same random state."""
-        connection = self.instance.connection
-        hooks = connection.hooks
-        if self.contents.get(RESEED):
-            connection.hooks = Hooks(max(hooks.seconds, RESEED_SECONDS), reseed=True)
-        try:
-            yield
-        finally:
-            connection.hooks = hooks
-        if self.contents.get(RESEED):
-            self.describe({name: value for name, value in self.contents.items() if name != RESEED})
-
-    def _plan_restore(self, source: Checkpoint) -> None:
-        """Replace the instance with a new one that is restored from ``source``, with the mounts granted now.
-
-        Raises IncompatibleError if they do not fit.
-        """
+    def _replace_for(self, source: Checkpoint) -> None:
+        """Replace the instance with one that ``source`` can be restored into. Raises IncompatibleError."""
         grant = self._required_grant()
-        self.replace_instance(_derived_spec(self.stored.metadata, source, grant), grant.platform)
+        self.replace_instance(self._derived_spec(source, grant), grant.platform)
         self.source = source
         self.describe(source.contents)
 
-    def _working_folder(self) -> Mount | None:
-        """Return the mount of its kernel's working folder; None if that is not a folder of the host."""
-        spec, cwd = self.instance.spec, self.contents.get("cwd")
-        shown = (mount for mount in spec.mounts if mount.source and mount.writable and mount.destination == cwd)
-        return spec.carried or next(shown, None)
+    def _derived_spec(self, source: Checkpoint, grant: Grant) -> BundleSpec:
+        spec, reasons = derive(source.spec, source.contents.get("cwd"), grant)
+        if reasons:
+            raise self._incompatible(source, reasons)
+        return spec
+
+    def _incompatible(self, source: Checkpoint, reasons: list[str]) -> IncompatibleError:
+        """Return the error for a checkpoint that this server cannot restore. It offers the previous one if possible."""
+        previous = self.stored.metadata.previous
+        return IncompatibleError(self._sandbox_id, reasons, previous is not None and source is not previous)
 
     def _required_grant(self) -> Grant:
         if self._grant is None:
             raise SandboxError(f"Sandbox {self._sandbox_id} cannot be restored before its mounts are planned.")
         return self._grant
 
-    def _writer(self) -> ImageWriter:
-        assert self.stored and self.images
-        return self.images
-
-
-async def planned_spec(
-    document: GCSSandboxMetadata, source: Checkpoint, runsc: Runsc, stores: Stores, grant: Grant | None
-) -> BundleSpec | None:
-    """Return the spec for restoring ``source`` with ``grant``; None without a grant. Raises IncompatibleError."""
-    if reasons := await control(checkpoints.obstacles, source, runsc):
-        raise _incompatible(document, source, reasons)
-    if grant is None:
-        return None
-    spec = _derived_spec(document, source, grant)
-    if reasons := await control(checkpoints.file_obstacles, source, spec, stores.digests):
-        raise _incompatible(document, source, reasons)
-    return spec
-
-
-def _derived_spec(document: GCSSandboxMetadata, source: Checkpoint, grant: Grant) -> BundleSpec:
-    spec, reasons = derive(source.spec, source.contents.get("cwd"), grant)
-    if reasons:
-        raise _incompatible(document, source, reasons)
-    return spec
-
-
-def _incompatible(document: GCSSandboxMetadata, source: Checkpoint, reasons: list[str]) -> IncompatibleError:
-    offered = document.previous is not None and source is not document.previous
-    return IncompatibleError(document.sandbox_id, reasons, offered)
+    def _working_folder(self) -> Mount | None:
+        """Return the mount of the kernel's working folder; None if that is not a folder of the host."""
+        spec, cwd = self.instance.spec, self.contents.get("cwd")
+        shown = (mount for mount in spec.mounts if mount.source and mount.writable and mount.destination == cwd)
+        return spec.carried or next(shown, None)

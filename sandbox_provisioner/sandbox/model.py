@@ -89,6 +89,21 @@ class Deleted:
 
 
 @dataclass(frozen=True)
+class PlainNotebook:
+    """A notebook that ran in a sandbox, and the kernel without a sandbox that the user allowed for it."""
+
+    notebook_path: str
+    kernel_name: str
+
+
+@dataclass(frozen=True)
+class PlainNotebooks:
+    """The notebooks for which a kernel without a sandbox is allowed."""
+
+    items: tuple[PlainNotebook, ...]
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """A server's versions, kernels and storage abilities."""
 
@@ -102,14 +117,12 @@ class Capabilities:
     gcs: bool
 
 
-def encode(made: Any) -> dict[str, Any]:
+def encode(item: Any) -> dict[str, Any]:
     """Return an instance of one of these classes as a JSON object."""
-    return {name: _encode(value) for name, value in asdict(made).items()}
+    return asdict(item, dict_factory=lambda fields: {name: _json_value(value) for name, value in fields})
 
 
-def _encode(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat()
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
-    return {name: _encode(item) for name, item in value.items()} if isinstance(value, dict) else value
+    return list(value) if isinstance(value, tuple) else value

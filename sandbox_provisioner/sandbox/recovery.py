@@ -24,9 +24,11 @@ from .handle import SandboxHandle
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 2
-LOOK_EVERY = 0.1
-OTHERS_TAKE = 900.0
+MOST_AT_ONCE = 2
+"""Maximum number of sandboxes that are rescued at the same time."""
+POLL = 0.1
+"""Seconds between two checks if another process has completed a rescue."""
+RESCUE_LIMIT = 900.0
 """Seconds that a start waits for a rescue by another thread or process before it is refused."""
 PATIENCE = 120.0
 """Seconds to wait for the lease of a killed server to expire. A local lease ends with its process."""
@@ -34,7 +36,7 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of one rescue: ``saved``, or the ``problem`` and whether the sandbox still runs."""
+    """The result of a rescue: ``saved``, or the ``problem``; ``runs_on`` is True if the sandbox still runs."""
 
     sandbox_id: str
     saved: bool
@@ -44,59 +46,58 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Recovery of sandboxes in ``stores``. ``owner`` returns a new identity for each attempt to acquire a lease."""
+    """Saves the sandboxes of killed servers. ``owner`` returns a new identity for each attempt to acquire a lease."""
 
     runsc: Runsc
     stores: Stores
     owner: Callable[[], Owner]
 
     async def save(self, sandbox_id: str = "") -> list[Recovered]:
-        """Save the sandboxes of killed servers, or only ``sandbox_id``; at most ``AT_ONCE`` at a time.
+        """Save the sandboxes of killed servers, or only ``sandbox_id``.
 
         If another thread or process is saving ``sandbox_id``, wait for it. Raises SandboxError if that takes too long.
         """
         found: list[tuple[RuntimeFolder, Note]] = []
         try:
             await self._find(sandbox_id, found)
-            few, keys = asyncio.Semaphore(AT_ONCE), [self._key(note.sandbox_id) for _, note in found]
+            slots, keys = asyncio.Semaphore(MOST_AT_ONCE), [self._key(note.sandbox_id) for _, note in found]
             ended: Future[None] = Future()
-            _under_way.update(dict.fromkeys(keys, ended))
+            _in_progress.update(dict.fromkeys(keys, ended))
             try:
-                return await asyncio.gather(*(self._rescue(folder, note, few) for folder, note in found))
+                return await asyncio.gather(*(self._rescue(folder, note, slots) for folder, note in found))
             finally:
                 ended.set_result(None)
                 for key in keys:
-                    _under_way.pop(key, None)
+                    _in_progress.pop(key, None)
         except BaseException:
             for folder, _ in found:
                 folder.release()
             raise
 
     async def _find(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> None:
-        """Add the folders to rescue to ``found``; first wait until no other rescue of ``sandbox_id`` is under way."""
-        give_up = time.monotonic() + OTHERS_TAKE
+        """Wait until no other rescue of ``sandbox_id`` is in progress, and add the folders to rescue to ``found``."""
+        give_up = time.monotonic() + RESCUE_LIMIT
         while True:
             rescued = await finished(control(self._scan, sandbox_id, found))
-            other = _under_way.get(self._key(sandbox_id))
+            other = _in_progress.get(self._key(sandbox_id))
             if found or not sandbox_id or not (rescued or other):
                 return
             if time.monotonic() > give_up:
                 raise SandboxError(
-                    f"Sandbox {sandbox_id} runs on since its server was killed, and is still being saved.",
-                    "Try again when that has ended: nothing is lost.",
+                    f"Sandbox {sandbox_id} is still being saved after its server was killed.",
+                    "Nothing is lost. Try again later.",
                 )
             if other:
-                await asyncio.wait({asyncio.shield(asyncio.wrap_future(other))}, timeout=OTHERS_TAKE)
+                await asyncio.wait({asyncio.shield(asyncio.wrap_future(other))}, timeout=RESCUE_LIMIT)
             else:
-                await asyncio.sleep(LOOK_EVERY)
+                await asyncio.sleep(POLL)
 
     def _scan(self, sandbox_id: str, found: list[tuple[RuntimeFolder, Note]]) -> bool:
-        """Add the folders of dead servers to ``found``; return True if another rescue has locked one. Blocks."""
+        """Add the folders of killed servers to ``found``; return True if another rescue has locked one. Blocks."""
 
         def wanted(value: dict[str, Any] | None) -> bool:
-            note = _decode(value)
-            ours = note is not None and note.where == self.stores.metadata.where
-            return note is not None and ours and sandbox_id in ("", note.sandbox_id)
+            note, here = _decode(value), self.stores.metadata.where
+            return note is not None and note.where == here and sandbox_id in ("", note.sandbox_id)
 
         folders, rescued = scan(wanted)
         for folder in folders:
@@ -109,54 +110,58 @@ class Recovery:
         return self.stores.metadata.where, sandbox_id
 
     async def collect_garbage(self) -> None:
-        """Delete staged images of dead servers, and remains of sandboxes whose deletion or fork was interrupted."""
+        """Delete staged images of killed servers, and artifacts of sandboxes whose deletion or fork was interrupted."""
         try:
             await asyncio.to_thread(collect, self.stores.staging)
         except SandboxError as error:
-            log.warning("Images of killed servers stay in %s for now: %s", self.stores.staging, error)
+            log.warning("Images of killed servers in %s were not deleted: %s", self.stores.staging, error)
         for sandbox_id in await asyncio.to_thread(detached.with_tombstone, self.stores):
             try:
                 await detached.destroy_remains(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
                 log.info("Sandbox %s: cleanup deferred: %s", sandbox_id, error)
 
-    async def _rescue(self, folder: RuntimeFolder, note: Note, few: asyncio.Semaphore) -> Recovered:
-        async with few:
+    async def _rescue(self, folder: RuntimeFolder, note: Note, slots: asyncio.Semaphore) -> Recovered:
+        async with slots:
             alive = await control(lambda: folder.has_processes)
             try:
                 handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), PATIENCE)
                 try:
-                    await self._keep(handle, alive)
+                    await self._save(handle, alive)
                 except BaseException:
                     await asyncio.shield(handle.lease.release())
                     raise
                 await handle.release()
                 if alive and not handle.outdated:
-                    await self._take_inventory(note)
+                    await self._record_files(note)
                 return Recovered(note.sandbox_id, saved=alive)
             except SandboxNotFoundError:
                 await control(folder.remove)
                 return Recovered(note.sandbox_id, saved=False, problem="it was deleted")
             except Exception as error:
                 folder.release()
-                log.error("Sandbox %s, whose server was killed, was not saved: %s", note.sandbox_id, error)
+                log.error("Sandbox %s of a killed server was not saved: %s", note.sandbox_id, error)
                 runs_on = alive and not isinstance(error, LeaseHeldError)  # the lease's holder has taken over
                 return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
 
     @staticmethod
-    async def _keep(handle: SandboxHandle, alive: bool) -> None:
-        """Checkpoint it, or make a savepoint if another server has saved a newer state; record it if it has ended."""
+    async def _save(handle: SandboxHandle, alive: bool) -> None:
+        """Save the sandbox, as a savepoint if another server has saved a newer state; if it has ended, record that."""
         if not alive:
             await handle.memory.stored.record_stopped()
         elif handle.outdated:
             name = f"left-behind-{checkpoints.new_name()}"
             await handle.save(name)
-            log.warning("Sandbox %s went on elsewhere; what ran here is its savepoint %s", handle.sandbox_id, name)
+            log.warning(
+                "Sandbox %s: another server has saved a newer state; the state of the killed server is savepoint %s",
+                handle.sandbox_id,
+                name,
+            )
         else:
             await handle.save()
 
-    async def _take_inventory(self, note: Note) -> None:
-        """Restore it and checkpoint it again, to record the files it depends on: an orphan cannot be asked for them."""
+    async def _record_files(self, note: Note) -> None:
+        """Restore and save the sandbox again to record the files it depends on, which an orphan cannot report."""
         try:
             handle = await SandboxHandle.attach_persistent(
                 note.sandbox_id, note.spec, self.runsc, self.stores, self.owner(), note.platform
@@ -167,11 +172,13 @@ class Recovery:
             finally:
                 await handle.release()
         except SandboxError as error:
-            log.warning("Sandbox %s is saved, but what it depends on is not known: %s", note.sandbox_id, error)
+            log.warning(
+                "Sandbox %s is saved, but the files that it depends on are not recorded: %s", note.sandbox_id, error
+            )
 
 
-_under_way: dict[tuple[str, str], Future[None]] = {}
-"""Rescues under way in all threads of this process, by storage and sandbox id; each future is done at the end."""
+_in_progress: dict[tuple[str, str], Future[None]] = {}
+"""The rescues in progress in all threads of this process, by storage and sandbox id; each future is done at the end."""
 
 
 def _decode(value: dict[str, Any] | None) -> Note | None:

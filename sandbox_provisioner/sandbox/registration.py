@@ -1,9 +1,11 @@
-"""Find the record of the sandbox that a start requests, and keep the record of an open sandbox up to date."""
+"""Find the record of the sandbox that a start requests, and update the record of an open sandbox."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from contextlib import suppress
+from dataclasses import dataclass
 from uuid import UUID, uuid5
 
 from ..errors import SandboxError
@@ -23,7 +25,7 @@ class Registration:
         self._registry = registry
 
     async def touch(self) -> None:
-        """Record that the sandbox was used until now; sandboxes that are unused for long may be pruned."""
+        """Set the time of the last use, by which ``jupyter sandbox prune`` chooses, to now. An error is ignored."""
         with suppress(SandboxError):
             self.record = await asyncio.to_thread(self._registry.touch, self.record.id)
 
@@ -37,6 +39,19 @@ class Registration:
         await asyncio.to_thread(self._registry.forget, self.record.id)
 
 
+@dataclass(frozen=True)
+class Requested:
+    """The record of the sandbox that a start requests.
+
+    ``is_new`` is True if the record was written for this start. If ``is_derived``, the sandbox's id was derived from
+    the notebook: if another server created it, its notebook may have been renamed since.
+    """
+
+    record: SandboxRecord
+    is_new: bool = False
+    is_derived: bool = False
+
+
 def facts(request: StartRequest) -> Facts:
     """Return the facts to record. A request without a notebook leaves the notebook in the record unchanged."""
     found = Facts(kernel_name=request.kernel_name)
@@ -45,26 +60,25 @@ def facts(request: StartRequest) -> Facts:
     return found
 
 
-def identities(registry: PersistentSandboxRegistry) -> set[UUID]:
-    """Return the ids of all records. Blocks."""
-    return {record.id for record in registry.list().records}
+def requested(
+    registry: PersistentSandboxRegistry, stores: Stores, request: StartRequest, open_ids: Container[str]
+) -> Requested:
+    """Find or write the record of the requested sandbox. Blocks.
 
-
-def known(registry: PersistentSandboxRegistry, stores: Stores, request: StartRequest) -> SandboxRecord | None:
-    """Return the record of the requested sandbox; None if the request has no id and no record matches. Blocks."""
-    if request.sandbox_id:
-        return registry.record(request.sandbox_id, stores)
-    records = registry.find_notebook(request.notebook_path, request.kernel_name)
-    return next((record for record in records if record.where == stores.metadata.where), None)
-
-
-def derived(registry: PersistentSandboxRegistry, stores: Stores, request: StartRequest) -> SandboxRecord:
-    """Return a record for a notebook without one, with an id derived from user, notebook path and kernel. Blocks.
-
-    A server that shares only the storage derives the same id and so finds the sandbox. If a record here has that id
-    already, its notebook was renamed and it is not the requested sandbox: return one with a new id.
+    A notebook gets a new record if it has none, or if another kernel has its sandbox open (``open_ids``). The new id is
+    derived from user, notebook path and kernel, so that a server that shares only the storage finds the same sandbox.
+    If a record has that id already, the notebook of that record was renamed, and the new id is random.
     """
+    recorded = {record.id for record in registry.list().records}
+    if request.sandbox_id:
+        record = registry.record(request.sandbox_id, stores)
+        return Requested(record, is_new=record.id not in recorded)
+    for record in registry.find_notebook(request.notebook_path, request.kernel_name):
+        if record.where == stores.metadata.where:
+            if record.sandbox_id in open_ids:
+                return Requested(registry.allocate(stores, **facts(request)), is_new=True)
+            return Requested(record)
     identity = uuid5(NAMESPACE, "\n".join((request.user, request.notebook_path, request.kernel_name)))
-    if identity in identities(registry):
-        return registry.allocate(stores, **facts(request))
-    return registry.ensure(identity, stores, **facts(request))
+    if identity in recorded or str(identity) in open_ids:
+        return Requested(registry.allocate(stores, **facts(request)), is_new=True)
+    return Requested(registry.ensure(identity, stores, **facts(request)), is_new=True, is_derived=True)

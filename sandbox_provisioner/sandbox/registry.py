@@ -1,7 +1,7 @@
-"""Record which persistent sandboxes exist, for processes that have none of them open.
+"""Record which persistent sandboxes a user has, so that every process of the user can find them.
 
-The registry holds records, not sandboxes. Several processes can use one folder: each change of a record is a
-compare-and-swap of its file. All methods block for file access.
+Several processes can use one folder: each change of a record is a compare-and-swap of its file. All methods block for
+file access.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .lookup import look_up
 
 SUFFIX = ".json"
 NAMESPACE = UUID("0b7c5f0e-3f0b-4a0e-9a55-6a4d3f7f3c11")
-"""UUID namespace for records of sandboxes with an id that the registry did not allocate."""
+"""UUID namespace for records of sandboxes whose id a user chose."""
 
 Destroy = Callable[[SandboxRecord], int]
-"""Callback that deletes a sandbox with its checkpoints and snapshots and returns the freed bytes. Raises
-SandboxNotFoundError if it is already gone, another SandboxError if it must be kept."""
+"""Delete a sandbox with its checkpoints and snapshots and return the freed bytes. Raises SandboxNotFoundError if it is
+already gone, another SandboxError if it must be kept."""
 
 
 class Facts(TypedDict, total=False):
@@ -72,10 +72,10 @@ class PersistentSandboxRegistry:
         self._store = LocalStore(folder)
 
     def allocate(self, stores: Stores, **facts: Unpack[Facts]) -> SandboxRecord:
-        """Write and return a record with a new id, for a sandbox that is about to be created in ``stores``.
+        """Write and return a record with a new id, which is also the sandbox's id in ``stores``.
 
-        The sandbox's id in ``stores`` is the same. The record is on disk before the sandbox exists, so that the sandbox
-        can be found and deleted even if its creation is interrupted.
+        Call it before the sandbox is created there: the sandbox can then be found and deleted even if its creation is
+        interrupted.
         """
         identity = uuid4()
         record = _new(identity, stores, str(identity), facts)
@@ -92,8 +92,8 @@ class PersistentSandboxRegistry:
         ``facts`` replace the recorded ones, and the time of the last use is set to now.
         """
         here = [record for record in self.list().records if record.sandbox_id == sandbox_id and _is_in(record, stores)]
-        unnamed = uuid5(NAMESPACE, f"{stores.kind} {stores.metadata.where} {sandbox_id}")
-        record = here[0] if here else self._ensure(_new(unnamed, stores, sandbox_id, facts))
+        derived_id = uuid5(NAMESPACE, f"{stores.kind} {stores.metadata.where} {sandbox_id}")
+        record = here[0] if here else self._ensure(_new(derived_id, stores, sandbox_id, facts))
         return self._change(record.id, lambda known: replace(known, **facts, last_used=_now()))
 
     def load(self, identity: UUID) -> SandboxRecord:
@@ -110,12 +110,12 @@ class PersistentSandboxRegistry:
 
     def find_notebook(self, notebook_path: str, kernel_name: str) -> Sequence[SandboxRecord]:
         """Return the records of a notebook and a kernel, most recently used first."""
-        asked = (notebook_path, kernel_name)
-        found = [record for record in self.list().records if (record.notebook_path, record.kernel_name) == asked]
+        wanted = (notebook_path, kernel_name)
+        found = [record for record in self.list().records if (record.notebook_path, record.kernel_name) == wanted]
         return sorted(found, key=lambda record: record.last_used, reverse=True)
 
     def list(self) -> Listing:
-        """Return all records; an unreadable one is reported in the result."""
+        """Return all records, and the errors of those that cannot be read."""
         listing = Listing([], [])
         for name in self._names():
             try:
@@ -148,9 +148,9 @@ class PersistentSandboxRegistry:
         return [self._change(record.id, moved) for record in found]
 
     def reattach(self, wanted: str, stores: Stores) -> SandboxRecord:
-        """Return an existing record, as ``find`` does, for attaching to its sandbox; set its last use to now.
+        """Find the record of a sandbox that is to be used again, as ``find`` does, and set its last use to now.
 
-        Raises StorageNotHereError, with the record's storage, if that is not ``stores``.
+        Raises StorageNotHereError if the sandbox is not in ``stores``, and the errors of ``find``.
         """
         record = self.find(wanted)
         require_here(record, stores)
@@ -166,7 +166,7 @@ class PersistentSandboxRegistry:
         try:
             self._store.delete(_name(identity), generation)
         except ConflictError:
-            pass  # the record changed meanwhile: keep it, because the sandbox may have been created again
+            pass  # the record was changed meanwhile: the sandbox may have been created again
         return freed
 
     def forget(self, identity: UUID) -> bool:
@@ -176,7 +176,7 @@ class PersistentSandboxRegistry:
     def prune(self, older_than: timedelta, destroy: Destroy, among: Container[UUID] | None = None) -> Sequence[Removal]:
         """Delete the sandboxes that have been unused for longer than ``older_than``, and return each result or error.
 
-        With ``among``, only these are considered. A sandbox that is used or deleted meanwhile is skipped.
+        With ``among``, delete no others than these. A sandbox that is used or deleted meanwhile is skipped.
         """
         now, removals = _now(), []
         for record in self.list().records:
@@ -197,7 +197,8 @@ class PersistentSandboxRegistry:
         except ValueError:
             identity = None
         if identity is None or _name(identity) != name:
-            raise UnreadableRecordError(str(self._folder / name), "its name is no record's", "Move it away.")
+            problem = "the file's name is not the id of a sandbox"
+            raise UnreadableRecordError(str(self._folder / name), problem, "Move the file out of the registry.")
         return identity
 
     def _read(self, identity: UUID) -> tuple[SandboxRecord, int]:
@@ -205,8 +206,9 @@ class PersistentSandboxRegistry:
         try:
             data, info = self._store.read(_name(identity))
         except ObjectNotFoundError as error:
-            if os.path.lexists(path) and not _is_plain(path):
-                raise UnreadableRecordError(path, "it is no plain file", "Move it away.") from error
+            if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+                problem = "it is not a regular file"
+                raise UnreadableRecordError(path, problem, "Move it out of the registry.") from error
             known = [name.removesuffix(SUFFIX) for name in self._names()]
             raise UnknownSandboxError(str(identity), known) from error
         except StorageError as error:
@@ -214,7 +216,7 @@ class PersistentSandboxRegistry:
         return records.decode(data, identity, path), info.generation
 
     def _names(self) -> Sequence[str]:
-        """Return the names of all visible files in the folder, including those that are not objects of the store."""
+        """Return the names of all files in the folder that are not hidden, including damaged and foreign ones."""
         objects = {info.name for info in self._store.list("")}
         others = os.listdir(self._folder) if self._folder.exists() else []
         return sorted(objects.union(name for name in others if not name.startswith(".")))
@@ -261,10 +263,6 @@ def _new(identity: UUID, stores: Stores, sandbox_id: str, facts: Facts) -> Sandb
         created=now,
         last_used=now,
     )
-
-
-def _is_plain(path: str) -> bool:
-    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def _name(identity: UUID) -> str:

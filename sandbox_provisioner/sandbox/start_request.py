@@ -18,11 +18,11 @@ class Features:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """The persistent sandbox that a start requests, by the user's own id or by notebook and kernel, and its policy.
+    """The persistent sandbox that a start requests, by the user's own id or by notebook and kernel, and its features.
 
-    The REST API and ``kernel.start_request`` set what the request itself contains; ``kernel.start_request.complete``
-    adds the kernel's settings, also for the policy fields that are None. It contains no secret: jupyter_client keeps
-    it for a restart.
+    The REST API and ``kernel.start_request`` set the fields that the request itself contains;
+    ``kernel.start_request.complete`` fills in the kernel's settings, also for features that are None. Add no secret:
+    jupyter_client keeps the request for a restart, and logs it.
     """
 
     kernel_name: str = ""
@@ -42,6 +42,6 @@ class StartRequest:
 
     @property
     def features(self) -> Features:
-        """The policy, with the usual value for each field that is None."""
+        """The requested features, with the default value for each field that is None."""
         values = {field.name: getattr(self, field.name) for field in fields(Features)}
         return Features(**{name: value for name, value in values.items() if value is not None})

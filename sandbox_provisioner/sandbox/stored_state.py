@@ -1,52 +1,67 @@
-"""Change the document of an open sandbox, and delete the checkpoints that the document no longer names."""
+"""Store the checkpoints of an open sandbox, and change its document.
+
+A checkpoint is stored in two steps: its image is uploaded, then the document names it. Images that no document names
+are garbage.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 from ..errors import (
     FencedError,
     ForeignSandboxError,
+    GuestError,
     MetadataError,
-    ObjectNotFoundError,
+    RunscError,
+    SandboxError,
     SandboxNotFoundError,
     SignatureError,
     StorageError,
     TooManySavepointsError,
+    UnresponsiveError,
     UnsaveableError,
 )
 from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
 from ..lock.base import Owner
-from ..persistence import capture
+from ..persistence import capture, checkpoints
 from ..persistence import document as documents
 from ..persistence.backends import Stores
 from ..persistence.checkpoints import now
 from ..persistence.document import Document
-from ..persistence.metadata import Checkpoint, GCSSandboxMetadata
+from ..persistence.metadata import Checkpoint, GCSArtifact, GCSSandboxMetadata
 from ..persistence.names import artifacts, checkpoints_prefix, metadata_name
+from ..persistence.staging import staging
+from ..storage.base import Advance
 from ..workers import bulk, control
-from .detached import leased, open_document, sign
+from .detached import exists, leased, open_document, sign
 
 log = logging.getLogger(__name__)
 
 RECORD_AGAIN = 5.0
 """Seconds between attempts to record in storage that a restored sandbox runs."""
 NOT_OURS = (FencedError, ForeignSandboxError, MetadataError, SandboxNotFoundError, SignatureError)
-"""Errors that mean that this server may no longer change the document; a retry does not help."""
+"""Errors after which this server may no longer change the document; a retry does not help."""
 MAX_SAVEPOINTS = 64
 MOST_WITH_SAVEPOINT = documents.MOST_DOCUMENT - 2 * capture.MOST_RECORDED
 """Maximum bytes of a document with a new savepoint: leaves room for the next two checkpoints."""
+
+Contents = Callable[[], Mapping[str, Any]]
+"""Return the description of the processes inside, which is stored with an image. Called when the image is written."""
 
 
 class StoredState:
     """The document and the checkpoints of a sandbox whose lease this server holds. Owned by a SandboxHandle.
 
-    ``on_recorded`` is called after the document says that the sandbox runs.
+    ``on_recorded`` is called after the document says that the sandbox runs, or has the token of a new lease.
     """
 
     def __init__(self, stores: Stores, document: Document) -> None:
@@ -56,10 +71,11 @@ class StoredState:
         self.on_recorded: Callable[[], None] = lambda: None
         self._sandbox_id = document.metadata.sandbox_id
         self._recording: asyncio.Task[None] | None = None
+        self._inventory: asyncio.Task[dict[str, Any]] | None = None
 
     @classmethod
     async def create(cls, stores: Stores, owner: Owner, first: GCSSandboxMetadata) -> StoredState:
-        """Acquire the lease and write the first document. Nothing is left if this fails or the caller is cancelled.
+        """Acquire the lease and write the first document. A failure or cancellation leaves nothing in storage.
 
         Raises SandboxExistsError, LeaseHeldError.
         """
@@ -77,11 +93,12 @@ class StoredState:
     async def attached(
         cls, sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0
     ) -> AsyncIterator[StoredState]:
-        """Acquire the lease, read the document, and sign it after the block. The block's failure releases the lease.
+        """Acquire the lease, read the document, and sign it after the block. If the block fails, release the lease.
 
         Raises SandboxNotFoundError, and the errors of ``detached.leased`` and ``detached.open_document``.
         """
-        await control(_require_document, stores, sandbox_id)  # a sandbox that does not exist yet costs no lease
+        if not await control(exists, stores, sandbox_id):  # before the lease is acquired, which costs time and requests
+            raise SandboxNotFoundError(sandbox_id, stores.metadata.where)
         async with leased(sandbox_id, stores, owner, patience) as lease:
             document = await open_document(stores, sandbox_id, lease)
             yield cls(stores, document)
@@ -92,16 +109,103 @@ class StoredState:
         await self.document.lease.release()
         async with leased(self._sandbox_id, self.stores, owner) as lease:
             await self.document.continue_under(lease)
+        self.on_recorded()
 
     @property
     def metadata(self) -> GCSSandboxMetadata:
         """The current document."""
         return self.document.metadata
 
-    async def change(self, change: documents.Change, most: int = documents.MOST_DOCUMENT) -> set[str]:
-        """Change the document and return the artifacts that it no longer needs: superseded ones and failed attempts.
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
-        Only artifacts from before the change are returned: after it, another server may have added its own.
+    async def checkpoint(
+        self, instance: GVisorSandbox, contents: Contents, insist: float | None, advance: Advance
+    ) -> tuple[Checkpoint, set[str]]:
+        """Store the memory of ``instance`` as the current checkpoint, and end it. If that fails, the instance runs on.
+
+        Return the checkpoint, and the garbage to ``delete``. Errors and ``insist`` are those of SandboxHandle.save.
+        """
+        began, saved, garbage = time.monotonic(), list[Checkpoint](), set[str]()
+        async with staging(self.stores.staging) as folder:
+            files, image = await self._prepare(instance, insist), folder / "image"
+
+            async def commit() -> None:
+                """Upload the image and name it in the document. Called while the sandbox is paused."""
+                artifact = await self._upload(image, self._sandbox_id, advance)
+                seconds = time.monotonic() - began
+                made = await control(capture.recorded, instance, artifact, files, contents(), seconds)
+                garbage.update(await self.change(lambda document: document.saved(made, now())))
+                saved.append(made)
+
+            try:
+                await instance.checkpoint(image, commit, force=insist is not None)
+            except RunscError as error:
+                if insist is None or instance.reachable or error.hosts_fault:
+                    raise
+                problem = f"did not help to save itself, and runsc cannot save it without: {error.problem}"
+                raise UnresponsiveError(self._sandbox_id, problem) from error
+        return saved[0], garbage
+
+    async def copy(self, instance: GVisorSandbox, contents: Contents, sandbox_id: str, advance: Advance) -> Checkpoint:
+        """Store the memory of ``instance``, which runs on, as a checkpoint of ``sandbox_id``, and return it.
+
+        No document names the checkpoint yet.
+        """
+        self.stores.required_checkpoints()
+        began = time.monotonic()
+        async with staging(self.stores.staging) as folder:
+            files, image = await self._list_files(instance), folder / "image"
+            await instance.copy(image)
+            artifact = await self._upload(image, sandbox_id, advance)
+        return await control(capture.recorded, instance, artifact, files, contents(), time.monotonic() - began)
+
+    async def _upload(self, image: Path, sandbox_id: str, advance: Advance) -> GCSArtifact:
+        """Upload ``image`` as a checkpoint of ``sandbox_id``, which no document names yet."""
+        name = f"{checkpoints_prefix(sandbox_id)}{checkpoints.new_name()}/"
+        return await bulk(checkpoints.save, self.stores.required_checkpoints(), name, image, advance)
+
+    def give_up_waiting(self, instance: GVisorSandbox) -> None:
+        """Interrupt a checkpoint or copy that waits for the guest. Called when the server stops."""
+        if self._inventory:
+            self._inventory.cancel()
+        instance.hurry()
+
+    async def _prepare(self, instance: GVisorSandbox, insist: float | None) -> dict[str, Any]:
+        """Return the host files that ``instance`` depends on.
+
+        With ``insist``, a guest that fails or takes longer than that many seconds is cut off, and the result is empty.
+        """
+        try:
+            async with asyncio.timeout(insist):
+                return await self._list_files(instance)
+        except (TimeoutError, GuestError, UnsaveableError) as error:
+            if insist is None:
+                raise
+            reason = str(error) or f"it did not answer within {insist:g} seconds"
+            log.warning("Sandbox %s is saved without its help: %s", self._sandbox_id, reason)
+            await instance.cut_off()
+            return {}
+
+    async def _list_files(self, instance: GVisorSandbox) -> dict[str, Any]:
+        """Return the host files that ``instance`` depends on. Raises SandboxError if ``give_up_waiting`` is called."""
+        self._inventory = asyncio.create_task(capture.prepare(instance, self.stores.digests))
+        try:
+            return await self._inventory
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                self._inventory.cancel()
+                raise
+            raise SandboxError(f"Sandbox {self._sandbox_id} did not say in time which files it uses.") from None
+        finally:
+            self._inventory = None
+
+    # -- document ----------------------------------------------------------------------------------------------------
+
+    async def change(self, change: documents.Change, most: int = documents.MOST_DOCUMENT) -> set[str]:
+        """Change the document and return the garbage: artifacts that the document does not name.
+
+        Artifacts that are stored after the change are not returned: another server may have added them.
         """
         store, found = self.stores.checkpoints, set[str]()
         if store:
@@ -129,7 +233,7 @@ class StoredState:
             raise UnsaveableError(self._sandbox_id, [problem])
 
     async def record_stopped(self) -> None:
-        """Record that it no longer runs, although it was not saved."""
+        """Record that the sandbox no longer runs, although it was not saved."""
         await self.document.change(GCSSandboxMetadata.stopped)
 
     async def record_started(self, instance: GVisorSandbox) -> None:
@@ -144,10 +248,9 @@ class StoredState:
         self.cleanup_task = asyncio.create_task(self.delete(garbage))
 
     async def record_restored(self, instance: GVisorSandbox, source: Checkpoint) -> None:
-        """Record that it runs again; if storage fails, retry in the background, because clients already use it.
+        """Record that ``instance`` runs again. If storage fails, retry in the background: clients already use it.
 
-        The sandbox is ended and the error raised only if this server may no longer change the document, or if the I/O
-        thread ends.
+        If this server may no longer change the document, or the I/O thread ends, delete the instance and raise.
         """
         last = self.metadata.last
         try:
@@ -157,8 +260,8 @@ class StoredState:
                 await asyncio.shield(instance.delete())
                 raise
             log.warning(
-                "Sandbox %s was woken, but that could not be recorded in storage: %s It runs on, and the record is "
-                "tried again every %g seconds. If this lasts, it cannot be saved: see that storage can be written to",
+                "Sandbox %s was woken, but that could not be recorded in storage: %s It runs, and recording is tried "
+                "again every %g seconds. It cannot be saved before that: check that storage can be written to",
                 self._sandbox_id,
                 error,
                 RECORD_AGAIN,
@@ -202,14 +305,6 @@ class StoredState:
         for task in filter(None, (self.cleanup_task, self._recording)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _require_document(stores: Stores, sandbox_id: str) -> None:
-    """Raise SandboxNotFoundError unless the sandbox has a document. Blocks."""
-    try:
-        stores.metadata.info(metadata_name(sandbox_id))
-    except ObjectNotFoundError as error:
-        raise SandboxNotFoundError(sandbox_id, stores.metadata.where) from error
 
 
 async def _undo(creating: asyncio.Task[Document], stores: Stores) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..errors import FencedError, LeaseHeldError, SandboxError
-from ..gvisor.state import State
 from ..lock.base import Owner
 from ..workers import finished
 from .handle import SandboxHandle
@@ -17,18 +16,18 @@ from .handle import SandboxHandle
 log = logging.getLogger(__name__)
 
 PAUSE = 5.0
-"""Seconds until a failed task is tried again."""
+"""Seconds until the supervisor continues after an error."""
 SHORTEST = 0.1
-"""Minimum seconds between two checks for idleness, however short the idle timeout."""
+"""Minimum seconds between two checks for idleness, even with a shorter idle timeout."""
 
 Leave = Callable[[SandboxHandle], Awaitable[None]]
 
 
 class Supervisor:
-    """The background work for one persistent sandbox. Its task is started by SandboxManager and ends with the handle.
+    """The background work for one persistent sandbox. SandboxManager runs ``run`` as a task until the handle is closed.
 
-    ``owner`` returns a new identity for an attempt to acquire a lease. ``hand_over`` saves the sandbox and releases it;
-    None if this server does not hand it over. ``lose`` releases a sandbox that another server has taken.
+    ``owner`` returns a new identity for an attempt to acquire a lease. ``hand_over`` saves and releases the sandbox if
+    another server asks for it; None to keep it. ``lose`` releases a sandbox that another server has taken.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Supervisor:
                 log.error("Sandbox %s: %s", handle.sandbox_id, error)
                 await asyncio.sleep(PAUSE)
             except Exception:
-                log.exception("Sandbox %s: a background task failed and is retried", handle.sandbox_id)
+                log.exception("Sandbox %s: background task failed; trying again in %g s", handle.sandbox_id, PAUSE)
                 await asyncio.sleep(PAUSE)
 
     async def _act(self) -> None:
-        """Wait for the next event and react to it."""
+        """Wait until the sandbox is idle, another server asks for it, or the lease is lost; then react to that."""
         handle, lease = self._handle, self._handle.lease
         wanted = asyncio.create_task(lease.wanted.wait())
         waiting: set[asyncio.Future[Any]] = {lease.lost, wanted} if self._hand_over else {lease.lost}
@@ -68,7 +67,7 @@ class Supervisor:
             patience = None if idle_in is None else max(idle_in, SHORTEST)
             await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if lease.lost.done():
-                await self._regain()
+                await self._replace_lease()
             elif self._hand_over and wanted.done():
                 await self._hand_over(handle)
             elif self._idle_in() == 0:
@@ -79,7 +78,7 @@ class Supervisor:
     def _idle_in(self) -> float | None:
         """Return the seconds until the sandbox has been idle for ``idle_timeout``; None if that is not set."""
         handle = self._handle
-        if handle.idle_timeout is None or handle.instance.state != State.RUNNING:
+        if handle.idle_timeout is None or not handle.running:
             return handle.idle_timeout
         if handle.observer.busy():
             handle.touch()
@@ -88,16 +87,16 @@ class Supervisor:
     async def _save_idle(self) -> None:
         handle = self._handle
         async with handle.lock:
-            if handle.closed or handle.instance.state != State.RUNNING or self._idle_in() != 0:
+            if handle.closed or not handle.running or self._idle_in() != 0:
                 return
             handle.touch()  # a failure is retried after another idle timeout
             await finished(handle.save_locked())
 
-    async def _regain(self) -> None:
+    async def _replace_lease(self) -> None:
         """Replace a lost lease, so that the sandbox runs on if the lease only expired while storage was unreachable.
 
         Raises FencedError or LeaseHeldError if another server took the sandbox.
         """
         log.warning("Sandbox %s: %s", self._handle.sandbox_id, self._handle.lease.lost.result())
         async with self._handle.lock:
-            await self._handle.regain(self._owner())
+            await self._handle.memory.stored.replace_lease(self._owner())

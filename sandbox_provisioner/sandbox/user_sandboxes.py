@@ -31,7 +31,7 @@ def settings(storage_dir: str = "") -> GCSConfig:
 
 
 def server() -> str:
-    """Return the name of this process as the owner of leases, as other users see it."""
+    """Return the name of this process that other users see in its leases."""
     return f"Jupyter server {os.getpid()}"
 
 
@@ -41,7 +41,7 @@ def registry() -> PersistentSandboxRegistry:
 
 
 def touch(sandbox_ids: Iterable[str]) -> None:
-    """Set the last use of sandboxes to now, because their killed servers could not. Blocks."""
+    """Set the last use of rescued sandboxes to now, because their killed servers could not. Blocks."""
     used = set(sandbox_ids)
     for record in registry().list().records if used else []:
         if record.sandbox_id in used:
@@ -51,7 +51,10 @@ def touch(sandbox_ids: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Persistence:
-    """A user's recorded sandboxes: the ``registry``, and the ``stores`` of this server. All methods block."""
+    """A user's recorded sandboxes: the ``registry``, and the ``stores`` of this server.
+
+    All methods block, and raise StorageNotHereError if the sandbox is in another storage.
+    """
 
     stores: Stores
     registry: PersistentSandboxRegistry
@@ -62,80 +65,74 @@ class Persistence:
         return cls(open_stores(settings(storage_dir)), registry())
 
     def describe(self, record: SandboxRecord) -> GCSSandboxMetadata:
-        """Return the document of a sandbox. Blocks. Raises StorageNotHereError if it is in another storage."""
-        require_here(record, self.stores)
-        return detached.describe_persistent(self.stores, record.sandbox_id)
+        """Return the document of a sandbox."""
+        return detached.describe_persistent(self.stores, self._id(record))
 
     def summarise(self, record: SandboxRecord) -> Summary:
-        """Return the summary of a sandbox, in a fraction of the time of ``describe``, with the same errors. Blocks."""
-        require_here(record, self.stores)
-        return detached.summarise_persistent(self.stores, record.sandbox_id)
+        """Return the summary of a sandbox, much faster than ``describe`` and with the same errors."""
+        return detached.summarise_persistent(self.stores, self._id(record))
 
     def snapshots(self, record: SandboxRecord) -> dict[str, Stored]:
-        """Return the complete snapshots of a sandbox by name, even damaged ones. Blocks. Raises StorageNotHereError."""
-        require_here(record, self.stores)
-        if self.stores.snapshots is None:
-            return {}
-        objects = self.stores.snapshots.list(f"{prefix(record.sandbox_id)}snapshots/")
+        """Return the complete snapshots of a sandbox by name, unverified."""
+        sandbox_id, store = self._id(record), self.stores.snapshots
+        objects = store.list(f"{prefix(sandbox_id)}snapshots/") if store else []
         found = {}
         for manifest in objects:
             below, _, file = manifest.name.rpartition("/")
             name = below.rpartition("/")[2]
             if file != MANIFEST or not SANDBOX_ID.fullmatch(name):
                 continue
-            if f"{below}/" == snapshot_prefix(record.sandbox_id, name):
+            if f"{below}/" == snapshot_prefix(sandbox_id, name):
                 size = sum(info.size for info in objects if info.name.startswith(f"{below}/"))
                 found[name] = Stored(datetime.fromtimestamp(manifest.updated, UTC).isoformat(), size)
         return found
 
     def revert(self, record: SandboxRecord) -> Checkpoint:
-        """Revert a sandbox to its previous checkpoint and return that; keep the latest as a savepoint. Blocks.
+        """Revert a sandbox to its previous checkpoint and return that; keep the latest as a savepoint.
 
         Raises LeaseHeldError if it is in use.
         """
-        require_here(record, self.stores)
-        return asyncio.run(detached.revert_persistent(self.stores, record.sandbox_id, _owner()))
+        return asyncio.run(detached.revert_persistent(self.stores, self._id(record), _owner()))
 
     def destroy(self, record: SandboxRecord, unverified: bool = False) -> int:
-        """Delete a sandbox, but not its record, and return the freed bytes. Blocks.
+        """Delete a sandbox, but not its record, and return the freed bytes.
 
         With ``unverified``, the signature need not be valid, but the document must not name another user. Raises
         LeaseHeldError if it is in use.
         """
-        require_here(record, self.stores)
-        destroy = detached.destroy_persistent(self.stores, record.sandbox_id, _owner(), unverified=unverified)
+        destroy = detached.destroy_persistent(self.stores, self._id(record), _owner(), unverified=unverified)
         return asyncio.run(destroy)
 
     def require_deletable(self, record: SandboxRecord, unverified: bool = False) -> None:
-        """Raise the error with which ``destroy`` would refuse to delete a sandbox now. Changes nothing. Blocks."""
-        require_here(record, self.stores)
-        asyncio.run(detached.require_deletable(self.stores, record.sandbox_id, unverified))
+        """Raise the error that ``destroy`` would raise for a sandbox now. Changes nothing."""
+        asyncio.run(detached.require_deletable(self.stores, self._id(record), unverified))
 
     def discard(self, record: SandboxRecord) -> int:
-        """Delete a sandbox like ``destroy``. Blocks. Raises SandboxExistsError if anything was saved of it."""
-        require_here(record, self.stores)
-        return asyncio.run(detached.destroy_persistent(self.stores, record.sandbox_id, _owner(), only_empty=True))
+        """Delete an empty sandbox like ``destroy``. Raises SandboxExistsError if it has any saved state."""
+        return asyncio.run(detached.destroy_persistent(self.stores, self._id(record), _owner(), only_empty=True))
 
     def fork(self, record: SandboxRecord, new: SandboxRecord, savepoint: str = "") -> None:
-        """Create the sandbox ``new`` with the memory of another, at a savepoint or at its latest checkpoint. Blocks.
+        """Create the sandbox ``new`` with the memory of another, at a savepoint or at its latest checkpoint.
 
         Raises LeaseHeldError if the other one is in use, SavepointNotFoundError.
         """
-        require_here(record, self.stores)
         first = Identity(new.kernel_name, new.notebook_path, user_name()).document(new.sandbox_id)
-        asyncio.run(detached.fork_persistent(self.stores, record.sandbox_id, first, _owner(), savepoint))
+        asyncio.run(detached.fork_persistent(self.stores, self._id(record), first, _owner(), savepoint))
 
     def drop_savepoint(self, record: SandboxRecord, name: str) -> None:
-        """Delete a savepoint. Blocks. Raises LeaseHeldError if the sandbox is in use, SavepointNotFoundError."""
-        require_here(record, self.stores)
-        asyncio.run(detached.drop_savepoint(self.stores, record.sandbox_id, name, _owner()))
+        """Delete a savepoint. Raises LeaseHeldError if the sandbox is in use, SavepointNotFoundError."""
+        asyncio.run(detached.drop_savepoint(self.stores, self._id(record), name, _owner()))
 
     def drop_snapshot(self, record: SandboxRecord, name: str) -> None:
-        """Delete a snapshot. Blocks. Raises SnapshotNotFoundError."""
+        """Delete a snapshot. Raises SnapshotNotFoundError."""
         self.summarise(record)  # raises if the sandbox is another user's
-        snapshots.delete(
-            require_snapshots(self.stores.snapshot_storage).store, snapshot_prefix(record.sandbox_id, name)
-        )
+        store = require_snapshots(self.stores.snapshot_storage).store
+        snapshots.delete(store, snapshot_prefix(record.sandbox_id, name))
+
+    def _id(self, record: SandboxRecord) -> str:
+        """Return the id of a sandbox in this storage. Raises StorageNotHereError if it is in another one."""
+        require_here(record, self.stores)
+        return record.sandbox_id
 
 
 def _owner() -> Owner:

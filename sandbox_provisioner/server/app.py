@@ -21,12 +21,13 @@ from ..config import own_folder
 from ..contents.guarded import GuardedContents
 from ..contents.managers import CLASSES
 from ..gvisor.mounts import within
-from . import telemetry
+from . import jupyter_handlers, telemetry
 from .exporters import guard_exporters
 from .handlers import handlers
 from .kernel_manager import SandboxKernelManager
 from .kernel_websocket import SandboxWebsocketConnection
 from .kernels import ServerKernels
+from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
 
 FORMATTER = logging.Formatter()
@@ -55,13 +56,13 @@ def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     _choose_class(serverapp, "kernel_manager_class", SandboxKernelManager)
 
 
-def _choose_class(serverapp: ServerApp, trait: str, ours: type) -> None:
-    """Make ``ours`` the default of one of the server's traits, unless the server uses a gateway."""
-    usual = getattr(serverapp, f"_default_{trait}")
+def _choose_class(serverapp: ServerApp, trait: str, our_class: type) -> None:
+    """Make ``our_class`` the default of one of the server's traits, unless the server uses a gateway."""
+    default = getattr(serverapp, f"_default_{trait}")
 
     def choose(server: ServerApp) -> Any:
         """Return the class. Called when the server first needs it: the gateway is configured only by then."""
-        return usual() if server.gateway_config.gateway_enabled else ours
+        return default() if server.gateway_config.gateway_enabled else our_class
 
     # traitlets looks for an instance's own default under this name.
     setattr(serverapp, f"_{trait}_default", choose)
@@ -134,7 +135,12 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     kernels = ServerKernels(
         serverapp.kernel_manager, serverapp.session_manager, serverapp.contents_manager, serverapp.root_dir
     )
+    guard = PlainKernelGuard(parent=serverapp)
+    if not serverapp.gateway_config.gateway_enabled:  # a gateway's kernels do not run on this machine
+        guard.attach()
+        replaced = jupyter_handlers.handlers(serverapp.base_url, guard)
+        serverapp.web_app.add_handlers(".*$", replaced)  # type: ignore[no-untyped-call]
     configured = serverapp.config.SandboxProvisioner
     sandboxes = Sandboxes(kernels, str(configured.get("storage_dir", "")), str(configured.get("runsc", "")))
-    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes))  # type: ignore[no-untyped-call]
+    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard))  # type: ignore[no-untyped-call]
     telemetry.attach(serverapp, serverapp.kernel_manager)

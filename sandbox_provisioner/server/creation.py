@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -45,7 +46,7 @@ class Creation:
 
         Raises BadRequestError, ConfigurationError, StateError, NotebookInUseError or the error of the start.
         """
-        _require_sense(body)
+        _require_consistent(body)
         self._inventory.config.require(
             gcs_sandbox_id=body.get("gcs_sandbox_id"),
             enable_handoff=body.get("enable_handoff", False),
@@ -53,14 +54,14 @@ class Creation:
             sandbox_id=body.get("sandbox_id"),
         )
         notebook = self._kernels.notebook(body["notebook_path"]) if "notebook_path" in body else None
-        there = await self._already(body, notebook)
-        if there:
-            return there, False
-        source = await self._source(body)
-        before = source if "savepoint" in body else await self._before(body, notebook)
-        kernel_name = await self._kernel_name(body.get("kernel_name", ""), before)
+        open_already = await self._find_open(body, notebook)
+        if open_already:
+            return open_already, False
+        source = await self._find_source(body)
+        before = source if "savepoint" in body else await self._find_previous(body, notebook)
+        kernel_name = await self._choose_kernel(body.get("kernel_name", ""), before)
         request = StartRequest(
-            sandbox_id=_chosen(body),
+            sandbox_id=_chosen_id(body),
             gcs="gcs_sandbox_id" in body,
             enable_handoff=body.get("enable_handoff"),
             enable_checkpoint_at_idle=body.get("enable_checkpoint_at_idle"),
@@ -68,8 +69,8 @@ class Creation:
         )
         if "savepoint" in body:
             assert source is not None
-            return await self._copy(source, body["savepoint"]["name"], notebook, request), True
-        async with self._nothing_left(body, notebook, kernel_name):
+            return await self._start_copy(source, body["savepoint"]["name"], notebook, request), True
+        async with self._delete_on_failure(body, notebook, kernel_name):
             live = await self._kernels.start(kernel_name, notebook, request)
             if source:
                 await self._load(live, source, body["snapshot"]["name"])
@@ -84,11 +85,11 @@ class Creation:
         if not source.record:
             raise StateError(source.id, "fork", "ephemeral")
         await self._require_free(notebook)
-        await self._kernel_name("", source)
+        await self._choose_kernel("", source)
         before = self._kernels.relative(source.notebook_path)
         copied = bool(notebook and before and await self._kernels.copy_notebook(before, notebook))
         try:
-            return await self._copy(source, body.get("savepoint", ""), notebook, StartRequest())
+            return await self._start_copy(source, body.get("savepoint", ""), notebook, StartRequest())
         except BaseException:
             if copied and notebook:
                 await self._kernels.remove_notebook(notebook)
@@ -102,14 +103,14 @@ class Creation:
         path = self._kernels.relative(subject.notebook_path)
         notebook = Notebook(path, subject.notebook_path) if path else None
         await self._require_free(notebook)
-        await self._kernel_name("", subject)
+        await self._choose_kernel("", subject)
         request = StartRequest(sandbox_id=subject.sandbox_id, notebook_path=subject.notebook_path)
         live = await self._kernels.start(subject.kernel_name, notebook, request)
         return Subject(live.record, live)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def _source(self, body: Mapping[str, Any]) -> Subject | None:
+    async def _find_source(self, body: Mapping[str, Any]) -> Subject | None:
         """Return the sandbox with the savepoint or snapshot to start from; None if the body names neither.
 
         Raises SandboxNotFoundError, SavepointNotFoundError or SnapshotNotFoundError.
@@ -127,18 +128,18 @@ class Creation:
             raise SnapshotNotFoundError(f"Sandbox {source.id} has no snapshot {name}.")
         return source
 
-    async def _before(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
+    async def _find_previous(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
         """Return the last used stored sandbox of the chosen id, or of the notebook if no kernel is named; or None."""
-        chosen = _chosen(body)
+        chosen = _chosen_id(body)
         path = notebook.absolute if notebook and "kernel_name" not in body else ""
         if not chosen and not path:
             return None
-        records = (await asyncio.to_thread((await self._inventory.kept()).registry.list)).records
+        records = (await asyncio.to_thread((await self._inventory.persistence()).registry.list)).records
         found = [one for one in records if (one.sandbox_id == chosen if chosen else one.notebook_path == path)]
         return Subject(max(found, key=lambda one: one.last_used), None) if found else None
 
-    async def _kernel_name(self, asked: str, before: Subject | None) -> str:
-        """Return the name of the kernel to start: ``asked``, the kernel of ``before``, or the first sandboxed one.
+    async def _choose_kernel(self, requested: str, before: Subject | None) -> str:
+        """Return the name of the kernel to start: ``requested``, the kernel of ``before``, or the first sandboxed one.
 
         Raises BadRequestError for another kernel than that of ``before`` or for an unknown one, and StateError if this
         server does not have the kernel of ``before``.
@@ -146,12 +147,12 @@ class Creation:
         names = await self._kernels.names()
         remedy = f"Sandboxed kernels: {', '.join(names)}." if names else "`jupyter sandbox setup` installs them."
         known = before.kernel_name if before else ""
-        name = asked or known or next(iter(names), "")
+        name = requested or known or next(iter(names), "")
         if known and name != known:
             raise BadRequestError(
                 f"Sandbox {before and before.id} has the kernel {known}.", "Choose that kernel.", "kernel_name"
             )
-        if before and not asked and name not in names:
+        if before and not requested and name not in names:
             raise StateError(
                 before.id, "start the kernel of", f"of kernel {name!r:.200}, which is not installed on this server"
             )
@@ -159,13 +160,13 @@ class Creation:
             raise BadRequestError(f"No sandboxed kernel {name!r:.200} is installed.", remedy, "kernel_name")
         return name
 
-    async def _already(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
+    async def _find_open(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
         """Return the requested sandbox if this server has it open, else None.
 
         Raises StateError if the request differs from the open sandbox or sets more than its identity, and
         NotebookInUseError if another kernel has the notebook.
         """
-        chosen = _chosen(body)
+        chosen = _chosen_id(body)
         kernel_id = await self._kernels.kernel_of(notebook) if notebook else None
         for live in self._kernels.live():
             of_notebook = kernel_id == live.kernel_id
@@ -184,32 +185,33 @@ class Creation:
 
     # -- starting kernels --------------------------------------------------------------------------------------------
 
-    async def _copy(self, source: Subject, savepoint: str, notebook: Notebook | None, request: StartRequest) -> Subject:
+    async def _start_copy(
+        self, source: Subject, savepoint: str, notebook: Notebook | None, request: StartRequest
+    ) -> Subject:
         """Create a sandbox with the memory of ``source``, start its kernel and return it.
 
         Raises NotebookInUseError if a sandbox of the notebook has saved state.
         """
-        kept = await self._inventory.kept()
+        persistence = await self._inventory.persistence()
         path = notebook.absolute if notebook else ""
-        saved = await asyncio.to_thread(_saved, kept, path, source.kernel_name)
+        saved = await asyncio.to_thread(_has_saved_state, persistence, path, source.kernel_name)
         if notebook and saved:
             raise NotebookInUseError(notebook.path, "a saved kernel")
-        record, founded = (
-            await asyncio.to_thread(_new_record, kept, request.sandbox_id, source.kernel_name, path),
-            False,
-        )
+        record = await asyncio.to_thread(_new_record, persistence, request.sandbox_id, source.kernel_name, path)
+        forked = False
         try:
             if source.live:
                 await source.live.provisioner.fork(record.sandbox_id, savepoint, path)
             else:
                 assert source.record is not None
-                await asyncio.to_thread(kept.fork, source.record, record, savepoint)
-            founded = True
+                await asyncio.to_thread(persistence.fork, source.record, record, savepoint)
+            forked = True
             request = replace(request, sandbox_id=record.sandbox_id)
             live = await self._kernels.start(source.kernel_name, notebook, request)
         except BaseException:  # before the fork succeeded, stored state is not ours to delete
             with suppress(SandboxError):
-                await asyncio.to_thread(delete if founded else forget, kept, record.id)
+                undo = partial(delete, persistence) if forked else persistence.registry.forget
+                await asyncio.to_thread(undo, record.id)
             raise
         return Subject(live.record, live)
 
@@ -221,96 +223,85 @@ class Creation:
             raise
 
     @asynccontextmanager
-    async def _nothing_left(
+    async def _delete_on_failure(
         self, body: Mapping[str, Any], notebook: Notebook | None, kernel_name: str
     ) -> AsyncIterator[None]:
         """If the block fails, delete the sandbox that it created, unless something was saved of it."""
-        chosen = _chosen(body)
+        chosen = _chosen_id(body)
         if not chosen and not notebook:
             yield
             return
         try:
-            kept = await self._inventory.kept()
+            persistence = await self._inventory.persistence()
         except ConfigurationError:  # without storage the block creates no persistent sandbox
             yield
             return
         path = notebook.absolute if notebook else ""
-        before = await asyncio.to_thread(_fitting, kept, chosen, path, kernel_name)
+        before = await asyncio.to_thread(_matching_records, persistence, chosen, path, kernel_name)
         try:
             yield
         except BaseException:
-            for identity in await asyncio.to_thread(_fitting, kept, chosen, path, kernel_name) - before:
+            for identity in await asyncio.to_thread(_matching_records, persistence, chosen, path, kernel_name) - before:
                 with suppress(SandboxError):
-                    await asyncio.to_thread(kept.registry.delete, identity, kept.discard)
+                    await asyncio.to_thread(persistence.registry.delete, identity, persistence.discard)
             raise
 
 
-def _require_sense(body: Mapping[str, Any]) -> None:
+def _require_consistent(body: Mapping[str, Any]) -> None:
     """Raise BadRequestError if fields of the body contradict each other."""
     for one, other in (("sandbox_id", "gcs_sandbox_id"), ("savepoint", "snapshot")):
         if one in body and other in body:
             raise BadRequestError(f"Both {one} and {other} are given.", "Give one of them.", other)
-    kept = {"notebook_path", "sandbox_id", "gcs_sandbox_id", "savepoint", "snapshot"}
-    needless = set(body) & {"enable_handoff", "enable_checkpoint_at_idle", "idle_timeout"}
-    if "snapshot" in body and not kept - {"snapshot"} & set(body):
+    persistent = {"notebook_path", "sandbox_id", "gcs_sandbox_id", "savepoint", "snapshot"}
+    needs_storage = set(body) & {"enable_handoff", "enable_checkpoint_at_idle", "idle_timeout"}
+    if "snapshot" in body and not persistent - {"snapshot"} & set(body):
         raise BadRequestError(
             "An ephemeral sandbox cannot start with the files of a file snapshot.",
             "Give a notebook_path or a sandbox_id.",
             "snapshot",
         )
-    if needless and not kept & set(body):
+    if needs_storage and not persistent & set(body):
         raise BadRequestError(
-            f"{min(needless)} cannot be set for an ephemeral sandbox.",
+            f"{min(needs_storage)} cannot be set for an ephemeral sandbox.",
             "Give a notebook_path or a sandbox_id.",
-            min(needless),
+            min(needs_storage),
         )
 
 
-def _chosen(body: Mapping[str, Any]) -> str:
+def _chosen_id(body: Mapping[str, Any]) -> str:
     """Return the sandbox id that the request chose, or an empty string."""
     return str(body.get("sandbox_id") or body.get("gcs_sandbox_id") or "")
 
 
-def _new_record(kept: Persistence, chosen: str, kernel_name: str, notebook_path: str) -> SandboxRecord:
+def _new_record(persistence: Persistence, chosen: str, kernel_name: str, notebook_path: str) -> SandboxRecord:
     """Record a new sandbox and return its record. Blocks. Raises SandboxExistsError if the chosen id is recorded."""
     if not chosen:
-        return kept.registry.allocate(kept.stores, kernel_name=kernel_name, notebook_path=notebook_path)
-    if _fitting(kept, chosen, "", ""):
+        return persistence.registry.allocate(persistence.stores, kernel_name=kernel_name, notebook_path=notebook_path)
+    if _matching_records(persistence, chosen, "", ""):
         raise SandboxExistsError(chosen, "this server's storage")
-    return kept.registry.record(chosen, kept.stores, kernel_name=kernel_name, notebook_path=notebook_path)
+    return persistence.registry.record(chosen, persistence.stores, kernel_name=kernel_name, notebook_path=notebook_path)
 
 
-def _fitting(kept: Persistence, chosen: str, path: str, kernel_name: str) -> set[UUID]:
+def _matching_records(persistence: Persistence, chosen: str, path: str, kernel_name: str) -> set[UUID]:
     """Return the ids of the records with a sandbox id, or else of a notebook and kernel. Blocks."""
     if not chosen:
-        return {record.id for record in kept.registry.find_notebook(path, kernel_name)}
-    return {record.id for record in kept.registry.list().records if record.sandbox_id == chosen}
+        return {record.id for record in persistence.registry.find_notebook(path, kernel_name)}
+    return {record.id for record in persistence.registry.list().records if record.sandbox_id == chosen}
 
 
-def _saved(kept: Persistence, path: str, kernel_name: str) -> bool:
+def _has_saved_state(persistence: Persistence, path: str, kernel_name: str) -> bool:
     """Return True if a sandbox of the notebook and kernel has saved state. Blocks."""
-    return bool(path) and any(one.sandbox.size for one in look(kept, kept.registry.find_notebook(path, kernel_name)))
+    return bool(path) and any(
+        one.sandbox.size for one in look(persistence, persistence.registry.find_notebook(path, kernel_name))
+    )
 
 
-def recorded(kept: Persistence, identity: UUID) -> bool:
-    """Return True if the sandbox is recorded. Blocks."""
-    try:
-        return kept.registry.load(identity).id == identity
-    except UnknownSandboxError:
-        return False
-
-
-def forget(kept: Persistence, identity: UUID) -> None:
-    """Delete a record, but nothing in storage. Blocks."""
-    kept.registry.forget(identity)
-
-
-def delete(kept: Persistence, identity: UUID, unverified: bool = False) -> int:
+def delete(persistence: Persistence, identity: UUID, unverified: bool = False) -> int:
     """Delete a sandbox and its record, and return the freed bytes; 0 if it does not exist. Blocks.
 
     ``unverified`` is passed to ``Persistence.destroy``.
     """
     try:
-        return kept.registry.delete(identity, lambda record: kept.destroy(record, unverified))
+        return persistence.registry.delete(identity, lambda record: persistence.destroy(record, unverified))
     except (UnknownSandboxError, SandboxNotFoundError):
         return 0

@@ -8,20 +8,20 @@ from types import TracebackType
 
 from ..events import EVENT_BUS, Entry
 
-MOST = 1000
+MAX_QUEUED = 1000
 """Maximum queued entries per reader; the oldest are dropped."""
 
 
 class Subscription:
-    """A context manager that queues entries of the event bus. Server loop only, except ``_tell``."""
+    """A context manager that queues entries of the event bus. Server loop only, except ``_receive``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Entry] = deque(maxlen=MOST)
-        self._news = asyncio.Event()
+        self._queue: deque[Entry] = deque(maxlen=MAX_QUEUED)
+        self._arrived = asyncio.Event()
 
     def __enter__(self) -> Subscription:
-        self._end = EVENT_BUS.subscribe(self._tell)
+        self._end = EVENT_BUS.subscribe(self._receive)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -30,15 +30,15 @@ class Subscription:
     async def take(self, timeout: float) -> list[Entry]:
         """Return the queued entries, waiting up to ``timeout`` seconds for the first; empty after a timeout."""
         try:
-            await asyncio.wait_for(self._news.wait(), timeout)
+            await asyncio.wait_for(self._arrived.wait(), timeout)
         except TimeoutError:
             return []
-        self._news.clear()
-        found = list(self._waiting)
-        self._waiting.clear()
+        self._arrived.clear()
+        found = list(self._queue)
+        self._queue.clear()
         return found
 
-    def _tell(self, entry: Entry) -> None:
+    def _receive(self, entry: Entry) -> None:
         """Queue an entry. Called by the event bus in any thread."""
         try:
             self._loop.call_soon_threadsafe(self._add, entry)
@@ -46,5 +46,5 @@ class Subscription:
             self._end()
 
     def _add(self, entry: Entry) -> None:
-        self._waiting.append(entry)
-        self._news.set()
+        self._queue.append(entry)
+        self._arrived.set()

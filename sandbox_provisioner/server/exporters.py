@@ -16,13 +16,13 @@ from jupyter_server.nbconvert import handlers
 
 def guard_exporters() -> None:
     """Let notebooks name only installed exporters, such as ``python``. Does nothing if called again."""
-    stock = handlers.get_exporter
-    if hasattr(stock, "__wrapped__"):
+    original = handlers.get_exporter
+    if hasattr(original, "__wrapped__"):
         return
 
-    @wraps(stock)
+    @wraps(original)
     def get_exporter(format: str, **options: Any) -> Any:
-        exporter = stock(format, **options)  # type: ignore[no-untyped-call]  # imports nbconvert, which takes long
+        exporter = original(format, **options)  # type: ignore[no-untyped-call]  # imports nbconvert, which takes long
         import_module("nbconvert.exporters.script").get_exporter = _installed_exporter  # type: ignore[attr-defined]
         return exporter
 

@@ -18,10 +18,11 @@ from tornado.iostream import StreamClosedError
 
 from .._text import printable
 from ..errors import SandboxError
-from ..sandbox.model import Sandbox, encode
+from ..sandbox.model import encode
 from . import models, openapi, problem_details
 from .event_stream import Subscription
 from .execution import Execution
+from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
 
 AUTH_RESOURCE = "sandboxes"
@@ -34,9 +35,10 @@ class SandboxHandler(APIHandler):
 
     auth_resource = AUTH_RESOURCE
 
-    def initialize(self, sandboxes: Sandboxes, path: str) -> None:
+    def initialize(self, sandboxes: Sandboxes, guard: PlainKernelGuard, path: str) -> None:
         """Set the attributes. Called by tornado for each request."""
         self.sandboxes = sandboxes
+        self.guard = guard
         self.path = path
 
     def set_default_headers(self) -> None:
@@ -74,11 +76,6 @@ class SandboxHandler(APIHandler):
         self.set_status(status)
         self.finish(json.dumps(encode(value)))
 
-    def created(self, sandbox: Sandbox, started: bool = True) -> None:
-        """Send a sandbox and its location, with status 201 if it was started and 200 if it was already open."""
-        self.set_header("Location", url_path_join(self.base_url, "api/sandboxes", sandbox.id))
-        self.answer(sandbox, 201 if started else 200)
-
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send an error as a problem detail. Called by tornado."""
         problem = problem_details.describe(kwargs.get("exc_info", (None, None, None))[1], status_code)
@@ -99,7 +96,7 @@ class SandboxHandler(APIHandler):
 
     def _methods(self) -> list[str]:
         return [
-            *(method for method in ("get", "post", "delete") if method in openapi.spec()["paths"][self.path]),
+            *(method for method in ("get", "post", "put", "delete") if method in openapi.spec()["paths"][self.path]),
             "options",
         ]
 
@@ -107,19 +104,29 @@ class SandboxHandler(APIHandler):
 class OperationHandler(SandboxHandler):
     """Handler of the operations whose results are sent as JSON. Their ``operationId`` names the method to call."""
 
+    @property
+    def operations(self) -> Any:
+        """The object with the methods."""
+        return self.sandboxes
+
     async def run(self, **parts: str) -> None:
         """Call the method with the variable parts of the path, the query parameters and the fields of the body.
 
-        A result is sent with the status that openapi.yaml describes.
+        A result is sent with the status that openapi.yaml describes. The result of an operation that starts a kernel
+        is a sandbox, and False if the sandbox was open already.
         """
         operation = openapi.spec()["paths"][self.path].get(str(self.request.method).lower())
         if operation is None:
             raise web.HTTPError(405)
         fields = self.body() if "requestBody" in operation else self.query()
-        result = await getattr(self.sandboxes, operation["operationId"])(*parts.values(), **fields)
+        result = await getattr(self.operations, operation["operationId"])(*parts.values(), **fields)
         status = int(min(operation["responses"]))
         if result is None:
             self.set_status(status)
+        elif isinstance(result, tuple):
+            sandbox, started = result
+            self.set_header("Location", url_path_join(self.base_url, "api/sandboxes", sandbox.id))
+            self.answer(sandbox, 201 if started else 200)
         else:
             self.answer(result, status)
 
@@ -142,14 +149,19 @@ class OperationHandler(SandboxHandler):
         await self.run(**parts)
 
 
-class AllHandler(OperationHandler):
-    """Handler of ``/api/sandboxes``."""
+class PlainNotebooksHandler(OperationHandler):
+    """Handler of ``/api/sandboxes/plain-notebooks``."""
+
+    @property
+    def operations(self) -> Any:
+        """The object with the methods."""
+        return self.guard
 
     @web.authenticated
-    @authorized
-    async def post(self) -> None:
-        """Handle ``create_sandbox``."""
-        self.created(*await self.sandboxes.create_sandbox(self.body()))
+    @authorized(action="execute")  # type: ignore[untyped-decorator]
+    async def put(self) -> None:
+        """Handle PUT. It lets a notebook's code run outside of sandboxes."""
+        await self.run()
 
 
 class StreamHandler(SandboxHandler):
@@ -193,12 +205,12 @@ class EventsHandler(StreamHandler):
         await self.stream("text/event-stream", self._events())
 
     async def _events(self) -> AsyncIterator[str]:
-        with Subscription() as news:
+        with Subscription() as subscription:
             yield ": events of this server's sandboxes\n\n"
             while True:
-                entries = await news.take(KEEPALIVE)
-                told = (f"event: {entry.what}\ndata: {json.dumps(models.event(entry))}\n\n" for entry in entries)
-                yield "".join(told) or ":\n\n"
+                entries = await subscription.take(KEEPALIVE)
+                lines = (f"event: {entry.what}\ndata: {json.dumps(models.event(entry))}\n\n" for entry in entries)
+                yield "".join(lines) or ":\n\n"
 
 
 class ExecuteHandler(StreamHandler):
@@ -221,16 +233,6 @@ class ExecuteHandler(StreamHandler):
         yield json.dumps({"status": await execution.status()}) + "\n"
 
 
-class ForkHandler(SandboxHandler):
-    """Handler of ``/api/sandboxes/{id}/fork``."""
-
-    @web.authenticated
-    @authorized
-    async def post(self, id: str) -> None:
-        """Handle ``fork_sandbox``."""
-        self.created(await self.sandboxes.fork_sandbox(id, self.body()))
-
-
 class NothingHandler(SandboxHandler):
     """Handler of all other paths below ``/api/sandboxes/``: 404, but only for authorized clients."""
 
@@ -243,15 +245,16 @@ class NothingHandler(SandboxHandler):
     head = post = put = patch = delete = get
 
 
+ACTIONS = ("hibernate", "wake", "restart", "revert", "keep-awake", "fork")
+
 ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
-    ("/api/sandboxes", AllHandler),
+    ("/api/sandboxes", OperationHandler),
     ("/api/sandboxes/capabilities", OperationHandler),
     ("/api/sandboxes/events", EventsHandler),
+    ("/api/sandboxes/plain-notebooks", PlainNotebooksHandler),
     ("/api/sandboxes/{id}", OperationHandler),
-    *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ("hibernate", "wake", "restart", "revert")),
-    ("/api/sandboxes/{id}/keep-awake", OperationHandler),
+    *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ACTIONS),
     ("/api/sandboxes/{id}/execute", ExecuteHandler),
-    ("/api/sandboxes/{id}/fork", ForkHandler),
     ("/api/sandboxes/{id}/savepoints", OperationHandler),
     ("/api/sandboxes/{id}/savepoints/{name}", OperationHandler),
     ("/api/sandboxes/{id}/savepoints/{name}/rewind", OperationHandler),
@@ -261,11 +264,14 @@ ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
 """Handlers of the paths in openapi.yaml; the first matching path counts."""
 
 
-def handlers(base_url: str, sandboxes: Sandboxes) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
+def handlers(
+    base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard
+) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
     """Return the handlers to add to Jupyter Server's web application."""
     base = re.escape(base_url.rstrip("/"))
-    known = [
-        (base + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path), handler, {"sandboxes": sandboxes, "path": path})
-        for path, handler in ROUTES
+    known: list[tuple[str, type[SandboxHandler]]] = [*ROUTES, ("/api/sandboxes", NothingHandler)]
+    patterns = [re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path) for path, _ in ROUTES]
+    return [
+        (base + pattern, handler, {"sandboxes": sandboxes, "guard": guard, "path": path})
+        for pattern, (path, handler) in zip([*patterns, "/api/sandboxes/.*"], known, strict=True)
     ]
-    return [*known, (f"{base}/api/sandboxes/.*", NothingHandler, {"sandboxes": sandboxes, "path": "/api/sandboxes"})]

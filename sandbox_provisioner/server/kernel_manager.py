@@ -43,10 +43,9 @@ from ..sandbox.start_request import StartRequest
 from ..setup.kernelspecs import PROVISIONER
 from ..templates.warm_pool import WARM_POOL
 from ..workers import bulk
-from .malformed_messages import tolerant
-from .offline_messages import OfflineMessages
+from .kernel_messages import OfflineMessages, tolerant
 
-LOOK_EVERY = 5.0
+CHECK_EVERY = 5.0
 """Seconds between two checks for renamed notebooks and for kernels that moved to another server."""
 
 SOCKETS = 16_384
@@ -85,9 +84,9 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self._recovery: asyncio.Task[None] | None = None
-        self._looking: PeriodicCallback | None = None
-        self._starts: WeakValueDictionary[StartKey, asyncio.Lock] = WeakValueDictionary()
-        self._newest: dict[StartKey, tuple[str, float]] = {}
+        self._checking: PeriodicCallback | None = None
+        self._start_locks: WeakValueDictionary[StartKey, asyncio.Lock] = WeakValueDictionary()
+        self._recent_starts: dict[StartKey, tuple[str, float]] = {}
 
     # -- called by Jupyter Server ------------------------------------------------------------------------------------
 
@@ -96,14 +95,14 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         key = self._start_key(kwargs)
         if key is None:
             return await self._start(kwargs)
-        starting = self._starts.setdefault(key, asyncio.Lock())
+        starting = self._start_locks.setdefault(key, asyncio.Lock())
         waited = starting.locked()
         async with starting:
             if shared := await self._just_started(key, waited):
                 return shared
             kernel_id = await self._start(kwargs)
-            self._newest = {one: found for one, found in self._newest.items() if found[0] in self}
-            self._newest[key] = kernel_id, time.monotonic()
+            self._recent_starts = {one: found for one, found in self._recent_starts.items() if found[0] in self}
+            self._recent_starts[key] = kernel_id, time.monotonic()
             return kernel_id
 
     start_kernel = _async_start_kernel  # type: ignore[assignment]
@@ -116,8 +115,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         if self._recovery is None and self._sandboxed(kwargs.get("kernel_name")):
             _stop_on_interrupt(self.parent)
             self._recovery = asyncio.create_task(_recover(self))
-            self._looking = PeriodicCallback(self._look_around, LOOK_EVERY * 1000)
-            self._looking.start()
+            self._checking = PeriodicCallback(self._check_kernels, CHECK_EVERY * 1000)
+            self._checking.start()
         created = datetime.now(UTC)
         try:
             kernel_id = str(await super()._async_start_kernel(**kwargs))
@@ -143,8 +142,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         notebook = env.get("JPY_SESSION_NAME", "")
         if kwargs.get("kernel_id") or not notebook.endswith(".ipynb") or not self._sandboxed(name):
             return None
-        asked = {(variable, env[variable]) for variable in env if "SANDBOX_" in variable}
-        return str(name), notebook, kwargs.get(KEYWORD), frozenset(asked)
+        variables = {(variable, env[variable]) for variable in env if "SANDBOX_" in variable}
+        return str(name), notebook, kwargs.get(KEYWORD), frozenset(variables)
 
     async def _just_started(self, key: StartKey, waited: bool) -> str | None:
         """Return the persistent kernel that a concurrent request started for ``key``; None if there is no such kernel.
@@ -152,7 +151,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         The session of that kernel may not be recorded yet. Once it is recorded, or after JUST_NOW, a request is for a
         new kernel that replaces the notebook's current one.
         """
-        kernel_id, when = self._newest.get(key, ("", 0.0))
+        kernel_id, when = self._recent_starts.get(key, ("", 0.0))
         if kernel_id not in self:
             return None
         with suppress(Exception):  # a failed start is not shared
@@ -197,19 +196,20 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
     async def _async_shutdown_all(self, now: bool = False) -> None:
         """Hibernate the persistent kernels within the deadline and end all others. Called when the server stops."""
-        if self._looking:
-            self._looking.stop()
-        kept = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
-        for provisioner in kept.values():
+        if self._checking:
+            self._checking.stop()
+        persistent_kernels = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
+        for provisioner in persistent_kernels.values():
             provisioner.keep_state()
-        insist, able = self.hibernate_deadline / 3, {name: found for name, found in kept.items() if found.can_save}
-        saving = [asyncio.create_task(self._hibernate(name, found, insist)) for name, found in able.items()]
+        saveable = {name: found for name, found in persistent_kernels.items() if found.can_save}
+        insist = self.hibernate_deadline / 3
+        saving = [asyncio.create_task(self._hibernate(name, found, insist)) for name, found in saveable.items()]
         if saving:
             self.log.info("Saving %d kernels ...", len(saving))
-            following = asyncio.create_task(self._follow_notebooks())
-            await asyncio.wait([following, *saving], timeout=self.hibernate_deadline)
-            following.cancel()
-        for kernel_id, provisioner in kept.items():
+            renaming = asyncio.create_task(self._follow_notebooks())
+            await asyncio.wait([renaming, *saving], timeout=self.hibernate_deadline)
+            renaming.cancel()
+        for kernel_id, provisioner in persistent_kernels.items():
             if not provisioner.can_save:
                 self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", kernel_id)
             elif provisioner.state in AWAKE:
@@ -282,7 +282,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             spec = self.kernel_spec_manager.get_kernel_spec(kernel_name or self.default_kernel_name)
         except KeyError:
             return False
-        return _is_sandboxed(spec.metadata, self.parent)
+        return is_sandboxed(spec.metadata, self.parent)
 
     async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
         """Hibernate a kernel and log any failure. With ``insist`` (seconds), end a kernel that cannot be saved."""
@@ -307,14 +307,14 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         self.remove_kernel(kernel_id)
         provisioner.abandon()
 
-    async def _look_around(self) -> None:
+    async def _check_kernels(self) -> None:
         for kernel_id in self.list_kernel_ids():
             provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
             if isinstance(provisioner, SandboxProvisioner) and provisioner.moved:
-                self._tell_moved(kernel_id)
+                self._report_moved(kernel_id)
         await self._follow_notebooks()
 
-    def _tell_moved(self, kernel_id: str) -> None:
+    def _report_moved(self, kernel_id: str) -> None:
         """Report a kernel that moved to another server as dead, and remove it. Its state is on the other server."""
         restarter = getattr(self._kernels[kernel_id], "_restarter", None)
         if restarter:
@@ -340,12 +340,12 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         sessions = getattr(self.parent, "session_manager", None)
         if sessions is None:
             return
-        following = []
+        renaming = []
         for session in await sessions.list_sessions():
             provisioner = self.persistent(session["kernel"]["id"])
             if provisioner and session["type"] == "notebook":
-                following.append(self._follow(provisioner, to_os_path(session["path"], self.root_dir)))
-        await asyncio.gather(*following)
+                renaming.append(self._follow(provisioner, to_os_path(session["path"], self.root_dir)))
+        await asyncio.gather(*renaming)
 
     async def _follow(self, provisioner: SandboxProvisioner, path: str) -> None:
         try:
@@ -407,14 +407,15 @@ def _is_started(kernel: Any) -> bool:
 async def sandboxed_names(kernel_manager: Any) -> list[str]:
     """Return the names of a server's sandboxed kernelspecs: the server's default first, the others by name."""
     specs = await ensure_async(kernel_manager.kernel_spec_manager.get_all_specs())
-    stanzas = {name: found["spec"].get("metadata", {}) for name, found in specs.items()}
-    found = [name for name, metadata in stanzas.items() if _is_sandboxed(metadata, kernel_manager.parent)]
+    metadata_by_name = {name: found["spec"].get("metadata", {}) for name, found in specs.items()}
+    found = [name for name, metadata in metadata_by_name.items() if is_sandboxed(metadata, kernel_manager.parent)]
     return sorted(found, key=lambda name: (name != kernel_manager.default_kernel_name, name))
 
 
-def _is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
-    usual = KernelProvisionerFactory.instance(parent=server).default_provisioner_name
-    return bool(metadata.get("kernel_provisioner", {}).get("provisioner_name", usual) == PROVISIONER)
+def is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
+    """Return True if a kernelspec with this metadata starts kernels in sandboxes on this server."""
+    default_name = KernelProvisionerFactory.instance(parent=server).default_provisioner_name
+    return bool(metadata.get("kernel_provisioner", {}).get("provisioner_name", default_name) == PROVISIONER)
 
 
 def _stop_on_interrupt(server: Any) -> None:

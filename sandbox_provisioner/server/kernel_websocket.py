@@ -17,7 +17,7 @@ from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebso
 
 from .._text import excerpt
 from ..provisioner import SandboxProvisioner
-from .offline_messages import MOST_KEPT
+from .kernel_messages import MOST_KEPT
 
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,3}")
 
@@ -98,16 +98,16 @@ class SandboxWebsocketConnection(ZMQChannelsWebsocketConnection):
         sandboxed = isinstance(getattr(kernel, "provisioner", None), SandboxProvisioner)
         if not sandboxed or getattr(kernel, "execution_state", None) == "busy":
             return super().nudge()
-        iopub, heard = self.channels["iopub"], asyncio.Event()
+        iopub, received = self.channels["iopub"], asyncio.Event()
 
-        def hear(message: Any) -> None:
-            heard.set()
+        def receive(message: Any) -> None:
+            received.set()
             iopub.stop_on_recv()  # later messages are for the client
 
-        iopub.on_recv(hear)
-        return asyncio.ensure_future(self._nudge_in_turn(heard))
+        iopub.on_recv(receive)
+        return asyncio.ensure_future(self._nudge_in_turn(received))
 
-    async def _nudge_in_turn(self, heard: asyncio.Event) -> None:
+    async def _nudge_in_turn(self, received: asyncio.Event) -> None:
         """Send kernel_info requests, unless iopub has delivered a message caused by another websocket's requests.
 
         Raises TimeoutError if the kernel does not answer the others, or this one, within ``kernel_info_timeout``.
@@ -116,7 +116,7 @@ class SandboxWebsocketConnection(ZMQChannelsWebsocketConnection):
         async with asyncio.timeout(self.kernel_info_timeout):
             await turn.acquire()
         try:
-            if not heard.is_set() and self.channels:
+            if not received.is_set() and self.channels:
                 await super().nudge()
         finally:
             turn.release()

@@ -25,9 +25,9 @@ from ..sandbox.start_request import StartRequest
 from ..workers import control
 from .kernel_manager import sandboxed_kernels, sandboxed_names
 
-LOOK_EVERY = 0.2
+CHECK_EVERY = 0.2
 """Seconds between two checks that a restarting kernel was not ended."""
-LONGEST = 255
+MAX_NAME = 255
 """Maximum bytes of a file name."""
 
 
@@ -114,7 +114,7 @@ class ServerKernels:
         Raises BadRequestError if the path is invalid or hidden, or if its folder is missing or outside the root folder.
         """
         parts = path.split("/")
-        if any(part in ("", ".", "..") or len(part.encode()) > LONGEST for part in parts):
+        if any(part in ("", ".", "..") or len(part.encode()) > MAX_NAME for part in parts):
             raise BadRequestError(
                 f"{path!r:.200} is not the path of a notebook.",
                 "Use a path relative to the server's root folder, without . and .. in it.",
@@ -198,15 +198,15 @@ class ServerKernels:
             async with self.changing(kernel_id):
                 answered = await self._manager.restart_kernel(kernel_id)
             if isinstance(answered, asyncio.Future):
-                await self._answer(kernel_id, answered)
+                await self._wait_for_answer(kernel_id, answered)
         except (TimeoutError, RuntimeError) as error:
             raise SandboxError(f"Kernel {kernel_id} was restarted and does not answer.", "Try again.") from error
 
-    async def _answer(self, kernel_id: str, answered: asyncio.Future[Any]) -> None:
+    async def _wait_for_answer(self, kernel_id: str, answered: asyncio.Future[Any]) -> None:
         """Wait for a restarted kernel. Raises SandboxNotFoundError if it is ended: Jupyter would wait for a minute."""
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         while not answered.done():
-            await asyncio.wait({answered}, timeout=LOOK_EVERY)
+            await asyncio.wait({answered}, timeout=CHECK_EVERY)
             self.get(kernel_id)
         await answered
 
@@ -217,12 +217,12 @@ class ServerKernels:
         """
         kernel = self._manager.get_kernel(live.kernel_id)
         busy = kernel.execution_state == "busy"
-        kept = await live.provisioner.rewind(savepoint)
+        savepoint_before = await live.provisioner.rewind(savepoint)
         if busy:
             kernel.execution_state = "idle"
             if restarter := getattr(kernel, "_restarter", None):
                 restarter._fire_callbacks("restart")
-        return kept
+        return savepoint_before
 
     async def end(self, kernel_id: str) -> None:
         """End a kernel and its sessions at once; keep its saved state."""

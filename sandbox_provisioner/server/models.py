@@ -122,5 +122,5 @@ def _ephemeral(subject: Subject) -> Sandbox:
 def event(entry: Entry) -> dict[str, Any]:
     """Return the ``Event`` object for an entry of the event bus, without empty fields."""
     known = {"seconds": entry.seconds, "size": entry.size, "doing": entry.doing, "reason": entry.reason}
-    told = {name: value for name, value in known.items() if value not in (None, "")}
-    return {"id": entry.sandbox_id, "what": str(entry.what), "time": entry.time, **told}
+    present = {name: value for name, value in known.items() if value not in (None, "")}
+    return {"id": entry.sandbox_id, "what": str(entry.what), "time": entry.time, **present}

@@ -17,10 +17,10 @@ from ..errors import BadRequestError
 
 SPEC = Path(__file__).with_name("openapi.yaml")
 
-LARGEST = 64 << 10
+MAX_BODY = 64 << 10
 """Maximum bytes of a request's body."""
 
-JUPYTERS = ("token", "no_track_activity", "_xsrf")
+IGNORED_PARAMETERS = ("token", "no_track_activity", "_xsrf")
 """Query parameters of Jupyter Server itself. JupyterLab also adds the time, as a parameter named by a number."""
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")
@@ -52,10 +52,11 @@ def check_path(path: str, values: Mapping[str, str]) -> None:
 
 def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the query parameters, converted to their types, with defaults. Raises BadRequestError."""
-    known = {parameter["name"]: parameter["schema"] for parameter in _parameters(spec()["paths"][path][method])}
+    parameters = _parameters(spec()["paths"][path][method])
+    known = {parameter["name"]: parameter["schema"] for parameter in parameters}
     found = {name: schema["default"] for name, schema in known.items() if "default" in schema}
     for name, values in arguments.items():
-        if name in JUPYTERS or name.isdecimal():
+        if name in IGNORED_PARAMETERS or name.isdecimal():
             continue
         if name not in known:
             remedy = f"Known parameters: {', '.join(known) or 'none'}."
@@ -64,13 +65,16 @@ def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -
             raise BadRequestError(f"The parameter {name} is given {len(values)} times.", "Give it once.", name)
         found[name] = _typed(known[name], values[0])
         check(known[name], found[name], name)
+    for parameter in parameters:
+        if parameter.get("required") and parameter["name"] not in found:
+            raise BadRequestError("A parameter is missing.", f"Add {parameter['name']}.", parameter["name"])
     return found
 
 
 def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
     """Return a request's body. Raises BadRequestError if it is too long, not JSON, or does not match openapi.yaml."""
-    if len(body) > LARGEST:
-        raise BadRequestError(f"The body of the request has {len(body)} bytes.", f"The maximum is {LARGEST}.")
+    if len(body) > MAX_BODY:
+        raise BadRequestError(f"The body of the request has {len(body)} bytes.", f"The maximum is {MAX_BODY}.")
     try:
         value = json.loads(body.decode(), parse_constant=_no_number)
         json.dumps(value, ensure_ascii=False).encode()
@@ -85,7 +89,7 @@ def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check ``pattern`` as JSON Schema does, where ``$`` does not match before a final newline, as in Python."""
+    """Check ``pattern`` as JSON Schema does: unlike in Python, ``$`` does not match before a final newline."""
     if isinstance(instance, str) and not re.search(pattern.replace("$", r"\Z"), instance):
         yield ValidationError(f"{instance[:100]!r} does not match {pattern}")
 

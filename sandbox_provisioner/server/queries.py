@@ -39,7 +39,7 @@ class Inventory:
         """The storage settings of this server."""
         return settings(self._storage_dir)
 
-    async def kept(self) -> Persistence:
+    async def persistence(self) -> Persistence:
         """Return the user's registry and this server's stores. Raises ConfigurationError if there are no stores."""
         stores = self._stores = await asyncio.to_thread(share_stores, self.config)  # shared while referenced
         return Persistence(stores, registry())
@@ -58,14 +58,14 @@ class Inventory:
                 return Subject(None, None, copy)
         record = None
         if self.config.can_persist():
-            record = await asyncio.to_thread(_recorded, await self.kept(), wanted)
+            record = await asyncio.to_thread(_find_record, await self.persistence(), wanted)
         if record is None:
             raise SandboxNotFoundError(wanted, "this server's list")
         return Subject(record, None)
 
     async def stored(self, subject: Subject) -> StoredSandbox | None:
         """Return a sandbox as described by storage; None if ephemeral."""
-        return (await self._look([subject]))[0]
+        return (await self._read_storage([subject]))[0]
 
     async def state(self, subject: Subject) -> str:
         """Return the state of a sandbox; storage is read only if its kernel is not on this server."""
@@ -84,21 +84,21 @@ class Inventory:
         after: str | None = None,
     ) -> SandboxPage:
         """Return a page of the list, the last used sandboxes first."""
-        subjects, unreadable = await self._all()
+        subjects, unreadable = await self._list_all()
         if notebook is not None:
             subjects = [one for one in subjects if self.kernels.relative(one.notebook_path) == notebook]
         if unused_for is not None:
             since = datetime.now(UTC).timestamp() - unused_for
             subjects = [one for one in subjects if one.last_used.timestamp() <= since]
-        subjects.sort(key=_place, reverse=True)
+        subjects.sort(key=_sort_key, reverse=True)
         if after is not None:
-            subjects = [one for one in subjects if _place(one) < _parsed(after)]
+            subjects = [one for one in subjects if _sort_key(one) < _parse_cursor(after)]
         found: list[tuple[Subject, StoredSandbox | None]] = []
         step = BATCH if state else limit + 1
         for start in range(0, len(subjects), step):
             batch = subjects[start : start + step]
-            seen = zip(batch, await self._look(batch), strict=True)
-            found += [(one, stored) for one, stored in seen if state in (None, models.state(one, stored))]
+            pairs = zip(batch, await self._read_storage(batch), strict=True)
+            found += [(one, stored) for one, stored in pairs if state in (None, models.state(one, stored))]
             if len(found) > limit:
                 break
         return SandboxPage(
@@ -107,39 +107,41 @@ class Inventory:
             unreadable=unreadable,
         )
 
-    async def _all(self) -> tuple[list[Subject], int]:
+    async def _list_all(self) -> tuple[list[Subject], int]:
         """Return all sandboxes, and the number of unreadable records."""
         lives = self.kernels.live()
         by_record = {live.record.id: live for live in lives if live.record}
         listing = Listing([], [])
         if self.config.can_persist():
-            listing = await asyncio.to_thread((await self.kept()).registry.list)
-        kept = [Subject(record, by_record.get(record.id)) for record in listing.records]
+            listing = await asyncio.to_thread((await self.persistence()).registry.list)
+        persistent = [Subject(record, by_record.get(record.id)) for record in listing.records]
         others = [Subject(None, live) for live in lives if not live.record]
         others += [Subject(None, None, copy) for copy in WARM_POOL.copies]
-        return [*kept, *others], len(listing.unreadable)
+        return [*persistent, *others], len(listing.unreadable)
 
-    async def _look(self, subjects: Sequence[Subject]) -> list[StoredSandbox | None]:
+    async def _read_storage(self, subjects: Sequence[Subject]) -> list[StoredSandbox | None]:
         records = [subject.record for subject in subjects if subject.record]
         if not records:
             return [None] * len(subjects)
-        listed = {stored.record.id: stored for stored in await asyncio.to_thread(look, await self.kept(), records)}
+        listed = {
+            stored.record.id: stored for stored in await asyncio.to_thread(look, await self.persistence(), records)
+        }
         return [listed[subject.record.id] if subject.record else None for subject in subjects]
 
 
-def _recorded(kept: Persistence, wanted: str) -> SandboxRecord | None:
+def _find_record(persistence: Persistence, wanted: str) -> SandboxRecord | None:
     """Return the record with this id, or with this id in storage, preferably in this server's storage; or None. Blocks.
 
     Raises AmbiguousSandboxError if several match.
     """
     try:
-        record = kept.registry.load(UUID(wanted))
+        record = persistence.registry.load(UUID(wanted))
         if str(record.id) == wanted:
             return record
     except (ValueError, UnknownSandboxError):
         pass
-    records = kept.registry.list().records
-    for known in ([record for record in records if record.where == kept.stores.metadata.where], records):
+    records = persistence.registry.list().records
+    for known in ([record for record in records if record.where == persistence.stores.metadata.where], records):
         with suppress(UnknownSandboxError):
             return look_up(wanted, known, whole_id=True)
     return None
@@ -148,16 +150,16 @@ def _recorded(kept: Persistence, wanted: str) -> SandboxRecord | None:
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def _place(subject: Subject) -> tuple[int, str]:
+def _sort_key(subject: Subject) -> tuple[int, str]:
     """Return the sort key of the list: microseconds of the last use, and the id."""
     return (subject.last_used - EPOCH) // timedelta(microseconds=1), subject.id
 
 
 def _cursor(last: Subject) -> str:
-    used, identity = _place(last)
+    used, identity = _sort_key(last)
     return f"{used}-{identity}"
 
 
-def _parsed(cursor: str) -> tuple[int, str]:
+def _parse_cursor(cursor: str) -> tuple[int, str]:
     used, _, identity = cursor.partition("-")
     return int(used), identity

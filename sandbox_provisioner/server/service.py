@@ -7,21 +7,21 @@ classes in ``sandbox.model``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 from weakref import WeakValueDictionary
 
 from .. import __version__
-from ..errors import SandboxError, StateError
+from ..errors import SandboxError, StateError, UnknownSandboxError
 from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.runsc import find
 from ..io_thread import IO
 from ..persistence.records import SandboxRecord
 from ..sandbox.model import Capabilities, Deleted, NamedState, NamedStates, Rewound, Sandbox, SandboxPage
 from ..templates.warm_pool import WARM_POOL
-from .creation import Creation, delete, recorded
+from .creation import Creation, delete
 from .execution import Execution
 from .kernels import Live, ServerKernels
 from .models import Subject
@@ -36,7 +36,7 @@ class Sandboxes:
         self._inventory = Inventory(kernels, storage_dir)
         self._creation = Creation(self._inventory)
         self._runsc = runsc
-        self._acting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class Sandboxes:
             version=__version__,
             runsc=version,
             kernels=tuple(await self._kernels.names()),
-            storage=(await self._inventory.kept()).stores.kind if config.can_persist() else None,
+            storage=(await self._inventory.persistence()).stores.kind if config.can_persist() else None,
             persistent=config.can_persist(),
             checkpoints=config.can_checkpoint(),
             snapshots=config.can_snapshot(),
@@ -68,37 +68,37 @@ class Sandboxes:
 
     # -- starting, saving and ending ---------------------------------------------------------------------------------
 
-    async def create_sandbox(self, body: Mapping[str, Any]) -> tuple[Sandbox, bool]:
+    async def create_sandbox(self, **body: Any) -> tuple[Sandbox, bool]:
         """Return the requested sandbox, and True if its kernel was started, False if it was already open here."""
         path, named = body.get("notebook_path"), body.get("sandbox_id") or body.get("gcs_sandbox_id") or ""
         async with self._notebook(path) if path else self._lock(named):
             subject, started = await self._creation.create(body)
             return await self._inventory.show(subject), started
 
-    async def fork_sandbox(self, wanted: str, body: Mapping[str, Any]) -> Sandbox:
-        """Start a second kernel with the memory of a sandbox, and return its sandbox."""
-        async with self._alone(wanted) as source, self._notebook(body.get("notebook_path")):
-            return await self._inventory.show(await self._creation.fork(source, body))
+    async def fork_sandbox(self, wanted: str, **body: Any) -> tuple[Sandbox, bool]:
+        """Start a second kernel with the memory of a sandbox, and return its sandbox, and True."""
+        async with self._exclusive(wanted) as source, self._notebook(body.get("notebook_path")):
+            return await self._inventory.show(await self._creation.fork(source, body)), True
 
     async def hibernate_sandbox(self, wanted: str) -> Sandbox:
         """Hibernate a sandbox's kernel. Raises StateError if it is ephemeral, or neither open here nor saved."""
-        async with self._alone(wanted) as subject:
-            _require_kept(subject, "hibernate")
+        async with self._exclusive(wanted) as subject:
+            _require_persistent(subject, "hibernate")
             if subject.live:
                 await subject.live.provisioner.hibernate()
             elif (state := await self._inventory.state(subject)) != "saved":
-                raise StateError(subject.id, "hibernate", _not_here(state))
+                raise StateError(subject.id, "hibernate", _describe_state(state))
             return await self._inventory.show(subject)
 
     async def wake_sandbox(self, wanted: str) -> Sandbox:
         """Wake a sandbox's kernel, or start one for a stored sandbox."""
-        async with self._alone(wanted) as subject:
-            return await self._inventory.show(await self._awake(subject))
+        async with self._exclusive(wanted) as subject:
+            return await self._inventory.show(await self._ensure_awake(subject))
 
     async def restart_sandbox(self, wanted: str) -> Sandbox:
         """Restart a sandbox's kernel. Raises StateError if this server does not have it open."""
-        async with self._alone(wanted) as subject:
-            live = await self._open(subject, "restart")
+        async with self._exclusive(wanted) as subject:
+            live = await self._require_open(subject, "restart")
             await self._kernels.restart(live.kernel_id)
             return await self._inventory.show(subject)
 
@@ -107,8 +107,8 @@ class Sandboxes:
 
         Raises StateError if it is running, ephemeral or without a previous checkpoint.
         """
-        async with self._alone(wanted) as subject:
-            record = _require_kept(subject, "revert")
+        async with self._exclusive(wanted) as subject:
+            record = _require_persistent(subject, "revert")
             if subject.live and not subject.live.provisioner.asleep:
                 raise StateError(subject.id, "revert", "running")
             stored = await self._inventory.stored(subject)
@@ -116,12 +116,12 @@ class Sandboxes:
                 raise stored.problem
             if stored and not stored.sandbox.previous:
                 raise StateError(subject.id, "revert", "without a previous checkpoint")
-            kept = await self._inventory.kept()
+            persistence = await self._inventory.persistence()
             if subject.live:
                 if not subject.live.provisioner.asleep:  # a message woke it meanwhile
                     raise StateError(subject.id, "revert", "running")
                 await self._kernels.end(subject.live.kernel_id)
-            await asyncio.to_thread(kept.revert, record)
+            await asyncio.to_thread(persistence.revert, record)
             return await self._inventory.show(await self._inventory.find(wanted))
 
     async def delete_sandbox(self, wanted: str, unverified: bool = False) -> Deleted:
@@ -134,15 +134,15 @@ class Sandboxes:
             await self._kernels.end(subject.live.kernel_id)  # operations under way with it fail
         if subject.record is None:
             return Deleted(subject.id, 0)
-        async with self._alone(wanted) as subject:
+        async with self._exclusive(wanted) as subject:
             if subject.live:
                 await self._kernels.end(subject.live.kernel_id)
-            return Deleted(subject.id, await self._delete(_require_kept(subject, "delete"), unverified))
+            return Deleted(subject.id, await self._delete_stored(_require_persistent(subject, "delete"), unverified))
 
     async def keep_sandbox_awake(self, wanted: str, seconds: float | None) -> Sandbox:
         """Keep a sandbox's kernel awake for ``seconds``, waking it first; None for no limit, 0 to stop that."""
         subject = await self._inventory.find(wanted)
-        live = await self._open(subject, "keep awake")
+        live = await self._require_open(subject, "keep awake")
         if seconds != 0 and live.provisioner.asleep:
             await live.provisioner.wake()
         await live.provisioner.keep_awake(seconds)
@@ -151,7 +151,7 @@ class Sandboxes:
     async def execute_in_sandbox(self, wanted: str, command: Sequence[str], cwd: str | None = None) -> Execution:
         """Start a command beside a sandbox's kernel. Raises StateError if this server does not have it open."""
         subject = await self._inventory.find(wanted)
-        live = await self._open(subject, "run a command in")
+        live = await self._require_open(subject, "run a command in")
         return await Execution.start(live.provisioner, command, cwd)
 
     # -- savepoints and snapshots ------------------------------------------------------------------------------------
@@ -162,29 +162,29 @@ class Sandboxes:
 
     async def create_savepoint(self, wanted: str, name: str) -> NamedState:
         """Save the memory of a sandbox's kernel as a savepoint. Raises StateError if it is not open here."""
-        async with self._alone(wanted) as subject:
-            _require_kept(subject, "make a savepoint of")
-            live = await self._open(subject, "make a savepoint of")
-            made = await live.provisioner.savepoint(name)
-        return NamedState(name, datetime.fromisoformat(made.created), made.size)
+        async with self._exclusive(wanted) as subject:
+            _require_persistent(subject, "make a savepoint of")
+            live = await self._require_open(subject, "make a savepoint of")
+            saved = await live.provisioner.savepoint(name)
+        return NamedState(name, datetime.fromisoformat(saved.created), saved.size)
 
     async def delete_savepoint(self, wanted: str, name: str) -> None:
         """Delete a savepoint, through the kernel if this server has it open."""
-        async with self._alone(wanted) as subject:
-            record = _require_kept(subject, "delete a savepoint of")
+        async with self._exclusive(wanted) as subject:
+            record = _require_persistent(subject, "delete a savepoint of")
             if subject.live:
                 await subject.live.provisioner.drop_savepoint(name)
             else:
-                await asyncio.to_thread((await self._inventory.kept()).drop_savepoint, record, name)
+                await asyncio.to_thread((await self._inventory.persistence()).drop_savepoint, record, name)
 
     async def rewind_sandbox(self, wanted: str, name: str) -> Rewound:
         """Rewind a sandbox's kernel to a savepoint, starting the kernel if this server does not have it open."""
-        async with self._alone(wanted) as subject:
-            _require_kept(subject, "rewind")
-            subject = subject if subject.live else await self._awake(subject)
-            live = await self._open(subject, "rewind")
-            kept = await self._kernels.rewind(live, name)
-            return Rewound(await self._inventory.show(subject), kept)
+        async with self._exclusive(wanted) as subject:
+            _require_persistent(subject, "rewind")
+            subject = subject if subject.live else await self._ensure_awake(subject)
+            live = await self._require_open(subject, "rewind")
+            saved = await self._kernels.rewind(live, name)
+            return Rewound(await self._inventory.show(subject), saved)
 
     async def list_snapshots(self, wanted: str) -> NamedStates:
         """Return the file snapshots of a sandbox."""
@@ -192,30 +192,34 @@ class Sandboxes:
 
     async def create_snapshot(self, wanted: str, name: str) -> NamedState:
         """Wake a sandbox and save its files as a file snapshot. Raises StateError if it is not open here."""
-        async with self._alone(wanted) as subject:
-            _require_kept(subject, "make a snapshot of")
-            live = await self._open(await self._awake(subject) if subject.live else subject, "make a snapshot of")
-            made = await live.provisioner.save_snapshot(name)
-        return NamedState(name, datetime.fromisoformat(made.created), made.size)
+        async with self._exclusive(wanted) as subject:
+            _require_persistent(subject, "make a snapshot of")
+            live = await self._require_open(
+                await self._ensure_awake(subject) if subject.live else subject, "make a snapshot of"
+            )
+            saved = await live.provisioner.save_snapshot(name)
+        return NamedState(name, datetime.fromisoformat(saved.created), saved.size)
 
     async def delete_snapshot(self, wanted: str, name: str) -> None:
         """Delete a file snapshot."""
-        async with self._alone(wanted) as subject:
-            record = _require_kept(subject, "delete a snapshot of")
-            await asyncio.to_thread((await self._inventory.kept()).drop_snapshot, record, name)
+        async with self._exclusive(wanted) as subject:
+            record = _require_persistent(subject, "delete a snapshot of")
+            await asyncio.to_thread((await self._inventory.persistence()).drop_snapshot, record, name)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    async def _delete(self, record: SandboxRecord, unverified: bool) -> int:
+    async def _delete_stored(self, record: SandboxRecord, unverified: bool) -> int:
         """Delete a sandbox's stored state and return the freed bytes; 0 if it was deleted with its kernel."""
-        kept = await self._inventory.kept()
-        if not await asyncio.to_thread(recorded, kept, record.id):
+        persistence = await self._inventory.persistence()
+        try:
+            await asyncio.to_thread(persistence.registry.load, record.id)
+        except UnknownSandboxError:
             return 0
         with EVENT_BUS.doing(Entry(record.sandbox_id, EventKind.DELETED, kernel_name=record.kernel_name)) as work:
-            work.size = await asyncio.to_thread(delete, kept, record.id, unverified)
+            work.size = await asyncio.to_thread(delete, persistence, record.id, unverified)
             return work.size
 
-    async def _awake(self, subject: Subject) -> Subject:
+    async def _ensure_awake(self, subject: Subject) -> Subject:
         """Wake a sandbox's kernel, or start one on this server, and return the sandbox."""
         if subject.live is None:
             async with self._notebook(self._kernels.relative(subject.notebook_path)):
@@ -226,14 +230,14 @@ class Sandboxes:
             await subject.live.provisioner.wake()
         return subject
 
-    async def _open(self, subject: Subject, action: str) -> Live:
+    async def _require_open(self, subject: Subject, action: str) -> Live:
         """Return a sandbox's kernel. Raises StateError if this server does not have it open."""
         if subject.live is None:
-            raise StateError(subject.id, action, _not_here(await self._inventory.state(subject)))
+            raise StateError(subject.id, action, _describe_state(await self._inventory.state(subject)))
         return subject.live
 
     @asynccontextmanager
-    async def _alone(self, wanted: str) -> AsyncIterator[Subject]:
+    async def _exclusive(self, wanted: str) -> AsyncIterator[Subject]:
         """Yield a sandbox while no other operation changes it. Raises StateError for a sandbox in the warm pool."""
         if (await self._inventory.find(wanted)).standby:
             raise StateError(wanted, "change", "standby")
@@ -250,14 +254,14 @@ class Sandboxes:
 
     def _lock(self, key: str) -> asyncio.Lock:
         """Return the lock of ``key``; a new lock that is never contended if the key is empty."""
-        return self._acting.setdefault(key, asyncio.Lock()) if key else asyncio.Lock()
+        return self._locks.setdefault(key, asyncio.Lock()) if key else asyncio.Lock()
 
 
-def _require_kept(subject: Subject, action: str) -> SandboxRecord:
+def _require_persistent(subject: Subject, action: str) -> SandboxRecord:
     if subject.record is None:
         raise StateError(subject.id, action, "ephemeral")
     return subject.record
 
 
-def _not_here(state: str) -> str:
+def _describe_state(state: str) -> str:
     return "running on another server" if state == "running" else f"{state}, and not open on this server"

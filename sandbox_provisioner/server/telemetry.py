@@ -45,12 +45,12 @@ def attach(serverapp: ServerApp, kernel_manager: Any) -> None:
         return
     _attached.add(kernel_manager)
     _show_log(serverapp.log)
-    _start_counting()
+    _count_events()
     events = serverapp.event_logger
     assert events is not None  # the server creates it before it loads extensions
     for what in EVENTS:
         events.register_event_schema(SCHEMAS / f"{what}.yaml")
-    _start_telling(events, serverapp.io_loop)
+    _emit_events(events, serverapp.io_loop)
 
 
 def schema_id(what: EventKind) -> str:
@@ -71,7 +71,7 @@ def _show_log(server_log: logging.Logger) -> None:
 # -- events --------------------------------------------------------------------------------------------------------
 
 
-def _start_telling(logger: EventLogger, loop: IOLoop) -> None:
+def _emit_events(logger: EventLogger, loop: IOLoop) -> None:
     """Emit events on the server's loop, because their listeners run there, until that loop is closed."""
 
     def tell(entry: Entry) -> None:
@@ -114,7 +114,7 @@ class _Sandboxes(Collector):
 
 
 @cache
-def _start_counting() -> None:
+def _count_events() -> None:
     """Register and update the metrics. Runs once per process, because the registry is shared."""
     REGISTRY.register(_Sandboxes())
     transitions = Counter("jupyter_sandbox_transitions", "Completed operations on sandboxes.", ["what"])

@@ -40,7 +40,7 @@ PLATFORMS = ("systrap", "ptrace", "kvm")
 STALE_DAYS = 550
 MEGABYTE = 1 << 20
 OPEN_FILES = 4096
-SHOWN = 10
+MAX_LISTED = 10
 """Largest number of sandbox ids in a finding."""
 LOST_KEY = (
     f"Put the key back, as sandbox/key in Jupyter's data folder or in {config.SIGNING_KEY}. If it is lost: "
@@ -231,7 +231,7 @@ def check_runtime_root() -> Check:
 
 
 def check_folder(name: str, folder: Path, megabytes: int, variable: str, required: bool = True) -> Check:
-    """Check that ``folder`` is writable, or can be created, and has so many megabytes free."""
+    """Check that ``folder`` is writable, or can be created, and that its disk has ``megabytes`` MB free."""
     if not writable(folder):
         remedy = f"Set {variable} to a folder that you own."
         return Check(name, False, f"{folder} cannot be written", remedy, required)
@@ -307,17 +307,17 @@ def check_saved() -> list[Check]:
     name = "saved sandboxes"
     try:
         records = registry().list().records
-        kept = Persistence.open()
+        sandboxes = Persistence.open()
         ids = [str(record.id) for record in records]
-        if kept.stores.signer.has_key:
-            if unusable := _unusable_key(kept, name, ids):
+        if sandboxes.stores.signer.has_key:
+            if unusable := _unusable_key(sandboxes, name, ids):
                 return [unusable]
         elif records:
             finding = f"the key that signed the records of {len(records)} sandboxes is missing. {_listed(ids)}"
             return [Check(name, False, finding, LOST_KEY, required=False)]
         if not records:
             return []
-        problems = {str(sight.record.id): sight.problem for sight in look(kept, records)}
+        problems = {str(stored.record.id): stored.problem for stored in look(sandboxes, records)}
     except SandboxError as error:
         return [Check(name, False, error.problem, error.remedy, required=False)]
     unproven = {found: error for found, error in problems.items() if isinstance(error, SignatureError)}
@@ -330,10 +330,10 @@ def check_saved() -> list[Check]:
     return [Check(name, False, f"{finding}. {_listed(list(unproven))}", LOST_KEY, required=False)]
 
 
-def _unusable_key(kept: Persistence, name: str, ids: Sequence[str]) -> Check | None:
+def _unusable_key(sandboxes: Persistence, name: str, ids: Sequence[str]) -> Check | None:
     """Return the failed check if the key exists and cannot be used: no persistent kernel can start then."""
     try:
-        kept.stores.signer.require_usable_key()
+        sandboxes.stores.signer.require_usable_key()
     except ConfigurationError as error:
         unproven = f" No saved sandbox can be proven to be yours. {_listed(ids)}" if ids else ""
         return Check(name, False, f"{error.problem}{unproven}", error.remedy)
@@ -341,9 +341,9 @@ def _unusable_key(kept: Persistence, name: str, ids: Sequence[str]) -> Check | N
 
 
 def _listed(ids: Sequence[str]) -> str:
-    """Return a sentence without a full stop that lists the first SHOWN ids."""
+    """Return a sentence without a full stop that lists the first MAX_LISTED ids."""
     verb = "They are" if len(ids) > 1 else "It is"
-    return f"{verb} {', '.join(ids[:SHOWN])}{' and others' if len(ids) > SHOWN else ''}"
+    return f"{verb} {', '.join(ids[:MAX_LISTED])}{' and others' if len(ids) > MAX_LISTED else ''}"
 
 
 def print_table(checks: Sequence[Check], stream: TextIO) -> None:

@@ -50,24 +50,24 @@ class Kernel:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The settings for the provisioner; empty if they are no mapping."""
+        """The settings for the provisioner; empty if they are not a mapping."""
         config = _stanza(self.spec).get("config")
         return config if isinstance(config, dict) else {}
 
     @property
     def sandboxed(self) -> bool:
-        """True if this package's provisioner runs it."""
+        """True if this package's provisioner runs the kernel."""
         return self.provisioner == PROVISIONER
 
     @property
     def of_ipykernel(self) -> bool:
-        """True if argv runs ipykernel; such a kernel can have a template."""
+        """True if the kernel's command runs ipykernel; such a kernel can have a template."""
         argv = self.spec.get("argv")
         return isinstance(argv, list) and bool({"ipykernel_launcher", "ipykernel"} & {str(part) for part in argv})
 
     @property
     def is_twin(self) -> bool:
-        """True if it was made by this module."""
+        """True if this module made the kernelspec."""
         return MARK in _metadata(self.spec)
 
 
@@ -201,7 +201,7 @@ def remove_twins(folder: Path, names: Iterable[str] = ()) -> list[Path]:
     removed = []
     for place in sorted(folder.glob(f"*{SUFFIX}")):
         if (not wanted or place.name in wanted) and MARK in _metadata(_read(place)):
-            with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=folder.parent) as bin_:
-                place.rename(Path(bin_) / place.name)
+            with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=folder.parent) as trash:
+                place.rename(Path(trash) / place.name)
             removed.append(place)
     return removed

@@ -31,7 +31,7 @@ def marks(stream: TextIO) -> tuple[str, str]:
 
 
 class Progress:
-    """A report of steps on ``stream``: one line per completed step, and regular signs of life of a long one.
+    """A report of steps on ``stream``: one line per completed step, and regular lines about a long one.
 
     A step that raises is reported as failed, in one line, and the exception is passed on to the caller.
     """
@@ -79,13 +79,13 @@ class Progress:
     def _tick(self, step: Step, ended: threading.Event) -> None:
         count = 0
         while not ended.wait(self._interval):
-            alive = f"{step.title}, {step.seconds():.0f} s{' - ' if step.newest else ''}{step.newest}"
+            status = f"{step.title}, {step.seconds():.0f} s{' - ' if step.newest else ''}{step.newest}"
             if self._terminal:
                 width = max(shutil.get_terminal_size().columns - 4, 20)
-                self._stream.write(f"\r\x1b[K{SPINNER[count % len(SPINNER)]} {alive[:width]}")
+                self._stream.write(f"\r\x1b[K{SPINNER[count % len(SPINNER)]} {status[:width]}")
                 self._stream.flush()
             else:
-                self.say(f"  {alive}")
+                self.say(f"  {status}")
             count += 1
 
 

@@ -23,16 +23,16 @@ COUNTER = "import sys\nfor count, _ in enumerate(sys.stdin, 1): print(count, flu
 
 def run_self_test(runsc: Runsc, say: Callable[[str], None]) -> str:
     """Run the test, call ``say`` with the name of each step, and return a summary. Raises SandboxError on failure."""
-    return asyncio.run(_prove(runsc, say))
+    return asyncio.run(_run(runsc, say))
 
 
-async def _expect(process: Process, count: int) -> None:
+async def _require_answer(process: Process, count: int) -> None:
     await process.write(b"next\n")
     async for piece in process.stream():
         if piece.stream == "stdout" and piece.data.strip() == str(count).encode():
             return
-        raise SandboxError(f"A process in the sandbox answered {piece.data!r} where {count} was due.")
-    raise SandboxError("A process in the sandbox ended before its time.")
+        raise SandboxError(f"A process in the sandbox answered {piece.data!r} instead of {count}.")
+    raise SandboxError("A process in the sandbox ended too early.")
 
 
 def _spec() -> BundleSpec:
@@ -43,23 +43,23 @@ def _spec() -> BundleSpec:
     return BundleSpec(python=python, home="/home/sandbox", user="sandbox", mounts=mounts, environment=environment)
 
 
-async def _prove(runsc: Runsc, say: Callable[[str], None]) -> str:
-    begun, spec = time.monotonic(), _spec()
+async def _run(runsc: Runsc, say: Callable[[str], None]) -> str:
+    started, spec = time.monotonic(), _spec()
     platform = config.choice("SANDBOX_PLATFORM", PLATFORMS, PLATFORMS[0])
-    sandbox = SandboxHandle.create_ephemeral("proof", spec, runsc, platform).instance
-    with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-proof-") as folder:
+    sandbox = SandboxHandle.create_ephemeral("self-test", spec, runsc, platform).instance
+    with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-test-") as folder:
         image = Path(folder, "image")
         try:
             say("start")
             await sandbox.start()
             say("execute")
             process = await sandbox.execute([spec.python, "-I", "-c", COUNTER])
-            await _expect(process, 1)
+            await _require_answer(process, 1)
             say("checkpoint")
             await sandbox.checkpoint(image)
             say("restore")
             await sandbox.restore(image)
-            await _expect(process, 2)
+            await _require_answer(process, 2)
         finally:
             await sandbox.delete()
-    return f"started, executed, checkpointed and restored in {time.monotonic() - begun:.1f} s"
+    return f"started, executed, checkpointed and restored in {time.monotonic() - started:.1f} s"

@@ -13,10 +13,10 @@ import stat
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError, StorageError
+from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError, SandboxError, StorageError
 from .base import MOST_READ, NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
 from .disk import OPEN, READ, closing, disk_errors, replacing, sync
 from .names import is_name, valid_name, valid_prefix
@@ -33,6 +33,7 @@ from .tree import (
     root_of,
     temporary,
 )
+from .verified_files import VerifiedFiles
 
 Check = Callable[[], None]
 """Raises StorageUnavailableError if the write lock was lost, as in a paused process; called before each change."""
@@ -45,9 +46,11 @@ COARSEST = 10**10
 class FolderStore(ObjectStore):
     """A store in a folder, which the first write creates with mode 0700."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_verified: int = 0) -> None:
+        """``most_verified`` is the number of files that are not read again after they were verified, if unchanged."""
         self.root = Path(os.path.abspath(folder))
         self.where = str(self.root)
+        self._verified = VerifiedFiles(most_verified)
 
     @abstractmethod
     def _exclusive(self, root: int) -> AbstractContextManager[Check]:
@@ -122,7 +125,8 @@ class FolderStore(ObjectStore):
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise StorageError(self.where, f"{source} cannot be stored in {self.where}: it is not a file.")
             try:
-                return self._move(root, source, file, name, advance) or self._copy(root, file, name, advance)
+                if not self._move(root, source, file, name):
+                    return self._copy(root, file, name, advance)
             except ConflictError as conflict:
                 record = record_of(file, no_copy)
                 try:
@@ -131,6 +135,12 @@ class FolderStore(ObjectStore):
                 except CorruptObjectError:
                     raise conflict from None
                 return record
+            try:
+                return self._record_of_moved(file, advance)
+            except BaseException:
+                with suppress(SandboxError):
+                    self.delete(name)
+                raise
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
         """Copy a file to ``target``, and verify it while copying."""
@@ -143,11 +153,17 @@ class FolderStore(ObjectStore):
             verify(self.where, name, file, record, write_to(copy, advance))
 
     def in_place(self, name: str, record: FileRecord) -> Path | None:
-        """Verify a file and return its path; None if another user could change it afterwards."""
+        """Verify a file, unless it is known to be unchanged, and return its path.
+
+        Return None if another user could change it afterwards.
+        """
         with disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
             if not self._private(name, file):
                 return None
-            verify(self.where, name, file, record, no_copy)
+            if not self._verified.match(file, record):
+                identity = self._verified.identify(file)
+                verify(self.where, name, file, record, no_copy)
+                self._verified.add(file, identity, record)
         return self.root / name
 
     def _private(self, name: str, file: int) -> bool:
@@ -184,11 +200,12 @@ class FolderStore(ObjectStore):
                 raise ObjectNotFoundError(self.where, name)
             yield file, _info(name, found)
 
-    def _place(self, root: int, draft: Draft, name: str, generation: int | None) -> ObjectInfo:
+    def _place(self, root: int, draft: Draft, name: str, generation: int | None, durable: bool = True) -> ObjectInfo:
         """Rename a complete file to ``name``. Raises ConflictError if ``name`` has another ``generation``."""
         now = time.time_ns()
         os.utime(draft.file, ns=(now, now))
-        os.fsync(draft.file)
+        if durable:
+            os.fsync(draft.file)
         with self._exclusive(root) as check:
             current = self._current(root, name)
             if generation not in (None, current):
@@ -221,19 +238,28 @@ class FolderStore(ObjectStore):
             given = os.fstat(file).st_mtime_ns
             os.utime(mark, ns=(given, given))
 
-    def _move(self, root: int, source: Path, file: int, name: str, advance: Advance) -> FileRecord | None:
-        """Move ``source`` into the store, and return its record; None if it cannot be moved."""
+    def _move(self, root: int, source: Path, file: int, name: str) -> bool:
+        """Move ``source`` into the store, without writing its data to the disk. Return False if it cannot be moved."""
         found, here = os.fstat(file), os.fstat(root)
         if found.st_dev != here.st_dev or found.st_uid != os.geteuid() or found.st_nlink != 1:
-            return None
-        record = record_of(file, lambda _, piece: advance(len(piece)))
+            return False
         os.fchmod(file, 0o600)
         try:
-            self._place(root, Draft(str(source), None, file), name, NEW)
+            self._place(root, Draft(str(source), None, file), name, NEW, durable=False)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            return self._copy(root, file, name, nothing)
+            return False
+        return True
+
+    def _record_of_moved(self, file: int, advance: Advance) -> FileRecord:
+        """Return the record of a file that has its final name, and write its data to the disk at the same time.
+
+        Nothing refers to the file before its record is returned, so it need not be on the disk when it gets its name.
+        """
+        identity = self._verified.identify(file)
+        record = record_of(file, lambda _, piece: advance(len(piece)), flush=True)
+        self._verified.add(file, identity, record)
         return record
 
     def _copy(self, root: int, file: int, name: str, advance: Advance) -> FileRecord:

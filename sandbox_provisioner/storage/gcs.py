@@ -21,7 +21,7 @@ from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
 from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
 from .disk import READ, closing, disk_errors, replacing
 from .gcs_parts import CHUNK, Meter, PartReader, PartWriter
-from .gcs_requests import TIMEOUT, NotMet, NotThere, Requests
+from .gcs_requests import TIMEOUT, MissingError, PreconditionError, Requests
 from .names import is_name, valid_name, valid_prefix
 from .parts import PART, Span, Sums, checksum, in_parallel, no_copy, recorded, spans, spans_of, wrong_checksum
 
@@ -46,7 +46,7 @@ class GCSStore(ObjectStore):
             require_readable(self.where, name, blob.size or 0)
             try:
                 data = self._requests.ask(partial(_download, blob))
-            except (NotMet, NotThere):
+            except (PreconditionError, MissingError):
                 continue  # it was replaced or deleted between the two requests
             return data, self._info(blob)
 
@@ -60,13 +60,13 @@ class GCSStore(ObjectStore):
         blob.metadata = {WRITE: uuid.uuid4().hex}
         blob.crc32c = _encode(google_crc32c.value(data))
         send = partial(blob.upload_from_string, data, "application/octet-stream", checksum=None)
-        unsure: list[Exception] = []
+        retried: list[Exception] = []
         try:
-            self._requests.ask(partial(send, if_generation_match=generation, timeout=TIMEOUT, retry=None), unsure)
-        except NotThere as error:
+            self._requests.ask(partial(send, if_generation_match=generation, timeout=TIMEOUT, retry=None), retried)
+        except MissingError as error:
             raise self._requests.no_bucket() from error
-        except NotMet:
-            ours = self._written(name, blob.metadata) if unsure else None
+        except PreconditionError:
+            ours = self._written(name, blob.metadata) if retried else None
             if ours is None:
                 raise ConflictError(self.where, name, generation or NEW) from None
             return ours
@@ -76,7 +76,7 @@ class GCSStore(ObjectStore):
         """Delete an object."""
         try:
             return self._remove(self._blob(name), generation)
-        except NotMet:
+        except PreconditionError:
             raise ConflictError(self.where, name, generation or NEW) from None
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -91,20 +91,20 @@ class GCSStore(ObjectStore):
         valid_name(self.where, _part(name, 0))
         with disk_errors(self.where, f"store {source}"), closing(os.open(source, READ)) as file:
             size = os.fstat(file).st_size
-            wanted = spans(size, PART)
-            there = {blob.name: blob for blob in self._blobs(f"{name}/")}
-            if set(there) - {self._prefix + _part(name, span.number) for span in wanted}:
+            expected = spans(size, PART)
+            existing = {blob.name: blob for blob in self._blobs(f"{name}/")}
+            if set(existing) - {self._prefix + _part(name, span.number) for span in expected}:
                 raise ConflictError(self.where, name, NEW)
-            send = partial(self._send, file, name, there, advance)
-            return recorded(size, in_parallel([partial(send, span) for span in wanted]))
+            send = partial(self._send, file, name, existing, advance)
+            return recorded(size, in_parallel([partial(send, span) for span in expected]))
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
         """Fetch the parts of a file, several in parallel, except those that an interrupted download completed."""
-        wanted = self._compare(name, record)
+        expected = self._compare(name, record)
         with disk_errors(self.where, f"copy {name} to {target}"), replacing(target, record.size) as file:
             resumed = os.fstat(file).st_blocks > 0
             fetch = partial(self._fetch, file, name, record, resumed, advance)
-            in_parallel([partial(fetch, span) for span in wanted])
+            in_parallel([partial(fetch, span) for span in expected])
 
     def delete_all(self, prefix: str) -> int:
         """Delete all objects below ``prefix``, several in parallel."""
@@ -120,7 +120,7 @@ class GCSStore(ObjectStore):
         blob = self._blob(name)
         try:
             self._requests.ask(partial(blob.reload, timeout=TIMEOUT, retry=None))
-        except NotThere:
+        except MissingError:
             raise ObjectNotFoundError(self.where, name) from None
         return blob
 
@@ -133,7 +133,7 @@ class GCSStore(ObjectStore):
 
         try:
             return self._requests.ask(request)
-        except NotThere as error:
+        except MissingError as error:
             raise self._requests.no_bucket() from error
 
     def _info(self, blob: Any) -> ObjectInfo:
@@ -148,21 +148,21 @@ class GCSStore(ObjectStore):
             return None
         return self._info(blob) if (blob.metadata or {}).get(WRITE) == metadata[WRITE] else None
 
-    def _send(self, file: int, name: str, there: dict[str, Any], advance: Advance, span: Span) -> Sums:
+    def _send(self, file: int, name: str, existing: dict[str, Any], advance: Advance, span: Span) -> Sums:
         """Upload a part unless it is in the bucket; return its checksums. Raises ConflictError if that one differs."""
         found = checksum(file, span, no_copy)
         meter = Meter(advance)
         blob = self._blob(_part(name, span.number))
-        if blob.name in there:
-            blob = there[blob.name]
+        if blob.name in existing:
+            blob = existing[blob.name]
         else:
             blob.chunk_size = CHUNK
             blob.crc32c = _encode(found.crc)
             try:
                 self._requests.ask(partial(self._send_blob, blob, file, span, meter))
-            except NotThere as error:
+            except MissingError as error:
                 raise self._requests.no_bucket() from error
-            except NotMet:
+            except PreconditionError:
                 blob = self._get(_part(name, span.number))
         if (_size(blob), blob.crc32c) != (span.length, _encode(found.crc)):
             raise ConflictError(self.where, name, NEW)
@@ -185,18 +185,18 @@ class GCSStore(ObjectStore):
 
         Raises ObjectNotFoundError if no part exists, CorruptObjectError if one is missing or differs.
         """
-        wanted = spans_of(self.where, name, record)
-        there = {blob.name: blob for blob in self._blobs(f"{valid_name(self.where, name)}/")}
-        if not there:
+        expected = spans_of(self.where, name, record)
+        existing = {blob.name: blob for blob in self._blobs(f"{valid_name(self.where, name)}/")}
+        if not existing:
             raise ObjectNotFoundError(self.where, name)
-        for span in wanted:
-            blob = there.get(self._prefix + _part(name, span.number))
+        for span in expected:
+            blob = existing.get(self._prefix + _part(name, span.number))
             if blob is None:
                 problem = f"part {span.number + 1} of {len(record.parts)} is missing"
                 raise CorruptObjectError(self.where, name, problem)
             if (_size(blob), blob.crc32c) != (span.length, _encode(record.parts[span.number])):
                 raise wrong_checksum(self.where, name, span, record)
-        return wanted
+        return expected
 
     def _fetch(self, file: int, name: str, record: FileRecord, resumed: bool, advance: Advance, span: Span) -> None:
         """Download a part into ``file``, unless an interrupted download completed it."""
@@ -204,7 +204,7 @@ class GCSStore(ObjectStore):
         if not resumed or not checksum(file, span, no_copy).match(record, span.number):
             try:
                 self._requests.ask(partial(self._fetch_blob, name, record, file, span, meter))
-            except NotThere:
+            except MissingError:
                 problem = f"part {span.number + 1} of {len(record.parts)} is missing"
                 raise CorruptObjectError(self.where, name, problem) from None
         meter.reach(span.length)
@@ -220,13 +220,13 @@ class GCSStore(ObjectStore):
 
     def _remove(self, blob: Any, generation: int | None = None) -> bool:
         """Delete a Blob. Return False if it did not exist, unless a failed attempt may have deleted it."""
-        unsure: list[Exception] = []
+        retried: list[Exception] = []
         try:
             self._requests.ask(
-                partial(blob.delete, if_generation_match=generation, timeout=TIMEOUT, retry=None), unsure
+                partial(blob.delete, if_generation_match=generation, timeout=TIMEOUT, retry=None), retried
             )
-        except NotThere:
-            return bool(unsure)
+        except MissingError:
+            return bool(retried)
         return True
 
 

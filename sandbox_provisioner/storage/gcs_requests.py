@@ -19,11 +19,11 @@ TIMEOUT = 30.0
 Result = TypeVar("Result")
 
 
-class NotThere(Exception):
+class MissingError(Exception):
     """The object or bucket does not exist: HTTP status 404."""
 
 
-class NotMet(Exception):
+class PreconditionError(Exception):
     """A precondition, such as a generation, did not hold: HTTP status 412."""
 
 
@@ -59,10 +59,10 @@ class Requests:
         except GoogleAuthError as error:
             raise self._denied(error) from error
         if self._on_time:
-            client._http.hooks["response"].append(self._hear)
+            client._http.hooks["response"].append(self._report_time)
         return client
 
-    def _hear(self, answer: Any, **_: Any) -> None:
+    def _report_time(self, answer: Any, **_: Any) -> None:
         """Report the time in the headers of a response. Called by ``requests`` for each response."""
         try:
             said = parsedate_to_datetime(answer.headers.get("Date", ""))
@@ -77,10 +77,10 @@ class Requests:
 
         return DEFAULT_RETRY.with_timeout(self.patience).with_delay(initial=0.1, maximum=5.0, multiplier=2.0)
 
-    def ask(self, request: Callable[[], Result], unsure: list[Exception] | None = None) -> Result:
-        """Call ``request``, with retries, and return its result. Raises NotThere, NotMet or StorageError.
+    def ask(self, request: Callable[[], Result], retried: list[Exception] | None = None) -> Result:
+        """Call ``request``, with retries, and return its result. Raises StorageError, or one of the errors above.
 
-        Each failure that was retried is added to ``unsure``: that attempt may have succeeded on the server.
+        Each failure that was retried is added to ``retried``: that attempt may have succeeded on the server.
         """
         self.bucket()
         from google.api_core import exceptions as google
@@ -92,15 +92,15 @@ class Requests:
             try:
                 return request()
             except JSONDecodeError as error:
-                raise ConnectionError("an answer was cut short") from error
+                raise ConnectionError("a response was cut short") from error
 
-        failures: list[Exception] = [] if unsure is None else unsure
+        failures: list[Exception] = [] if retried is None else retried
         try:
             answer: Result = self.retry()(send, on_error=failures.append)()
         except google.NotFound as error:
-            raise NotThere from error
+            raise MissingError from error
         except google.PreconditionFailed as error:
-            raise NotMet from error
+            raise PreconditionError from error
         except google.RetryError as error:
             raise self._unavailable(error.cause) from error
         except (google.Unauthorized, google.Forbidden, GoogleAuthError) as error:

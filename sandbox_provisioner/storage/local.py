@@ -14,6 +14,9 @@ from ..errors import StorageUnavailableError
 from .disk import OPEN, closing
 from .folder import GENERATION, Check, FolderStore
 
+VERIFIED = 256
+"""Files of the last sandboxes that were saved: a checkpoint has one large file."""
+
 
 class LocalStore(FolderStore):
     """A store in a folder on a local disk, shared by any number of processes of this machine.
@@ -26,7 +29,7 @@ class LocalStore(FolderStore):
     kind = "local"
 
     def __init__(self, folder: Path, patience: float = 60.0) -> None:
-        super().__init__(folder)
+        super().__init__(folder, most_verified=VERIFIED)
         self._patience = patience
 
     @contextmanager

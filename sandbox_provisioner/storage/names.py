@@ -1,4 +1,4 @@
-"""Validate object names. Only this module does, before a name becomes part of a path or a request."""
+"""Validate object names, before they become part of a path or a request. No other module does."""
 
 from __future__ import annotations
 

@@ -54,31 +54,30 @@ def spans_of(where: str, name: str, record: FileRecord) -> list[Span]:
 
 
 class Sums:
-    """The running CRC32C and, unless ``digested`` is false, SHA-256 of a sequence of pieces."""
+    """The running CRC32C and SHA-256 of a sequence of pieces."""
 
-    def __init__(self, digested: bool = True) -> None:
+    def __init__(self) -> None:
         self.crc = 0
-        self._sha256 = hashlib.sha256() if digested else None
+        self._sha256 = hashlib.sha256()
 
     def add(self, piece: bytes) -> None:
         """Add further bytes."""
         self.crc = google_crc32c.extend(self.crc, piece)
-        if self._sha256:
-            self._sha256.update(piece)
+        self._sha256.update(piece)
 
     @property
     def digest(self) -> str:
-        """SHA-256 in hexadecimal digits; empty if ``digested`` was false."""
-        return self._sha256.hexdigest() if self._sha256 else ""
+        """SHA-256 in hexadecimal digits."""
+        return self._sha256.hexdigest()
 
     def match(self, record: FileRecord, number: int) -> bool:
-        """Return True if the checksums match those of a part in ``record``, which may have no digests."""
+        """Return True if the checksums match those of a part in ``record``, which may lack digests."""
         return self.crc == record.parts[number] and (not record.digests or self.digest == record.digests[number])
 
 
-def checksum(file: int, span: Span, each: OnPiece, digested: bool = True) -> Sums:
+def checksum(file: int, span: Span, each: OnPiece) -> Sums:
     """Read a part, up to the end of the file, and return its checksums."""
-    found, offset, end = Sums(digested), span.offset, span.offset + span.length
+    found, offset, end = Sums(), span.offset, span.offset + span.length
     while offset < end and (piece := os.pread(file, min(READ_SIZE, end - offset), offset)):
         found.add(piece)
         each(offset, piece)
@@ -107,10 +106,13 @@ def in_parallel(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
     return [future.result() for future in futures]
 
 
-def record_of(file: int, each: OnPiece) -> FileRecord:
-    """Return the record of an open file."""
+def record_of(file: int, each: OnPiece, flush: bool = False) -> FileRecord:
+    """Return the record of an open file. With ``flush``, its data is written to the disk at the same time."""
     size = os.fstat(file).st_size
-    return recorded(size, in_parallel([partial(checksum, file, span, each) for span in spans(size, PART)]))
+    tasks: list[Callable[[], Sums | None]] = [partial(checksum, file, span, each) for span in spans(size, PART)]
+    if flush:
+        tasks.insert(0, partial(os.fsync, file))
+    return recorded(size, [sums for sums in in_parallel(tasks) if sums])
 
 
 def verify(where: str, name: str, file: int, record: FileRecord, each: OnPiece) -> None:
@@ -121,7 +123,7 @@ def verify(where: str, name: str, file: int, record: FileRecord, each: OnPiece) 
         raise CorruptObjectError(where, name, f"it has {size} bytes instead of {record.size}")
 
     def check(span: Span) -> None:
-        if not checksum(file, span, each, bool(record.digests)).match(record, span.number):
+        if not checksum(file, span, each).match(record, span.number):
             raise wrong_checksum(where, name, span, record)
 
     in_parallel([partial(check, span) for span in expected])

@@ -1,8 +1,7 @@
-"""Make a template: start the kernel in a separate sandbox, stop it before it serves, checkpoint it and publish it.
+"""Build a template: start its kernel in a separate sandbox, stop it before it serves, checkpoint it and publish it.
 
 A server runs this in a separate process, ``python -m sandbox_provisioner.templates.build``. The process reads the
-recipe from its standard input, waits for the start that found no template, runs at the lowest priority, and ends with
-the server.
+recipe from its standard input, waits LATER seconds, runs at the lowest priority, and ends with the server.
 """
 
 from __future__ import annotations
@@ -43,16 +42,20 @@ PRELOADING = 600.0
 SETTLED = 1.0
 """Seconds for which the files of a template must have been unchanged before a build starts."""
 TRIES = 3
+"""Number of attempts to build while files keep changing."""
 LATER = 5.0
 """Delay in seconds before a background build, so that the kernel's start comes first."""
-LOOK_EVERY = 0.2
-WORDS_KEPT = 2000
+POLL = 0.2
+"""Seconds between two checks if the server still runs."""
+MAX_REASON = 2000
+"""Maximum characters of a reason that comes from the guest."""
 
 Say = Callable[[str], None]
+"""Called with the name of each step when it begins."""
 
 
 def in_background(recipe: Recipe) -> None:
-    """Start a process that makes the template. Blocks for milliseconds."""
+    """Start a process that builds the template. Blocks for milliseconds."""
     command = [sys.executable, "-P", "-m", "sandbox_provisioner.templates.build", str(os.getpid())]
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(  # -P, cwd: never import from a folder that a notebook can write to
@@ -66,11 +69,11 @@ def in_background(recipe: Recipe) -> None:
 
 
 _background: list[subprocess.Popen[bytes]] = []
-"""Build processes that may not have been waited for yet."""
+"""Build processes that have not been waited for yet."""
 
 
 def main() -> None:
-    """Make the template whose recipe is on stdin, for the server whose process id is the first argument."""
+    """Build the template whose recipe is on stdin, for the server whose process id is the first argument."""
     server, recipe = int(sys.argv[1]), Recipe.from_json(json.load(sys.stdin))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.nice(19)
@@ -78,10 +81,10 @@ def main() -> None:
 
 
 async def _build_for(server: int, recipe: Recipe) -> None:
-    """Build, but cancel the build when the process ``server`` ends; it then cleans up."""
+    """Build the template, but cancel the build when the process ``server`` ends."""
     work = asyncio.create_task(_build_later(recipe))
     while not work.done() and os.getppid() == server:
-        await asyncio.wait({work}, timeout=LOOK_EVERY)
+        await asyncio.wait({work}, timeout=POLL)
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
 
@@ -92,12 +95,12 @@ async def _build_later(recipe: Recipe) -> None:
     try:
         await build(recipe, shelf, wait=False)
     except SandboxError as error:  # shown by `jupyter sandbox template list`; retried later, but not at each start
-        failure = f"it could not be made: {error}"
+        failure = f"the build failed: {error}"
         shelf.fail(Template(recipe.kernel_name, recipe.key, now(), unfit=failure, failed=True))
 
 
 async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lambda step: None) -> Template | None:
-    """Make the template, publish it and return it. Without ``wait``, return None if another process is making it.
+    """Build the template, publish it and return it. Without ``wait``, return None if another process is building it.
 
     A template without an image records why the kernel cannot have one. Raises SandboxError if the build failed.
     """
@@ -128,7 +131,7 @@ async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lam
 
 
 async def _freeze_settled(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
-    """Call ``_freeze``, again if files have changed during the build or just before, such as by pip. TRIES at most."""
+    """Call ``_freeze`` up to TRIES times, as long as files change during the build, for example by pip."""
     for _ in range(TRIES - 1):
         with suppress(UnsettledError):
             return await _freeze(recipe, modules, draft, say)
@@ -137,7 +140,7 @@ async def _freeze_settled(recipe: Recipe, modules: list[str], draft: Path, say: 
 
 
 async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> dict[str, Any]:
-    """Start the kernel and return its report with the marks of its files. Write the image to ``draft`` if it is fit."""
+    """Start the kernel, checkpoint it to ``draft`` if possible, and return its report with the marks of its files."""
     begun = time.time()
     empty = draft.with_name(f"{draft.name}-folder")
     empty.mkdir(mode=0o700, exist_ok=True)
@@ -161,11 +164,14 @@ async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> 
 
 
 async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) -> dict[str, Any]:
-    """Start the kernel, make it import ``modules``, and return why it is unfit, the modules left out, and its files."""
+    """Start the kernel, make it import ``modules``, and return its report.
+
+    ``unfit`` is why it cannot have a template, ``left_out`` the modules that cannot be part of it, ``files`` its files.
+    """
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
     process = await sandbox.execute(as_zygote(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
     if process.number != FIRST_PROCESS:
-        raise SandboxError("Another process ran before the kernel in the template's sandbox. No template was built.")
+        raise SandboxError("A process started before the kernel in the template's sandbox. No template was built.")
     end = asyncio.create_task(process.read())
     try:
         unfit = await _unfit(sandbox, recipe, end)
@@ -182,7 +188,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
         end.cancel()
         await asyncio.gather(end, return_exceptions=True)
     if not isinstance(found.get("files"), list):
-        raise GuestError("The report of the frozen kernel is invalid.")
+        raise GuestError("The stopped kernel sent an invalid report. No template was built.")
     return {"unfit": "", "left_out": left_out, "files": found["files"]}
 
 
@@ -192,27 +198,30 @@ async def _preload(sandbox: GVisorSandbox, name: str) -> str:
         async with asyncio.timeout(PRELOADING):
             said = await tell(sandbox.connection, op="preload", modules=[name])
     except TimeoutError:
-        raise SandboxError(f"{name} could not be imported within {PRELOADING:g} seconds.") from None
+        raise SandboxError(
+            f"{name} could not be imported within {PRELOADING:g} seconds. No template was built.",
+            "Remove it from the setting preload, or build the template again.",
+        ) from None
     except LinkClosedError:
-        await asyncio.sleep(LOOK_EVERY)
-        return "it ends the kernel"
+        await asyncio.sleep(POLL)
+        return "its import ended the kernel"
     left_out = said.get("left_out")
-    return printable(str(left_out.get(name, ""))[:WORDS_KEPT]) if isinstance(left_out, dict) else ""
+    return printable(str(left_out.get(name, ""))[:MAX_REASON]) if isinstance(left_out, dict) else ""
 
 
 async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tuple[bytes, bytes]]) -> str:
-    """Return why the kernel cannot be frozen: its own report, its end, or that it already serves; empty if it can."""
+    """Return why the kernel cannot be checkpointed before it serves; empty if it can."""
     answer = asyncio.create_task(tell(sandbox.connection, op="report"))
     serving = asyncio.create_task(_serves(sandbox, recipe))
     try:
         watched: set[asyncio.Future[Any]] = {answer, end, serving}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
-            return printable(str(answer.result().get("unfit", ""))[:WORDS_KEPT])
+            return printable(str(answer.result().get("unfit", ""))[:MAX_REASON])
         if end.done():
-            words = b"\n".join(end.result())[-WORDS_KEPT:]
-            return f"it ended before it could be frozen: {printable(words)}"
-        return "it does not start as ipykernel's do"
+            output = b"\n".join(end.result())[-MAX_REASON:]
+            return f"it ended before it could be checkpointed: {printable(output)}"
+        return "it serves without stopping for the checkpoint, unlike ipykernel"
     finally:
         for task in (answer, serving):
             task.cancel()
@@ -220,13 +229,13 @@ async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tup
 
 
 async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
-    """Return when the kernel must be serving: SERVING after its shell socket answers, after STARTING in any case."""
-    up = asyncio.Event()
+    """Wait until SERVING seconds after the kernel's shell socket answers, but not longer than STARTING."""
+    answered = asyncio.Event()
     stream = sandbox.connection.open(targets(recipe.connection)["shell"])
-    stream.on_data = lambda data: up.set()
+    stream.on_data = lambda data: answered.set()
     try:
         async with asyncio.timeout(STARTING):
-            await up.wait()
+            await answered.wait()
             await asyncio.sleep(SERVING)
     except TimeoutError:
         pass
@@ -235,7 +244,7 @@ async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
 
 
 def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, Mount]]:
-    """Yield the host path and the mount of each sandbox path that a sandbox of ``spec`` has from the host."""
+    """Yield the host path and the mount of each of the sandbox's ``paths`` that ``spec`` mounts from the host."""
     views = sorted(visible_mounts(spec), key=lambda mount: len(mount.destination), reverse=True)
     for path in map(str, paths):
         view = next((mount for mount in views if within(path, mount.destination)), None)
@@ -249,8 +258,8 @@ def _marks(paths: Iterable[str], begun: float) -> dict[str, list[int]]:
     for path, found in marks.items():
         if found[-1] > (begun - SETTLED) * 1e9:
             raise UnsettledError(
-                f"{path} was changed while the template was made, or just before.",
-                "The next start has it made again; so does `jupyter sandbox template build`.",
+                f"{path} was changed while the template was built, or just before.",
+                "The next start builds the template again; so does `jupyter sandbox template build`.",
             )
     return marks
 

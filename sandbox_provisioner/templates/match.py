@@ -6,11 +6,9 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 from jupyter_client.kernelspec import NoSuchKernel
 from jupyter_client.manager import KernelManager
@@ -26,7 +24,6 @@ from ..gvisor.runsc import find as find_runsc
 from ..kernel.env_filter import filtered
 from ..kernel.launch_plan import Launch, plan
 from ..kernel.settings import SandboxSettings
-from . import build
 from . import spec as recipes
 from .spec import Recipe
 from .store import Template, TemplateShelf
@@ -41,66 +38,55 @@ FAILED_FOR = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class TemplateMatch:
-    """A start that could be a copy of ``template``, which is None if it is not built, in a sandbox with ``spec``."""
+    """A start that can be a copy of ``template`` in a sandbox with ``spec``; None if the template is not built yet."""
 
     recipe: Recipe
     spec: BundleSpec
     template: Template | None
     shelf: TemplateShelf
 
-    @contextmanager
-    def image(self) -> Iterator[Path]:
-        """Provide the template's image; it is not deleted during the block. Raises FileNotFoundError if it is gone."""
-        assert self.template is not None
-        with self.shelf.using(self.template) as image:
-            yield image
-
     def outdated(self) -> bool:
         """Return True if there is no template or one of its files has changed. Blocks."""
         return self.template is None or bool(self.template.changed)
 
     def drop(self) -> None:
-        """Delete the template. An OSError is ignored: the next start skips the template again."""
+        """Delete the template. An OSError is ignored: the next start tries to delete it again."""
         if self.template:
             with suppress(OSError):
                 self.shelf.drop(self.recipe.kernel_name, self.template.image)
 
-    def build(self) -> None:
-        """Start a background build of the template. Blocks for milliseconds."""
-        build.in_background(self.recipe)
-
 
 def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> TemplateMatch | None:
-    """Return the match for ``launch``; None if it can use no template, not even a new one. Blocks."""
+    """Return the match for ``launch``; None if this start cannot use a template, even a new one. Blocks."""
     recipe = recipe_of(launch, runsc, settings)
     folder = launch.start.folder
     if recipe is None or folder is None or not recipes.suits(launch.bare, launch.spec, folder):
         return None
     shelf = TemplateShelf()
     template = shelf.get(recipe.kernel_name)
-    spec = recipes.carrying(launch.bare, folder)
+    without = TemplateMatch(recipe, replace(launch.bare, carried=folder), None, shelf)
     if template is None or template.key != recipe.key:
-        return TemplateMatch(recipe, spec, None, shelf)
+        return without
     if template.unfit:
-        patience = FAILED_FOR if template.failed else UNFIT_FOR
-        return None if template.age < patience else TemplateMatch(recipe, spec, None, shelf)
+        return None if template.age < (FAILED_FOR if template.failed else UNFIT_FOR) else without
+    found = replace(without, template=template)
     if changed := template.changed:
-        log.info("The template of %s is made again: %s has changed", recipe.kernel_name, changed)
-        TemplateMatch(recipe, spec, template, shelf).drop()
-        return TemplateMatch(recipe, spec, None, shelf)
-    return TemplateMatch(recipe, spec, template, shelf)
+        log.info("The template of %s is built again: %s has changed", recipe.kernel_name, changed)
+        found.drop()
+        return without
+    return found
 
 
 def grant_of(launch: Launch) -> Grant:
-    """Return the mounts that a restore may use instead of a start: those that ``launch`` would start with."""
+    """Return the mounts that a restore may use: the same that a start by ``launch`` would have."""
     folder = launch.start.folder
     bindable = folder is not None and recipes.suits(launch.bare, launch.spec, folder)
-    carrying = recipes.carrying(launch.bare, folder) if folder and bindable else None
+    carrying = replace(launch.bare, carried=folder) if bindable else None
     return Grant(launch.spec, launch.platform, folder, carrying, tuple(launch.start.watched))
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:
-    """Return the recipe for this kernel; None if it can have no template or its environment is not the usual one."""
+    """Return the recipe for this kernel; None if it can have no template, or if this start's environment differs."""
     kernelspec, manager = settings.kernel_spec, settings.parent
     if settings.template == "none" or kernelspec is None or manager is None:
         return None
@@ -134,7 +120,7 @@ def recipe_for(kernel_name: str, config: Config) -> Recipe:
             raise SandboxError(
                 f"Kernel {kernel_name} does not run in a sandbox.", "`jupyter sandbox setup` adds a twin."
             )
-        settings.template = "use"  # requested explicitly, even if servers with this setting do not use it
+        settings.template = "use"  # the user asked for this template, even if the setting is "none"
         given = asyncio.run(KernelProvisionerBase.pre_launch(settings, env=dict(os.environ)))
         env = filtered(given["env"], [*settings.kernel_spec.env, *settings.pass_environment])
         manager.write_connection_file()
@@ -143,7 +129,7 @@ def recipe_for(kernel_name: str, config: Config) -> Recipe:
         recipe = recipe_of(launch, runsc, settings)
     if recipe is None:
         raise SandboxError(
-            f"Kernel {kernel_name} can have no template: it is no Python module, or sees an IPython profile of yours.",
-            "It starts from nothing.",
+            f"Kernel {kernel_name} can have no template: it is not a Python module, or uses your own IPython profile.",
+            "It starts without a template.",
         )
     return recipe

@@ -1,8 +1,8 @@
-"""Describe everything that a template is made from and depends on, so that a start can recognise its template.
+"""Describe everything that a template is built from and depends on, so that a start can recognise its template.
 
-A template belongs to a kernelspec and contains nothing of a user or a notebook. From the environment it gets only the
-variables, listed by name, that an interpreter or a library reads when it starts. All others, and so every secret, are
-given to each copy. A start with other values for the listed variables uses no template.
+A template belongs to a kernelspec and contains no data of a notebook. It is built with only those environment variables
+that an interpreter or a library reads when it starts (FROZEN). All others, and so every secret, are given to each copy.
+A start with other values for the FROZEN variables uses no template.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FROZEN = {
     "LANG", "LANGUAGE", "TZ", "HOME", "USER", "LOGNAME", "TMPDIR", "JPY_PARENT_PID", "IPYTHONDIR", "MPLBACKEND",
     "MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME",
 }  # fmt: skip
-"""Variables that a template is made with, in addition to those with FROZEN_PREFIXES."""
+"""Environment variables that a template is built with, in addition to those with FROZEN_PREFIXES."""
 FROZEN_PREFIXES = ("LC_", "PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_")
 PROFILE = re.compile("profile|ipython[-_]dir|config", re.IGNORECASE)
 """Matches command-line options that give IPython a folder or a file of the user."""
@@ -44,7 +44,7 @@ _PUBLIC = {"transport", "ip", "signature_scheme", "kernel_name", *(f"{channel}_p
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a kernelspec's template is made from. The ``carried`` folder of its spec has no source."""
+    """Everything that a kernelspec's template is built from. The ``carried`` folder of its spec has no source."""
 
     kernel_name: str
     argv: tuple[str, ...]
@@ -93,11 +93,11 @@ class Recipe:
             }
             return cls(**fields)
         except (TypeError, ValueError, LookupError) as error:
-            raise MetadataError(f"This is no recipe of a template: {error}.") from error
+            raise MetadataError(f"Invalid recipe of a template: {error}.") from error
 
 
 def frozen_part(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in ``env`` that a template is made with."""
+    """Return the variables in ``env`` that a template is built with."""
     return {name: value for name, value in env.items() if name in FROZEN or name.startswith(FROZEN_PREFIXES)}
 
 
@@ -112,11 +112,6 @@ def suits(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> bool:
     return mounts == without and not inside
 
 
-def carrying(bare: BundleSpec, folder: Mount) -> BundleSpec:
-    """Return the spec of a copy that carries ``folder``."""
-    return replace(bare, carried=folder)
-
-
 def recipe(
     kernel_name: str,
     start: Start,
@@ -126,7 +121,7 @@ def recipe(
     preload: tuple[str, ...],
     kernelspec_env: Mapping[str, str],
 ) -> Recipe | None:
-    """Return the recipe of the template for ``start``; None if such a kernel cannot be frozen."""
+    """Return the recipe of the template for ``start``; None if such a kernel cannot have one."""
     connection = json.loads(start.files[start.connection_file])
     if not as_zygote(start.argv) or "curve_secretkey" in connection or _profiled(start, bare):
         return None
@@ -146,9 +141,9 @@ def recipe(
 
 def _profiled(start: Start, spec: BundleSpec) -> bool:
     """Return True if IPython's folder may be the user's own: the template would open its history and other files."""
-    place = start.env.get("IPYTHONDIR", f"{start.env['HOME']}/.ipython")
+    folder = start.env.get("IPYTHONDIR", f"{start.env['HOME']}/.ipython")
     named = any(part.startswith("-") and PROFILE.search(part) for part in start.argv)
-    return named or any(mount.source and within(place, mount.destination) for mount in all_mounts(spec))
+    return named or any(mount.source and within(folder, mount.destination) for mount in all_mounts(spec))
 
 
 def _guest_code() -> str:

@@ -1,4 +1,4 @@
-"""Start a kernel as a copy of its template, or from nothing if it has no usable template."""
+"""Start a kernel as a copy of its template, or without one if no template is usable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ..kernel.output import Ending
 from ..kernel.settings import SandboxSettings
 from ..sandbox.handle import SandboxHandle
 from ..workers import control
+from .build import in_background
 from .match import TemplateMatch, grant_of
+from .store import Template
 from .warm_pool import WARM_POOL
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileN
 class KernelStart:
     """One start of ``kernel`` by the plan ``launch``, in the open sandbox ``handle`` or, if None, an ephemeral one.
 
-    ``ending`` makes the kernel's outputs for each attempt. ``require_wanted`` raises StateError if the kernel was shut
-    down meanwhile: its start is then not tried in another way. I/O thread only.
+    ``ending`` returns new outputs of the kernel for each attempt. ``require_wanted`` raises StateError if the kernel
+    was shut down meanwhile: no other attempt follows. I/O thread only.
     """
 
     kernel: SandboxedKernel
@@ -47,16 +49,16 @@ class KernelStart:
     async def run(self, found: TemplateMatch | None, settings: SandboxSettings) -> None:
         """Start a copy of the template or, without a usable template, a new kernel."""
         if found and found.template:
-            if await self._start_copy(found):
-                WARM_POOL.aim(found, settings.standby)
+            if await self._start_copy(found, found.template):
+                WARM_POOL.keep_ready(found, settings.standby)
                 return
             found.drop()
         await self._launch_in(self.launch.spec)
         if found and settings.template == "build":
             with suppress(OSError):  # the next start retries
-                await control(found.build)
+                await control(in_background, found.recipe)
 
-    async def _start_copy(self, found: TemplateMatch) -> bool:
+    async def _start_copy(self, found: TemplateMatch, template: Template) -> bool:
         """Start a copy from the warm pool or the image. Return False if the template failed."""
         if copy := WARM_POOL.take(found):
             try:
@@ -70,7 +72,7 @@ class KernelStart:
                 await asyncio.shield(copy.delete())
                 raise
         try:
-            with found.image() as image:
+            with found.shelf.using(template) as image:
                 await self._launch_in(found.spec, image)
             return True
         except TEMPLATE_ERRORS as error:

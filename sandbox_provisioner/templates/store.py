@@ -1,8 +1,8 @@
 """Store the templates on this user's disk: at most one per kernelspec, published and deleted atomically.
 
 Each kernelspec has a folder with images; ``template.json`` names the current one. An image is used under a shared lock
-and deleted only under an exclusive one, so that no server deletes an image that another one uses. The next build
-removes the leftovers of builds that died.
+and deleted only under an exclusive one, so that no server deletes an image that another one uses. Each build removes
+the files that interrupted builds left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import stat
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -29,7 +29,7 @@ LOCK = ".building"
 IMAGE = "image-"
 POLL = 0.1
 """Seconds between two attempts to get the build lock."""
-ALONE = fcntl.LOCK_EX | fcntl.LOCK_NB
+EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 Mark = list[int]
 """Values that show if a file has changed: device, inode, size, mtime and ctime; for a folder no size and ctime."""
@@ -37,7 +37,7 @@ Mark = list[int]
 
 @dataclass(frozen=True)
 class Template:
-    """A template or, if ``image`` is empty, the record that this kernelspec can have none and why (``unfit``)."""
+    """A template; or, if ``image`` is empty, the reason (``unfit``) why the kernelspec has none."""
 
     kernel_name: str
     key: str
@@ -61,12 +61,12 @@ class Template:
 
     @property
     def age(self) -> timedelta:
-        """Time since the template was made."""
+        """Time since the template was built."""
         return datetime.now(UTC) - datetime.fromisoformat(self.created)
 
 
 def mark(path: str) -> Mark | None:
-    """Return the mark of a file or folder; None if it cannot be read."""
+    """Return the mark of a file or folder; None if it does not exist or cannot be reached."""
     try:
         found = os.stat(path)
     except OSError:
@@ -98,27 +98,27 @@ class TemplateShelf:
 
     @contextmanager
     def using(self, template: Template) -> Iterator[Path]:
-        """Provide the image; it is not deleted during the block. Raises FileNotFoundError if it is gone or locked."""
+        """Provide the image, and keep it during the block. Raises FileNotFoundError if it is gone or being deleted."""
         image = self.folder / template.kernel_name / template.image
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(image, fcntl.LOCK_SH | fcntl.LOCK_NB))
             except OSError as error:  # another process may be deleting it
-                raise FileNotFoundError(f"{image} cannot be had: {error.strerror}") from error
+                raise FileNotFoundError(f"{image} cannot be locked: {error.strerror}") from error
             if not (image / "checkpoint.img").exists():
                 raise FileNotFoundError(f"{image} is gone")
             yield image
 
     @asynccontextmanager
     async def building(self, kernel_name: str, wait: bool) -> AsyncIterator[Path | None]:
-        """Hold the kernelspec's build lock and provide a path for an image; None if it is taken and not ``wait``."""
+        """Hold the kernelspec's build lock and provide a path for an image; without ``wait``, None if it is locked."""
         place = self.folder / kernel_name
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         (place / LOCK).mkdir(mode=0o700, exist_ok=True)
         with ExitStack() as stack:
             while True:
                 try:
-                    stack.enter_context(locked(place / LOCK, ALONE))
+                    stack.enter_context(locked(place / LOCK, EXCLUSIVE))
                     break
                 except BlockingIOError:
                     if not wait:
@@ -131,7 +131,7 @@ class TemplateShelf:
                 self._collect(place)
 
     def publish(self, template: Template, draft: Path | None = None) -> Template:
-        """Make the template current, with the image in ``draft`` if given, and return it. Needs the build lock."""
+        """Make the template current, with the image ``draft``, if given, and return it. Call in ``building`` only."""
         place = self.folder / template.kernel_name
         if draft:
             name = f"{IMAGE}{uuid4().hex[:12]}"
@@ -139,7 +139,7 @@ class TemplateShelf:
             files = sorted(image.iterdir())
             marks = {**template.marks, **{str(path): found for path in files if (found := mark(str(path)))}}
             size = sum(path.stat().st_size for path in files)
-            template = Template(**{**asdict(template), "image": name, "marks": marks, "size": size})
+            template = replace(template, image=name, marks=marks, size=size)
         partial = place / LOCK / DOCUMENT
         partial.write_text(json.dumps(asdict(template)))
         partial.rename(place / DOCUMENT)
@@ -148,18 +148,18 @@ class TemplateShelf:
     def fail(self, failure: Template) -> None:
         """Record a failed build, unless the kernelspec has an image or another process is building."""
         place = self.folder / failure.kernel_name
-        with suppress(OSError), locked(place / LOCK, ALONE):
+        with suppress(OSError), locked(place / LOCK, EXCLUSIVE):
             found = self.get(failure.kernel_name)
             if found is None or not found.image:
                 self.publish(failure)
 
     def drop(self, kernel_name: str, image: str = "") -> bool:
-        """Delete a kernelspec's template, if ``image`` is given only that one. Return True if it was deleted."""
+        """Delete a kernelspec's template, or nothing if ``image`` is given and not current. Return True if deleted."""
         found, place = self.get(kernel_name), self.folder / kernel_name
         if not (place / DOCUMENT).exists() or (image and found and found.image != image):
             return False
         (place / DOCUMENT).unlink(missing_ok=True)
-        with suppress(OSError), locked(place / LOCK, ALONE):  # if a build holds the lock, it collects at its end
+        with suppress(OSError), locked(place / LOCK, EXCLUSIVE):  # if a build holds the lock, it collects at its end
             self._collect(place)
         return True
 
@@ -171,5 +171,5 @@ class TemplateShelf:
                 continue
             with suppress(OSError):
                 if path.is_dir():
-                    with locked(path, ALONE):
+                    with locked(path, EXCLUSIVE):
                         shutil.rmtree(path)

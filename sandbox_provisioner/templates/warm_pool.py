@@ -37,8 +37,7 @@ LOOK_EVERY = 5.0
 SCARCE = 0.1
 """Fraction of free memory below which the pool is emptied."""
 
-
-Place = tuple[tuple[int, int], ...]
+FolderIds = tuple[tuple[int, int], ...]
 """Device and inode of each host folder that a sandbox sees: a replaced folder has other numbers."""
 
 
@@ -48,7 +47,7 @@ class Copy:
 
     match: TemplateMatch
     sandbox: GVisorSandbox
-    place: Place
+    folder_ids: FolderIds
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -59,9 +58,10 @@ class Copy:
     def fits(self, match: TemplateMatch) -> bool:
         """Return True if the copy runs, and has the image and the folders that a start of ``match`` would have."""
         template, own = match.template, self.match.template
-        same = template is not None and own is not None and template.image == own.image
-        same = same and match.spec.carried == self.match.spec.carried and self.sandbox.state == State.RUNNING
-        return same and _place(match) == self.place
+        if template is None or own is None or template.image != own.image:
+            return False
+        same_folder = match.spec.carried == self.match.spec.carried and _folder_ids(match) == self.folder_ids
+        return same_folder and self.sandbox.state == State.RUNNING
 
 
 class WarmPool:
@@ -84,7 +84,7 @@ class WarmPool:
                 return copy.sandbox
         return None
 
-    def aim(self, match: TemplateMatch, count: int) -> None:
+    def keep_ready(self, match: TemplateMatch, count: int) -> None:
         """Keep ``count`` copies for the next start like this one, and end other copies of the kernelspec."""
         name = match.recipe.kernel_name
         if not count and not any(copy.kernel_name == name for copy in self._copies):
@@ -108,13 +108,13 @@ class WarmPool:
         await self._end([copy for copy in self._copies if copy.sandbox.sandbox_id == sandbox_id])
 
     async def end(self) -> None:
-        """End all copies and release the I/O thread. Any thread but that one."""
+        """End all copies and release the I/O thread. Any thread except that one."""
         if IO.held_by(self):
             await IO.run(self.close())
             await IO.release(self)
 
     def forget(self) -> None:
-        """Empty the pool in a forked child: the copies belong to the parent. Called by ``os.fork``."""
+        """Empty the pool in a forked child process: the copies belong to the parent. Called after ``os.fork``."""
         self._copies, self._tasks = [], {}
 
     async def _keep(self, match: TemplateMatch, count: int, before: asyncio.Task[None] | None) -> None:
@@ -148,25 +148,26 @@ class WarmPool:
     async def _add(self, match: TemplateMatch) -> None:
         """Restore a copy and add it to the pool. Raises SandboxError or OSError if that fails."""
         sandbox = GVisorSandbox(str(uuid4()), match.spec, match.recipe.runsc, match.recipe.platform)
-        folder, place = match.spec.carried, _place(match)
-        if folder is None or place is None:
-            raise SandboxError("The folder is gone.")
+        folder, folder_ids, template = match.spec.carried, _folder_ids(match), match.template
+        assert template is not None
+        if folder is None or folder_ids is None:
+            raise SandboxError("The folder of the last start, or another folder that is mounted, is gone.")
         try:
-            with match.image() as image:
+            with match.shelf.using(template) as image:
                 await sandbox.start(image)
             async with asyncio.timeout(ACTIVATING):
-                await self._rehearse(sandbox, folder)
+                await self._prepare(sandbox, folder)
         except TimeoutError:
             await asyncio.shield(sandbox.delete())
             raise SandboxError(f"A copy of the template was not ready within {ACTIVATING:g} seconds.") from None
         except BaseException:
             await asyncio.shield(sandbox.delete())
             raise
-        self._copies.append(Copy(match, sandbox, place))
+        self._copies.append(Copy(match, sandbox, folder_ids))
 
     @staticmethod
-    async def _rehearse(sandbox: GVisorSandbox, folder: Mount) -> None:
-        """Bind the folder in the sandbox and wait until the kernel listens; both do not depend on the later owner."""
+    async def _prepare(sandbox: GVisorSandbox, folder: Mount) -> None:
+        """Do the part of the activation that is the same for each start: bind the folder, wait for the kernel."""
         for _ in range(IDENTIFY_TRIES):
             expected = identity(folder._replace(destination=CARRIED))
             try:
@@ -186,14 +187,14 @@ class WarmPool:
                 await asyncio.shield(copy.sandbox.delete())
 
 
-def _place(match: TemplateMatch) -> Place | None:
-    """Return the device and inode of each folder that ``match`` shows now; None if one is gone."""
-    shown = [match.spec.carried, *match.spec.mounts]
+def _folder_ids(match: TemplateMatch) -> FolderIds | None:
+    """Return the device and inode of each folder that ``match`` mounts now; None if one is gone."""
+    mounts = [match.spec.carried, *match.spec.mounts]
     try:
-        found = [os.stat(mount.source) for mount in shown if mount and mount.source]
+        found = [os.stat(mount.source) for mount in mounts if mount and mount.source]
     except OSError:
         return None
-    return tuple((one.st_dev, one.st_ino) for one in found)
+    return tuple((status.st_dev, status.st_ino) for status in found)
 
 
 def scarce(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> bool:
@@ -214,7 +215,7 @@ def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _left(cgroup: Path) -> tuple[int, int] | None:
-    """Return a control group's free memory, with reclaimable file cache, and its limit; None if it has no limit."""
+    """Return a control group's free memory, including its file cache, and its limit; None if it has no limit."""
     try:
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         return limit - used + _numbers(cgroup / "memory.stat").get("inactive_file", 0), limit

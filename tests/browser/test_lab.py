@@ -1,4 +1,4 @@
-"""Use a sandboxed kernel in JupyterLab: a real server and a real browser. Run by `make test-lab`."""
+"""Use a sandboxed kernel in JupyterLab, with a real server and a real browser. Run by `make test-lab`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from notebooks import until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -27,11 +28,12 @@ FLAGS = [
 ]  # fmt: skip
 TOKEN = "test"
 PATIENCE = 90_000
+"""Timeout in milliseconds, as Playwright expects it."""
 
 
 @pytest.fixture
 def lab(tmp_path: Path, notebook_folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A JupyterLab server with the sandboxed kernel installed; yields its address. A parameter is the idle timeout."""
+    """Run JupyterLab with the sandboxed kernel, and yield its address. The fixture's parameter is the idle timeout."""
     env = {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path / "data"), "SERVER_SECRET": "do not tell"}
     env["JUPYTER_PREFER_ENV_PATH"] = "0"  # the kernels of this test, not those of the virtual environment
     sandbox = [sys.executable, "-m", "sandbox_provisioner.cli", "setup", "--kernel", "python3"]
@@ -62,7 +64,7 @@ def wait_for_address(log: Path, server: subprocess.Popen[bytes]) -> str:
 
 @pytest.fixture
 def page(lab: str) -> Iterator[Page]:
-    """A new notebook with the sandboxed kernel, picked in the launcher."""
+    """A new notebook with the sandboxed kernel, selected in the launcher."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -77,7 +79,7 @@ def page(lab: str) -> Iterator[Page]:
 
 
 def run(page: Page, number: int, code: str) -> str:
-    """What the cell says that was typed and run as that of this number, once it is done with."""
+    """Type and run code in the cell with this number, wait for its end, and return its output."""
     page.keyboard.type(code)
     page.keyboard.press("Shift+Enter")
     cell = page.locator(".jp-CodeCell").nth(number - 1)
@@ -101,7 +103,7 @@ def test_rewind_in_notebook(page: Page) -> None:
 
 
 def states(lab: str) -> list[str]:
-    """The states of all sandboxes."""
+    """Return the states of all sandboxes."""
     with urllib.request.urlopen(f"{lab}api/sandboxes?token={TOKEN}") as answer:
         return [sandbox["state"] for sandbox in json.load(answer)["items"]]
 
@@ -132,7 +134,7 @@ def test_cell_continues_during_usage_request_and_reload(lab: str, page: Page, no
     page.on("dialog", lambda dialog: dialog.accept())
     page.keyboard.type("%run ticks.py")
     page.keyboard.press("Shift+Enter")
-    wait_for(ticks.exists)
+    until(ticks.exists)
     assert page.evaluate(ASK_USAGE) == "usage_reply"
     for reload in (True, False):
         seen = len(ticks.read_text().splitlines())
@@ -143,19 +145,11 @@ def test_cell_continues_during_usage_request_and_reload(lab: str, page: Page, no
             page.reload(timeout=PATIENCE)
             page.wait_for_selector(".jp-Notebook .cm-content", timeout=PATIENCE)
     (notebook_folder / "stop").touch()
-    wait_for(lambda: ticks.read_text().endswith("end\n"))
-    wait_for(lambda: states(lab) == ["hibernated"])
+    until(lambda: ticks.read_text().endswith("end\n"))
+    until(lambda: states(lab) == ["hibernated"])
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait for something that must happen."""
-    deadline = time.monotonic() + PATIENCE / 1000
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-PLANT = """import os
+PLANT_LINK = """import os
 path = ".ipynb_checkpoints/Untitled-checkpoint.ipynb"
 os.makedirs(".ipynb_checkpoints", exist_ok=True)
 os.path.lexists(path) and os.unlink(path)
@@ -165,7 +159,7 @@ os.symlink("{}", path)
 
 def test_save_explains_refused_checkpoint_link(page: Page, notebook_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("the user's")
-    (notebook_folder / "plant.py").write_text(PLANT.format(tmp_path / "outside"))
+    (notebook_folder / "plant.py").write_text(PLANT_LINK.format(tmp_path / "outside"))
     run(page, 1, "%run plant.py")
     assert (notebook_folder / ".ipynb_checkpoints" / "Untitled-checkpoint.ipynb").read_text() == "the user's"
     page.keyboard.press("Control+s")

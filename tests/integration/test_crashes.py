@@ -1,6 +1,6 @@
 """Kill a server with SIGKILL before and after each storage operation: the sandbox is never lost.
 
-Afterwards it can be attached, in its old or its new state, and nothing that belongs to nobody is left.
+Afterwards another server can attach to it, in its old or its new state, and no garbage is left.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cell import LONG, close_all, tell
 from gcs_server import GCS
+from value_program import LONG, close_all, tell
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import SandboxNotFoundError
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.runsc
 NEVER = 1 << 30
 
 
-class Killing:
-    """A victim over one storage, and what was heard of it."""
+class Crash:
+    """A server that is killed (``killed_server.py``), and another one that uses its storage afterwards."""
 
     def __init__(self, folder: Path, spec: BundleSpec, runsc: Runsc, bucket: str = "") -> None:
         buckets = ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT")
@@ -42,18 +42,18 @@ class Killing:
         folder.mkdir()
         self._given.write_bytes(pickle.dumps((spec, runsc, self.config)))
 
-    def victim(self, at: int, act: str) -> list[str]:
-        """Let it act, and be killed at the given step; what it said until then."""
-        script = Path(__file__).parents[1] / "support" / "victim.py"
+    def run_victim(self, at: int, act: str) -> list[str]:
+        """Run the server until it is killed at step ``at``. Return the lines of its output."""
+        script = Path(__file__).parents[1] / "support" / "killed_server.py"
         ended = subprocess.run(
             [sys.executable, str(script), str(at), act, str(self._given)], capture_output=True, text=True
         )
         assert ended.returncode == (0 if at == NEVER else -9), ended.stderr
         return ended.stdout.splitlines()
 
-    async def heir(self, said: list[str]) -> str | None:
+    async def recovered_value(self) -> str | None:
         """Return the sandbox's value as another server finds it, or None without a sandbox."""
-        manager = SandboxManager(self.config, self.runsc, "heir")
+        manager = SandboxManager(self.config, self.runsc, "next")
         try:
             await manager.recover()
             try:
@@ -68,54 +68,54 @@ class Killing:
             value = await tell(handle, "get")
             assert handle.memory.stored.cleanup_task is not None
             await handle.memory.stored.cleanup_task
-            async with asyncio.timeout(LONG):  # it is removed in a thread
+            async with asyncio.timeout(LONG):  # a thread removes the folder
                 while list(manager.stores.staging.iterdir()):
                     await asyncio.sleep(0.01)
-            self.check_nothing_leaks(manager, handle.metadata.checkpoint.artifact.name)
+            self.require_no_garbage(manager, handle.metadata.checkpoint.artifact.name)
             return value
         finally:
             await close_all(manager)
 
-    def check_nothing_leaks(self, manager: SandboxManager, checkpoint: str) -> None:
+    def require_no_garbage(self, manager: SandboxManager, checkpoint: str) -> None:
         kept = {info.name for info in manager.stores.metadata.list("sandboxes/")} - {"sandboxes/box/lock"}
         assert {name for name in kept if not name.startswith(checkpoint)} == {"sandboxes/box/metadata.json"}
 
 
-def last(said: list[str], word: str) -> int:
-    return max((int(line.split()[1]) for line in said if line.startswith(word)), default=0)
+def last(output: list[str], word: str) -> int:
+    return max((int(line.split()[1]) for line in output if line.startswith(word)), default=0)
 
 
 def sample(total: int, few: bool) -> Iterator[int]:
-    """All steps, or some that are spread over the whole life."""
+    """Return all steps or, with ``few``, about six of them."""
     return iter(range(0, total, max(1, total // 6) | 1) if few else range(total))
 
 
 def kill_in_life(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool, bucket: str = "") -> None:
-    said = Killing(tmp_path / "whole", spec, runsc, bucket).victim(NEVER, "live")
-    for at in sample(last(said, "calls"), few):
-        killing = Killing(tmp_path / f"at-{at}", spec, runsc, bucket)
-        said = killing.victim(at, "live")
-        value = asyncio.run(killing.heir(said))
-        acked, saved = last(said, "acked"), last(said, "saved")
+    output = Crash(tmp_path / "whole", spec, runsc, bucket).run_victim(NEVER, "live")
+    for at in sample(last(output, "calls"), few):
+        crash = Crash(tmp_path / f"at-{at}", spec, runsc, bucket)
+        output = crash.run_victim(at, "live")
+        value = asyncio.run(crash.recovered_value())
+        acked, saved = last(output, "acked"), last(output, "saved")
         if acked == 0:
-            assert value in (None, "nothing", "1"), (at, said, value)
+            assert value in (None, "nothing", "1"), (at, output, value)
         else:
-            assert value in (str(acked), str(acked + 1)), (at, said, value)
+            assert value in (str(acked), str(acked + 1)), (at, output, value)
         assert saved <= acked
 
 
 def kill_in_deletion(tmp_path: Path, spec: BundleSpec, runsc: Runsc, few: bool) -> None:
-    whole = Killing(tmp_path / "whole-deletion", spec, runsc)
-    whole.victim(NEVER, "live")
-    total = last(whole.victim(NEVER, "die"), "calls")
+    whole = Crash(tmp_path / "whole-deletion", spec, runsc)
+    whole.run_victim(NEVER, "live")
+    total = last(whole.run_victim(NEVER, "delete"), "calls")
     for at in sample(total, few):
-        killing = Killing(tmp_path / f"deletion-at-{at}", spec, runsc)
-        killing.victim(NEVER, "live")
-        killing.victim(at, "die")
-        value = asyncio.run(killing.heir([]))
+        crash = Crash(tmp_path / f"deletion-at-{at}", spec, runsc)
+        crash.run_victim(NEVER, "live")
+        crash.run_victim(at, "delete")
+        value = asyncio.run(crash.recovered_value())
         assert value in ("3", None), (at, value)
         if value is None:
-            left = SandboxManager(killing.config, runsc).stores.metadata.list("sandboxes/")
+            left = SandboxManager(crash.config, runsc).stores.metadata.list("sandboxes/")
             assert left == [], at
 
 

@@ -1,7 +1,7 @@
 """No callback blocks Jupyter's loop or the I/O loop during a kernel's life.
 
-No callback takes over 50 ms of processor time: wall time would depend on what else the machine does. And no call that
-may wait for a disk or for another process is made on a loop: Python reports such calls to audit hooks.
+No callback uses more than 50 ms of processor time. (Wall time would depend on other load on the machine.) No call that
+may wait for a disk or another process is made on a loop. Python reports such calls to audit hooks.
 """
 
 from __future__ import annotations
@@ -54,50 +54,50 @@ BLOCKING = {
     "tempfile.mkstemp",
     "time.sleep",
 }
-"""Events of Python's audit hooks for calls that can take long."""
-NOT_OURS = {"_find_and_load", "write_connection_file", "write_note"}
-"""Functions below which anything is allowed: an import, which happens once; Jupyter's own connection file; and the note
-for a rescue, a small file in the runtime folder."""
+"""Events of Python's audit hooks for calls that can block."""
+ALLOWED = {"_find_and_load", "write_connection_file", "write_note"}
+"""Functions that may make blocking calls: imports, which happen once; Jupyter's write of the connection file; and the
+write of the orphan's note, a small file in the runtime folder."""
 
 
-class Witness:
-    """Notes the blocking calls that this package makes in a thread whose event loop is running, while it is asked to.
+class BlockingCalls:
+    """Records this package's blocking calls in threads with a running event loop, while ``recording`` is set.
 
-    An audit hook cannot be removed, so there is one for all tests.
+    An audit hook cannot be removed, so all tests share one.
     """
 
     def __init__(self) -> None:
-        self.watching = False
-        self.seen: set[str] = set()
-        sys.addaudithook(self._look)
+        self.recording = False
+        self.found: set[str] = set()
+        sys.addaudithook(self._audit)
 
-    def _look(self, event: str, arguments: tuple[object, ...]) -> None:
-        if not self.watching or event not in BLOCKING or asyncio._get_running_loop() is None:
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if not self.recording or event not in BLOCKING or asyncio._get_running_loop() is None:
             return
         if event == "open" and (isinstance(arguments[0], int) or arguments[0] == os.devnull):
-            return  # no file is looked for
+            return  # does not access a disk
         codes = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(1))]
-        if any(code.co_name in NOT_OURS for code, _ in codes):
+        if any(code.co_name in ALLOWED for code, _ in codes):
             return
-        ours = [(code, line) for code, line in codes if code.co_filename.startswith(PACKAGE)]
-        if ours:
-            code, line = ours[0]
-            self.seen.add(f"{event} in {code.co_filename.removeprefix(PACKAGE)}:{line}, {code.co_qualname}")
+        callers = [(code, line) for code, line in codes if code.co_filename.startswith(PACKAGE)]
+        if callers:
+            code, line = callers[0]
+            self.found.add(f"{event} in {code.co_filename.removeprefix(PACKAGE)}:{line}, {code.co_qualname}")
 
 
-WITNESS = Witness()
+BLOCKING_CALLS = BlockingCalls()
 
 
 @pytest.fixture
 def slow() -> Iterator[list[str]]:
-    """The callbacks of all loops of this process that take too long, with the processor's time."""
+    """The callbacks of all loops of this process with more than 50 ms of processor time."""
     run, found = asyncio.events.Handle._run, []
 
     def measured(self: asyncio.events.Handle) -> None:
-        before, what = time.thread_time(), repr(self)
+        before, description = time.thread_time(), repr(self)
         run(self)
         if (took := time.thread_time() - before) > LONGEST:
-            found.append(f"{took:.3f} s in {threading.current_thread().name}: {what}")
+            found.append(f"{took:.3f} s in {threading.current_thread().name}: {description}")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.events.Handle, "_run", measured)
@@ -112,12 +112,12 @@ async def test_no_callback_takes_over_50_ms(
     data: Path,
 ) -> None:
     name = sandboxed(on_shutdown="delete")
-    for _ in range(2):  # the first time modules are imported, and files read that are cached then
+    for _ in range(2):  # only the second run counts: the first one imports modules and fills caches
         await asyncio.to_thread(gc.collect)
         gc.disable()
         slow.clear()
         try:
-            await live(AsyncKernelManager(kernel_name=name, kernel_spec_manager=kernelspecs), notebook_folder)
+            await use_kernel(AsyncKernelManager(kernel_name=name, kernel_spec_manager=kernelspecs), notebook_folder)
         finally:
             gc.enable()
     assert slow == []
@@ -127,16 +127,16 @@ async def test_no_blocking_call_is_made_on_a_loop(
     kernelspecs: KernelSpecManager, sandboxed: Callable[..., str], notebook_folder: Path, data: Path
 ) -> None:
     name = sandboxed(on_shutdown="delete")
-    WITNESS.seen.clear()
-    WITNESS.watching = True
+    BLOCKING_CALLS.found.clear()
+    BLOCKING_CALLS.recording = True
     try:
-        await live(AsyncKernelManager(kernel_name=name, kernel_spec_manager=kernelspecs), notebook_folder)
+        await use_kernel(AsyncKernelManager(kernel_name=name, kernel_spec_manager=kernelspecs), notebook_folder)
     finally:
-        WITNESS.watching = False
-    assert WITNESS.seen == set(), "\n".join(sorted(WITNESS.seen))
+        BLOCKING_CALLS.recording = False
+    assert BLOCKING_CALLS.found == set(), "\n".join(sorted(BLOCKING_CALLS.found))
 
 
-async def live(km: AsyncKernelManager, folder: Path) -> None:
+async def use_kernel(km: AsyncKernelManager, folder: Path) -> None:
     """Start a kernel, execute, hibernate, wake, execute, delete."""
     await km.start_kernel(env={**os.environ, "JPY_SESSION_NAME": str(folder / "a.ipynb")})
     kc = km.client()

@@ -1,4 +1,4 @@
-"""Run the examples like a reader of the README."""
+"""The examples work as their README files describe."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ Sandboxed = Callable[..., str]
 
 
 def run(script: str, *arguments: str) -> str:
+    """Run an example, which must succeed. Return its first line of output."""
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
@@ -34,7 +35,7 @@ def run(script: str, *arguments: str) -> str:
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Set up a Jupyter user with runsc, without data and settings."""
+    """Use an empty data folder, without settings from the environment except those for runsc."""
     for name in [*os.environ]:
         if name.startswith(("SANDBOX_", "FILESYSTEM_")) and name not in ("SANDBOX_RUNTIME_DIR", "SANDBOX_RUNSC"):
             monkeypatch.delenv(name)

@@ -19,7 +19,7 @@ Sandboxed = Callable[..., str]
 
 @pytest.fixture(params=["folder", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bucket", "limited"))])
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gcs: GCS) -> None:
-    """Storage that both servers have."""
+    """Configure storage that both servers use."""
     if request.param == "folder":
         monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "shared"))
         return
@@ -64,7 +64,7 @@ def test_refused_hand_off_names_the_owner(
 def test_server_without_checkpoint_bucket_keeps_the_record(
     monkeypatch: pytest.MonkeyPatch, gcs: GCS, serve: Serve, sandboxed: Sandboxed
 ) -> None:
-    """Its kernel starts and ends with the server. The sandbox stays, and can be opened again at once."""
+    """The kernel starts and ends with the server. The sandbox is kept and can be opened again at once."""
     monkeypatch.setenv("SANDBOX_METADATA_BUCKET", gcs.bucket)
     monkeypatch.setenv("SANDBOX_LOCK_BUCKET", gcs.bucket)
     gcs.limit_mutations()

@@ -1,4 +1,4 @@
-"""Hibernate and wake a kernel under a plain KernelManager, at any moment, without an effect on its clients."""
+"""Clients do not notice that a kernel hibernates and wakes, at any moment, under a plain KernelManager."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-import psutil
 import pytest
 import zmq
 from gcs_server import GCS
@@ -28,7 +27,8 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.session import Session
 from kernels import LONG, Notebook, Open
-from leftovers import leftovers
+from leftovers import leftovers, listening
+from notebooks import until
 from servers import READY
 
 from sandbox_provisioner.errors import (
@@ -52,12 +52,12 @@ from sandbox_provisioner.sandbox.manager import SandboxManager
 pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 HANDSHAKE = 20
-"""Seconds that are fewer than those after which ZeroMQ gives a connection up."""
+"""Seconds, fewer than those after which ZeroMQ repeats a handshake that got no reply."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A runtime folder for all of these tests, which share one kernel."""
+    """One runtime folder for all tests of this module, because they share a kernel."""
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
@@ -68,14 +68,14 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(runtime: Path) -> Iterator[None]:
-    """After each test nothing runs, for their common kernel sleeps then."""
+    """Check after each test that no sandbox runs. The shared kernel is hibernated then."""
     yield
     assert leftovers(runtime) == []
 
 
 @pytest.fixture(scope="module")
 def common(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """The kernel of all tests that only use it."""
+    """The kernel that most tests share."""
     folder = tmp_path_factory.mktemp("common")
     specs = KernelSpecManager()
     spec = specs.get_kernel_spec("python3").to_dict()
@@ -104,25 +104,21 @@ def notebook(common: Notebook) -> Iterator[Notebook]:
     common.hibernate()
 
 
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def at_once(*calls: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines at the same time."""
 
+    async def run_all() -> None:
+        await asyncio.gather(*calls)
 
-def at_once(*things: Coroutine[Any, Any, None]) -> None:
-    async def do() -> None:
-        await asyncio.gather(*things)
-
-    asyncio.run(do())
+    asyncio.run(run_all())
 
 
 def images(data: Path) -> list[Path]:
+    """Return the images of all checkpoints."""
     return list((data / "sandbox" / "storage" / "sandboxes").rglob("pages.img"))
 
 
-# -- saved in the middle of something ----------------------------------------------------------------------------------
+# -- saved during an activity ------------------------------------------------------------------------------------------
 
 
 def test_printing_loop_loses_no_line(notebook: Notebook) -> None:
@@ -225,7 +221,7 @@ def test_kernel_saved_during_start_answers_waiting_client(
         notebook.end()
 
 
-# -- asleep ------------------------------------------------------------------------------------------------------------
+# -- hibernated --------------------------------------------------------------------------------------------------------
 
 
 def test_heartbeats_are_answered_without_wake(notebook: Notebook, runtime: Path) -> None:
@@ -240,7 +236,7 @@ def test_heartbeats_are_answered_without_wake(notebook: Notebook, runtime: Path)
             newcomer.send(b"ping")
             assert newcomer.recv() == b"ping"
             time.sleep(0.5)
-            until(notebook.kc.hb_channel.is_beating)  # a heartbeat from before the save is answered only after the wake
+            until(notebook.kc.hb_channel.is_beating)  # a heartbeat from before the save is answered after the wake
             assert notebook.km.is_alive()
         assert notebook.asleep
         assert leftovers(runtime) == []
@@ -250,7 +246,7 @@ def test_heartbeats_are_answered_without_wake(notebook: Notebook, runtime: Path)
 
 
 def test_first_request_of_a_new_client_is_answered(notebook: Notebook) -> None:
-    """Jupyter Server asks a kernel once, on a connection of its own, and waits a minute for the answer."""
+    """Jupyter Server sends such a request only once, on a new connection, and waits a minute for the reply."""
     for _ in range(3):
         notebook.hibernate()
         with notebook.km.connect_shell() as newcomer:
@@ -467,9 +463,9 @@ def test_restarted_kernel_is_fresh_and_hibernates(open_notebook: Open) -> None:
     assert notebook.run("x") == "2"
 
 
-# -- what the kernel notices -------------------------------------------------------------------------------------------
+# -- state inside the kernel -------------------------------------------------------------------------------------------
 
-LIVELY = """
+CREATE_STATE = """
 import asyncio, os, pathlib, random, socket, subprocess, sys, threading, time
 
 ticks = []
@@ -507,7 +503,7 @@ dice = random.Random(7)
 identity = (os.getpid(), os.getppid(), threading.main_thread().ident, dict(os.environ), os.getcwd())
 """
 
-STILL_ALIVE = """
+CHECK_STATE = """
 before = len(ticks)
 child.stdin.write(b"x"); child.stdin.flush()
 assert child.stdout.read(1) == b"x"
@@ -533,7 +529,7 @@ assert len(ticks) > before
 
 
 def wheel(folder: Path) -> None:
-    """A package that pip can install without a network."""
+    """Write a package that pip can install without a network."""
     about = "tiny-1.0.dist-info"
     with zipfile.ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as file:
         file.writestr("tiny.py", "value = 7\n")
@@ -558,15 +554,15 @@ def test_pip_packages_survive_in_their_kernel_only(open_notebook: Open, notebook
 @pytest.mark.parametrize("reopened", [False, True])
 def test_threads_processes_files_sockets_and_generators_survive(open_notebook: Open, reopened: bool) -> None:
     notebook = open_notebook()
-    notebook.run(LIVELY)
+    notebook.run(CREATE_STATE)
     notebook.hibernate()
     if reopened:
         notebook.end(keep=True)
         notebook = open_notebook()
-    notebook.run(STILL_ALIVE)
+    notebook.run(CHECK_STATE)
 
 
-# -- its own idle timer ------------------------------------------------------------------------------------------------
+# -- idle timer --------------------------------------------------------------------------------------------------------
 
 
 def test_idle_timer_hibernates_only_without_running_cell(open_notebook: Open) -> None:
@@ -587,11 +583,11 @@ def test_idle_timer_hibernates_only_without_running_cell(open_notebook: Open) ->
     until(lambda: notebook.asleep)
 
 
-# -- which sandbox it is -----------------------------------------------------------------------------------------------
+# -- the sandbox of a notebook -----------------------------------------------------------------------------------------
 
 
 def test_sandbox_without_kernel_is_refused_and_kept(open_notebook: Open, runsc: Runsc, spec: BundleSpec) -> None:
-    async def found() -> SandboxManager:
+    async def save_without_kernel() -> SandboxManager:
         manager = SandboxManager(user_sandboxes.settings(""), runsc)
         await manager.create("mine", spec)
         await manager.get("mine").start()
@@ -599,7 +595,7 @@ def test_sandbox_without_kernel_is_refused_and_kept(open_notebook: Open, runsc: 
         await manager.close(manager.get("mine"), save=False)
         return manager
 
-    manager = asyncio.run(found())
+    manager = asyncio.run(save_without_kernel())
     with pytest.raises(SandboxError, match="mine was not saved by Jupyter: there is no kernel in it"):
         open_notebook(name="", sandbox_id="mine")
     assert detached.describe_persistent(manager.stores, "mine").checkpoint
@@ -633,11 +629,11 @@ def test_required_bucket_missing_is_refused(
     assert list(notebook_folder.iterdir()) == leftovers(runtime) == []
 
 
-# -- when it cannot be brought back ------------------------------------------------------------------------------------
+# -- failed wakes and restores -----------------------------------------------------------------------------------------
 
 
 def damage(image: Path) -> None:
-    """Change one byte; the same again repairs it."""
+    """Change one byte of an image. A second call restores the byte."""
     with image.open("r+b") as file:
         file.seek(image.stat().st_size // 2)
         byte = file.read(1)[0]
@@ -749,7 +745,7 @@ def test_cell_is_answered_when_wake_fails_unexpectedly(
 
 @pytest.fixture
 def bucket(gcs: GCS, monkeypatch: pytest.MonkeyPatch) -> GCS:
-    """A bucket in which everything is kept."""
+    """A bucket in which all kinds of data are stored."""
     for place in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
         monkeypatch.setenv(f"{place}_BUCKET", gcs.bucket)
     return gcs
@@ -816,9 +812,9 @@ def summary() -> Summary:
     return kept.summarise(record)
 
 
-# -- elsewhere ---------------------------------------------------------------------------------------------------------
+# -- two processes -----------------------------------------------------------------------------------------------------
 
-ELSEWHERE = """
+OTHER_PROCESS = """
 import os, sys
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
@@ -844,52 +840,49 @@ km.shutdown_kernel(now=True)
 """
 
 
-class Elsewhere:
-    """A second process that has the notebook open."""
+class OtherProcess:
+    """A second process that opens the notebook."""
 
     def __init__(self, specs: str, kernel: str, notebook: Path) -> None:
-        command = [sys.executable, "-c", ELSEWHERE, specs, kernel, str(notebook)]
+        command = [sys.executable, "-c", OTHER_PROCESS, specs, kernel, str(notebook)]
         env = {**os.environ, "TESTS": str(Path(__file__).parents[1] / "support")}
         self.process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
     def ask(self, line: str) -> str:
+        """Run a line of code in the kernel, or ask ``asleep?`` or ``alive?``. Return the first line of the answer."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         return self.process.stdout.readline().strip()
 
-    def ready(self) -> None:
+    def wait_for_ready(self) -> None:
         assert self.process.stdout and self.process.stderr
         assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
 
-    def end(self) -> str:
-        return self.process.communicate(timeout=LONG)[1]
-
 
 @pytest.fixture
-def elsewhere(
+def open_in_other_process(
     kernelspecs: KernelSpecManager, sandboxed: Callable[..., str], notebook_folder: Path, data: Path
-) -> Iterator[Callable[..., Elsewhere]]:
-    """Opens a notebook in another process."""
-    others: list[Elsewhere] = []
+) -> Iterator[Callable[..., OtherProcess]]:
+    """Return a function that opens the notebook in another process. All end after the test."""
+    others: list[OtherProcess] = []
 
-    def start(**config: Any) -> Elsewhere:
-        others.append(Elsewhere(kernelspecs.kernel_dirs[0], sandboxed(**config), notebook_folder / "a.ipynb"))
+    def start(**config: Any) -> OtherProcess:
+        others.append(OtherProcess(kernelspecs.kernel_dirs[0], sandboxed(**config), notebook_folder / "a.ipynb"))
         return others[-1]
 
     yield start
     for other in others:
-        if other.process.poll() is None:
-            other.end()
+        other.process.communicate(timeout=LONG)
 
 
 def test_notebook_open_elsewhere_is_refused_with_owner(
-    open_notebook: Open, elsewhere: Callable[..., Elsewhere]
+    open_notebook: Open, open_in_other_process: Callable[..., OtherProcess]
 ) -> None:
-    other = elsewhere()
-    other.ready()
+    other = open_in_other_process()
+    other.wait_for_ready()
     assert other.ask("x = 1; x") == "1"
     with pytest.raises(LeaseHeldError, match=rf"in use by .*process {other.process.pid}\b"):
         open_notebook()
@@ -898,14 +891,14 @@ def test_notebook_open_elsewhere_is_refused_with_owner(
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_hand_off_keeps_state(
-    open_notebook: Open, elsewhere: Callable[..., Elsewhere], asleep: bool, data: Path
+    open_notebook: Open, open_in_other_process: Callable[..., OtherProcess], asleep: bool, data: Path
 ) -> None:
     notebook = open_notebook(enable_handoff=True)
     notebook.run("x = 1")
     if asleep:
         notebook.hibernate()
-    other = elsewhere(enable_handoff=True)
-    other.ready()
+    other = open_in_other_process(enable_handoff=True)
+    other.wait_for_ready()
     assert other.ask("x += 1; x") == "2"
     until(lambda: not notebook.km.is_alive())
     notebook.end()
@@ -914,21 +907,16 @@ def test_hand_off_keeps_state(
 
 
 def test_hand_off_leaves_no_listener_file_or_thread(
-    open_notebook: Open, elsewhere: Callable[..., Elsewhere], data: Path
+    open_notebook: Open, open_in_other_process: Callable[..., OtherProcess], data: Path
 ) -> None:
     notebook = open_notebook(enable_handoff=True, client_transport="tcp")
     km, provisioner = notebook.km, notebook.km.provisioner
-    ports = {getattr(km, f"{channel}_port") for channel in CHANNELS}
-    assert ports <= listening() and Path(km.connection_file).exists()
-    other = elsewhere(enable_handoff=True)
-    other.ready()
+    addresses = {("127.0.0.1", getattr(km, f"{channel}_port")) for channel in CHANNELS}
+    assert addresses <= listening() and Path(km.connection_file).exists()
+    other = open_in_other_process(enable_handoff=True)
+    other.wait_for_ready()
     until(lambda: not IO.held_by(provisioner))
-    assert not ports & listening()
+    assert not addresses & listening()
     assert not Path(km.connection_file).exists()
     assert not km.is_alive()
     notebook.end()
-
-
-def listening() -> set[int]:
-    """The ports that this process listens on."""
-    return {found.laddr.port for found in psutil.Process().connections() if found.status == psutil.CONN_LISTEN}

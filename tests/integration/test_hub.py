@@ -1,4 +1,4 @@
-"""The JupyterHub example with a real proxy and culler: a user returns, or moves, and keeps the state."""
+"""JupyterHub example with a real proxy and culler: the state survives a cull, and moves between a user's servers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from notebooks import until
 
 pytestmark = [pytest.mark.hub, pytest.mark.timeout(300)]
 
-IMPATIENT = """
+CULL_SOON = """
 c.JupyterHub.services[0]["command"][-2:] = ["--timeout=30", "--cull-every=1"]
 c.Spawner.environment["JUPYTERHUB_ACTIVITY_INTERVAL"] = "1"
 """
-"""A culler that takes a server away after 30 idle seconds, and servers that tell the hub at once what they do."""
+"""Cull a server after 30 idle seconds, and let servers report their activity every second."""
 
 Sandboxed = Callable[..., str]
 
 
 def sandboxes(runtime: Path) -> list[str]:
-    """The sandboxes that run now."""
+    """Return the running sandboxes."""
     return [line for line in leftovers(runtime) if line.startswith("folder")]
 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """The example's hub; its users' servers find the test's kernelspecs."""
-    running = Hub(tmp_path, f"{IMPATIENT}c.Spawner.environment['JUPYTER_PATH'] = {str(tmp_path)!r}")
+    """The hub of the example, with the test's kernelspecs."""
+    running = Hub(tmp_path, f"{CULL_SOON}c.Spawner.environment['JUPYTER_PATH'] = {str(tmp_path)!r}")
     yield running
     running.stop()
 

@@ -26,6 +26,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from kernels import run
 from leftovers import leftovers
+from notebooks import until
 from servers import READY
 
 from sandbox_provisioner.errors import ConfigurationError, ProtocolError, SandboxError
@@ -48,7 +49,7 @@ ALWAYS_SET = ("HOME", "USER", "LOGNAME", "TMPDIR", "JPY_PARENT_PID")
 SET_BY_KERNEL = ("CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "GIT_PAGER", "MPLBACKEND", "PAGER")
 KNOWN_VARIABLES = (*PASSED, *ALWAYS_SET, *SET_BY_KERNEL, "PASSED_ON")
 MEMORY_BOUND = 64 << 20
-"""What one hostile sandbox may cost the server; the attacks would take a multiple of it."""
+"""Bytes by which the server may grow during an attack. Without protection, the attacks use many times more."""
 
 TOOLS = """
 import ctypes, glob, json, os, pathlib, signal, socket, stat, struct, subprocess, sys, threading, time
@@ -86,25 +87,17 @@ def send(data):
     for start in range(0, len(data), 4096):
         os.write(pipe, data[start : start + 4096])
 """
-"""For code that speaks to the host in PID 1's name. Writes of up to 4096 bytes do not mix with PID 1's own."""
+"""Code that sends forged frames to the host. Writes of up to 4096 bytes do not mix with those of PID 1."""
 
 
 def ask(kc: BlockingKernelClient, expression: str) -> Any:
-    """The value of a Python expression in the kernel, where TOOLS are at hand."""
+    """Evaluate a Python expression in the kernel after TOOLS, and return its value."""
     return json.loads(run(kc, f"{TOOLS}\nprint(json.dumps({expression}))"))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what must become true."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
 
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Fails if this process, which is the server here, grows by more than the bound in between."""
+    """Fail if the memory of this process, which is the server here, grows by MEMORY_BOUND or more in the block."""
     process = psutil.Process()
     before = peak = process.memory_info().rss
     over = threading.Event()
@@ -190,9 +183,9 @@ def test_home_is_unreadable(
     (work / "folder-link").symlink_to("../.ssh")
     monkeypatch.setenv("HOME", str(home))
     _, kc = start_kernel(sandboxed(), cwd=str(work))
-    ways = [str(secret), "link", "folder-link/id_ed25519", "../.ssh/id_ed25519", f"/proc/1/root{secret}"]
-    ways += [f"/proc/self/root{secret}", "/proc/self/cwd/../.ssh/id_ed25519", "/dev/fd/../cwd/../.ssh/id_ed25519"]
-    assert set(ask(kc, f"[attempt(open, path) for path in {ways}]")) <= {"FileNotFoundError", "PermissionError"}
+    paths = [str(secret), "link", "folder-link/id_ed25519", "../.ssh/id_ed25519", f"/proc/1/root{secret}"]
+    paths += [f"/proc/self/root{secret}", "/proc/self/cwd/../.ssh/id_ed25519", "/dev/fd/../cwd/../.ssh/id_ed25519"]
+    assert set(ask(kc, f"[attempt(open, path) for path in {paths}]")) <= {"FileNotFoundError", "PermissionError"}
     assert "diary.txt" not in ask(kc, "os.listdir(os.path.expanduser('~'))")
     real = pwd.getpwuid(os.geteuid()).pw_dir
     seen = ask(kc, f"os.listdir({real!r}) if os.path.isdir({real!r}) else []")
@@ -228,15 +221,15 @@ def test_writes_outside_notebook_folder_fail(
     base, here = Path(sys.base_prefix), Path(sys.prefix)
     places = [Path(path) for path in ("/", "/usr", "/usr/bin", "/etc", "/etc/ssl/certs", "/tmp", "/run")]
     places += [base, base / "lib", base / "bin", here, here / "bin", outside, shown, notebook_folder.parent]
-    ways = [*map(str, places), "way-out", "/proc/self/cwd/..", "/proc/1/root/usr", "/proc/self/root/usr"]
+    folders = [*map(str, places), "way-out", "/proc/self/cwd/..", "/proc/1/root/usr", "/proc/self/root/usr"]
     try:
-        answers = ask(kc, f"[attempt(write, way + '/{name}') for way in {ways}]")
+        results = ask(kc, f"[attempt(write, folder + '/{name}') for folder in {folders}]")
         written = [str(place) for place in places if (place / name).exists()]
     finally:
         for place in places:
             (place / name).unlink(missing_ok=True)
     assert written == []
-    assert "OSError" in answers  # some are read-only, others are the guest's own, such as /tmp
+    assert "OSError" in results  # some folders are read-only, others such as /tmp are the guest's own
     for change in ("write", "os.unlink", "lambda p: os.chmod(p, 0o777)", "lambda p: os.link(p, 'stolen')"):
         for target in (shown / "file", outside / "file", notebook_folder / "way-out" / "file"):
             assert ask(kc, f"attempt({change}, {str(target)!r})") != "done"
@@ -271,7 +264,7 @@ attempt(write, shown + "/new")
 
 
 def environment(folder: Path) -> Path:
-    """A virtual environment with this test run's packages; returns its Python."""
+    """Create a virtual environment with the packages of this test run, and return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python3*/site-packages")
     (own,) = Path(sys.prefix).glob(f"lib/{site.parent.name}/site-packages")
@@ -479,10 +472,10 @@ def test_only_passed_variables_are_readable(
 def test_capabilities_cannot_be_gained(start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path) -> None:
     _, kc = start_kernel(sandboxed())
     status = "[line.split() for line in open('/proc/{}/status') if line.startswith(('Cap', 'NoNewPrivs'))]"
-    for who in ("self", "1"):
-        powers = dict(ask(kc, status.format(who)))
-        assert powers.pop("NoNewPrivs:", "1") == "1"
-        assert powers and set(powers.values()) == {"0" * 16}, who
+    for process in ("self", "1"):
+        capabilities = dict(ask(kc, status.format(process)))
+        assert capabilities.pop("NoNewPrivs:", "1") == "1"
+        assert capabilities and set(capabilities.values()) == {"0" * 16}, process
     read = "subprocess.run({}, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout"
     ask(kc, "__import__('shutil').copy('/bin/cat', 'cat') and 0")
     (notebook_folder / "cat").chmod(0o6755)
@@ -508,7 +501,7 @@ def test_capabilities_cannot_be_gained(start_kernel: Start, sandboxed: Sandboxed
     for kind, major in (("S_IFCHR", 1), ("S_IFBLK", 8), ("S_IFBLK", 254)):
         make = f"lambda path: os.mknod(path, stat.{kind} | 0o666, os.makedev({major}, 1))"
         assert ask(kc, f"attempt({make}, 'device')") == "PermissionError"
-        ask(kc, f"attempt({make}, '/tmp/device-{kind}-{major}')")  # one build makes it, in memory, of no use
+        ask(kc, f"attempt({make}, '/tmp/device-{kind}-{major}')")  # one build creates it in memory, but cannot open it
         assert ask(kc, f"attempt(open, '/tmp/device-{kind}-{major}', 'rb')") != "done"
     assert os.listdir(notebook_folder) == ["cat"]
     assert ask(kc, "attempt(open, '/proc/1/mem', 'r+b')") == "PermissionError"
@@ -517,31 +510,31 @@ def test_capabilities_cannot_be_gained(start_kernel: Start, sandboxed: Sandboxed
 # -- the server --------------------------------------------------------------------------------------------------
 
 HOSTILE = {
-    "noise": "send(os.urandom(100_000))",
-    "a length beyond all bounds": "send(struct.pack('!BII', 2, 1, 0xFFFFFFFF))",
-    "a length just too long": f"send(struct.pack('!BII', 2, 1, {MAX_PAYLOAD + 1}))",
+    "random bytes": "send(os.urandom(100_000))",
+    "maximum length": "send(struct.pack('!BII', 2, 1, 0xFFFFFFFF))",
+    "length one too long": f"send(struct.pack('!BII', 2, 1, {MAX_PAYLOAD + 1}))",
     "kind 0": "send(frame(0, 1))",
     "kind 7": "send(frame(7, 1))",
-    "bytes for no stream": "send(frame(2, 999, b'x'))",
-    "bytes without credit": f"[send(frame(2, 1, bytes(2000))) for _ in range({WINDOW} // 1000)]",
-    "no bytes": "send(frame(2, 1))",
-    "credit never earned": "send(frame(3, 1, b'\\x7f\\xff\\xff\\xff'))",
-    "credit that is none": "send(frame(3, 1, b'x'))",
-    "a flood of ends": "[send(frame(4, 1) * 400) for _ in range(10_000)]",
-    "a flood of resets": "[send(frame(5, 1) * 400) for _ in range(10_000)]",
-    "a flood of streams": "[send(frame(1, 2 * n, b'tcp:127.0.0.1:22')) for n in range(1, 10_000)]",
-    "a stream of ours": "send(frame(1, 5, b'x'))",
-    "no JSON": "send(frame(6, 0, b'{'))",
-    "JSON without end": "send(frame(6, 0, b'[' * 200_000))",
-    "JSON of another kind": "send(frame(6, 0, b'[1]'))",
-    "an endless number": 'send(frame(6, 0, b\'{"op": "exited", "process": 1, "status": 1e999}\'))',
-    "a long number": 'send(frame(6, 0, b\'{"op": "exited", "process": 1, "status": \' + b\'9\' * 100_000 + b\'}\'))',
-    "an impossible status": "send(say(op='exited', process=1, status=99999))",
-    "a status that is none": "send(say(op='exited', process=1))",
-    "a process that is none": "send(say(op='exited', process=[1], status=0))",
-    "a second hello": "send(say(op='hello', version=1, processes=[1, 2, 3]))",
-    "an answer without question": "send(say(op='quiesced'))",
-    "an unknown word": "send(say(op='x' * 100_000))",
+    "data for unknown stream": "send(frame(2, 999, b'x'))",
+    "data without credit": f"[send(frame(2, 1, bytes(2000))) for _ in range({WINDOW} // 1000)]",
+    "empty data": "send(frame(2, 1))",
+    "too much credit": "send(frame(3, 1, b'\\x7f\\xff\\xff\\xff'))",
+    "malformed credit": "send(frame(3, 1, b'x'))",
+    "flood of ends": "[send(frame(4, 1) * 400) for _ in range(10_000)]",
+    "flood of resets": "[send(frame(5, 1) * 400) for _ in range(10_000)]",
+    "flood of new streams": "[send(frame(1, 2 * n, b'tcp:127.0.0.1:22')) for n in range(1, 10_000)]",
+    "stream with a number of the host": "send(frame(1, 5, b'x'))",
+    "incomplete JSON": "send(frame(6, 0, b'{'))",
+    "deeply nested JSON": "send(frame(6, 0, b'[' * 200_000))",
+    "JSON array": "send(frame(6, 0, b'[1]'))",
+    "infinite number": 'send(frame(6, 0, b\'{"op": "exited", "process": 1, "status": 1e999}\'))',
+    "long number": 'send(frame(6, 0, b\'{"op": "exited", "process": 1, "status": \' + b\'9\' * 100_000 + b\'}\'))',
+    "impossible status": "send(say(op='exited', process=1, status=99999))",
+    "missing status": "send(say(op='exited', process=1))",
+    "process that is no number": "send(say(op='exited', process=[1], status=0))",
+    "second hello": "send(say(op='hello', version=1, processes=[1, 2, 3]))",
+    "reply without request": "send(say(op='quiesced'))",
+    "unknown operation": "send(say(op='x' * 100_000))",
 }
 
 
@@ -561,27 +554,28 @@ async def start_sandbox(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[StartSa
 
 
 async def answers(sandbox: GVisorSandbox) -> bool:
+    """Return True if a sandbox still executes commands."""
     process = await sandbox.execute(["/bin/echo", "well"])
     return await asyncio.wait_for(process.read(), PATIENCE) == (b"well\n", b"")
 
 
-async def stopped(sandbox: GVisorSandbox) -> None:
+async def wait_until_stopped(sandbox: GVisorSandbox) -> None:
     while sandbox.state == State.RUNNING:
         await asyncio.sleep(0.02)
 
 
 @pytest.mark.cold_start
 @pytest.mark.parametrize("attack", HOSTILE)
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
-    argv = [sandbox.spec.python, "-I", "-c", f"{PIPE}\n{HOSTILE[attack]}\ntime.sleep(100)"]
+    argv = [sandbox.spec.python, "-I", "-c", f"{PIPE}\n{HOSTILE[attack]}\ntime.sleep(1000)"]
     with bounded_memory():
         process = await sandbox.execute(argv)
         assert await asyncio.wait_for(process.wait(), PATIENCE) == -9
     assert isinstance(sandbox.connection.error, ProtocolError)
     assert len(str(sandbox.connection.error)) < 1000
-    await asyncio.wait_for(stopped(sandbox), PATIENCE)
+    await asyncio.wait_for(wait_until_stopped(sandbox), PATIENCE)
     assert await answers(neighbour)
 
 
@@ -597,13 +591,13 @@ async def test_unconfined_guest_violating_protocol_is_ended(attack: str, start_s
         "send(struct.pack('!BII', 2, 1, 200_000)); os.kill(1, signal.SIGSTOP); time.sleep(100)",
         "errors = os.open('/proc/1/fd/2', os.O_WRONLY)\nwhile True: os.write(errors, bytes(4096))",
     ],
-    ids=["output", "crumbs of output", "crumbs in frames", "a frame drop by drop", "half a frame", "PID 1's errors"],
+    ids=["output", "tiny outputs", "tiny frames", "frame byte by byte", "half a frame", "stderr of PID 1"],
 )
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_unconfined_flood_uses_bounded_memory(flood: str, start_sandbox: StartSandbox) -> None:
     neighbour, sandbox = await start_sandbox(), await start_sandbox()
     with bounded_memory():
-        first = await sandbox.execute([sandbox.spec.python, "-I", "-c", "import time; time.sleep(100)"])
+        first = await sandbox.execute([sandbox.spec.python, "-I", "-c", "import time; time.sleep(1000)"])
         await sandbox.execute([sandbox.spec.python, "-I", "-c", f"{PIPE}\n{flood}"])
         for _ in range(20):
             assert await answers(neighbour)
@@ -615,7 +609,7 @@ async def test_unconfined_flood_uses_bounded_memory(flood: str, start_sandbox: S
 
 @pytest.mark.cold_start
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGSEGV"])
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 def test_unconfined_signal_to_pid_1_affects_own_sandbox_only(
     signal: str, start_kernel: Start, sandboxed: Sandboxed, runtime: Path
 ) -> None:
@@ -632,7 +626,7 @@ def test_unconfined_signal_to_pid_1_affects_own_sandbox_only(
 
 
 @pytest.mark.cold_start
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 def test_unconfined_kernel_with_forged_exit_is_restartable(start_kernel: Start, sandboxed: Sandboxed) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nos.kill(1, signal.SIGSTOP)\nsend(say(op='exited', process=1, status=99999))", silent=True)
@@ -664,7 +658,7 @@ def test_client_that_does_not_read_uses_bounded_memory(start_kernel: Start, sand
     _, neighbour = start_kernel(name)
     km, other = start_kernel(name)
     other.stop_channels()
-    km.context.setsockopt(zmq.RCVHWM, 20)  # what waits in this process for a client that does read is not meant
+    km.context.setsockopt(zmq.RCVHWM, 20)  # keep the queue of the client that does read small
     kc = km.client()
     kc.start_channels()
     kc.wait_for_ready(timeout=READY)
@@ -728,7 +722,7 @@ def test_output_never_reaches_reused_descriptor(
 
 
 @pytest.mark.cold_start
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 def test_unconfined_lost_sandbox_leaves_nothing(start_kernel: Start, sandboxed: Sandboxed, runtime: Path) -> None:
     km, kc = start_kernel(sandboxed())
     kc.execute(f"{PIPE}\nsend(os.urandom(100_000))", silent=True)

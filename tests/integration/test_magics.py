@@ -1,6 +1,6 @@
 """Test ``%sandbox``: its output, in a real kernel, and requests that are pending when a sandbox hibernates.
 
-Some tests replace the host's actions by a Clerk; requests and answers always take the real path.
+Some tests replace the host's actions by FakeActions; requests and answers always take the real path.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clerk import Clerk, checkpoint
+from fake_actions import FakeActions as Clerk
+from fake_actions import checkpoint
 from kernels import LONG, Notebook, Open
 
 from sandbox_provisioner.errors import SandboxError

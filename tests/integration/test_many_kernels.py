@@ -1,4 +1,4 @@
-"""Many kernels at once leave nothing, whether they were stopped or their owner was killed."""
+"""Many kernels at once leave nothing after a stop, and after their owner was killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
-from leftovers import leftovers
+from leftovers import leftovers, listening
 from notebooks import until
 
 from sandbox_provisioner.gvisor.runtime_dir import sweep
@@ -52,19 +52,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def listening() -> set[tuple[str, int]]:
-    """The addresses that this process listens on."""
-    connections = psutil.Process().net_connections("tcp")
-    return {tuple(item.laddr) for item in connections if item.status == psutil.CONN_LISTEN}
-
-
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of ``processes`` that have not ended; one whose parent has yet to notice counts as ended."""
+    """Return the processes that have not ended within 10 seconds. Zombies count as ended."""
     return [one for one in psutil.wait_procs(processes, timeout=10)[1] if one.status() != psutil.STATUS_ZOMBIE]
 
 
 async def ask(km: AsyncKernelManager, expression: str) -> str:
-    """The value of an expression in a kernel that may still be starting."""
+    """Evaluate an expression in a kernel that may still be starting."""
     kc = km.client()
     kc.start_channels()
     await kc.wait_for_ready(timeout=PATIENCE)
@@ -104,7 +98,7 @@ async def test_many_kernels_leave_nothing(
 def own(
     sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path, temporary: Path
 ) -> Callable[[int], subprocess.Popen[str]]:
-    """Starts a process that owns so many running kernels, until its stdin is closed."""
+    """Return a function that starts a process with ``count`` kernels, which stops them when its stdin is closed."""
 
     def start(count: int) -> subprocess.Popen[str]:
         argv = [sys.executable, "-c", OWNER, sandboxed(), str(count)]
@@ -130,7 +124,7 @@ def test_kernels_of_killed_owner_are_swept(
         assert len(sweep()) == AT_ONCE
     else:
         newcomer = own(1)
-        until(lambda: len(list(runtime.iterdir())) == 1)  # the sweep goes on in the background
+        until(lambda: len(list(runtime.iterdir())) == 1)  # the new process sweeps in the background
         newcomer.communicate()
     assert leftovers(runtime) == []
     assert alive(processes) == []

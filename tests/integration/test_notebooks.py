@@ -1,4 +1,4 @@
-"""Whole notebooks in the sandbox, executed by nbclient: plots, widgets, input, much output, long cells, interrupts."""
+"""Execute whole notebooks with nbclient: plots, widgets, input, much output, long cells, interrupts."""
 
 from __future__ import annotations
 

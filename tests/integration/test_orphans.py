@@ -49,7 +49,7 @@ asyncio.run(main())
 
 
 class Server:
-    """A process that starts a sandbox with something that counts, and shows the numbers it hears."""
+    """A process that starts a sandbox with a counting program and prints the numbers that it receives."""
 
     def __init__(self, spec: BundleSpec, runsc: Runsc) -> None:
         given = pickle.dumps((spec, runsc, COUNTING)).hex()
@@ -64,7 +64,7 @@ class Server:
         raise AssertionError("the server ended")
 
     def kill_at(self, number: int) -> None:
-        """Kill it when it has heard ``number``."""
+        """Kill the process when it has received ``number``."""
         assert self._child.stdout is not None
         while int(self._read("")) < number:
             pass
@@ -75,7 +75,7 @@ class Server:
 
 @pytest.fixture
 def orphaned(spec: BundleSpec, runsc: Runsc, runtime: Path) -> RuntimeFolder:
-    """The folder of a sandbox whose server was killed while it listened."""
+    """Return the runtime folder of a sandbox whose server was killed while it received output."""
     Server(replace(spec, outlives=True), runsc).kill_at(200)
     return next(left_behind())
 
@@ -96,13 +96,13 @@ async def test_orphan_can_be_saved_and_restored(
         await asyncio.wait_for(restored.restore(tmp_path / "image"), LONG)
         process = restored.connection.process(1)
         assert process is not None
-        heard: list[int] = []
+        received: list[int] = []
         async for piece in process.stream():
-            heard += map(int, piece.data.split()[1:-1])
-            if len(heard) > 500:
+            received += map(int, piece.data.split()[1:-1])
+            if len(received) > 500:
                 break
-        assert heard[0] > 200
-        assert len(heard) - 1 <= heard[-1] - heard[0]
+        assert received[0] > 200
+        assert len(received) - 1 <= received[-1] - received[0]
     finally:
         await restored.delete()
 
@@ -111,7 +111,7 @@ async def test_orphan_can_be_deleted_but_not_used_or_swept(
     orphaned: RuntimeFolder, spec: BundleSpec, runsc: Runsc
 ) -> None:
     sandbox = adopt(orphaned, spec, runsc)
-    with pytest.raises(LinkClosedError, match="its server died"):
+    with pytest.raises(LinkClosedError, match="its server was killed"):
         await sandbox.execute(["/bin/true"])
     assert sweep() == []
     await sandbox.delete()

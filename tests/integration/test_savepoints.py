@@ -30,10 +30,10 @@ pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 @pytest.fixture
 def entries() -> Any:
     """The events that are published during the test."""
-    told: list[Entry] = []
-    end = EVENT_BUS.subscribe(told.append)
-    yield told
-    end()
+    published: list[Entry] = []
+    unsubscribe = EVENT_BUS.subscribe(published.append)
+    yield published
+    unsubscribe()
 
 
 def document(notebook: Notebook) -> GCSSandboxMetadata:
@@ -46,9 +46,10 @@ def savepoint(notebook: Notebook, name: str) -> None:
 
 
 def rewind(notebook: Notebook, name: str) -> str:
-    kept = asyncio.run(notebook.km.provisioner.rewind(name))
+    """Rewind the kernel. Return the name of the savepoint with the state before."""
+    before = asyncio.run(notebook.km.provisioner.rewind(name))
     notebook.kc.wait_for_ready(timeout=LONG)
-    return str(kept)
+    return str(before)
 
 
 def images(data: Path) -> set[str]:
@@ -61,10 +62,10 @@ def test_savepoint_and_rewind(open_notebook: Open, entries: list[Entry]) -> None
     notebook.run("x = 1\ndef counter():\n    yield from range(100)\nnumbers = counter(); next(numbers)")
     savepoint(notebook, "one")
     assert notebook.run("x += 1; print(x, next(numbers))") == "2 1\n"
-    kept = rewind(notebook, "one")
+    before = rewind(notebook, "one")
     assert notebook.run("print(x, next(numbers))") == "1 1\n"
-    assert set(document(notebook).savepoints) == {"one", kept}
-    rewind(notebook, kept)
+    assert set(document(notebook).savepoints) == {"one", before}
+    rewind(notebook, before)
     assert notebook.run("print(x, next(numbers))") == "2 2\n"
     happened = [entry.what for entry in entries if entry.what != EventKind.PROGRESS]
     assert happened.count(EventKind.SAVED) == 1
@@ -82,7 +83,7 @@ def test_rewound_kernel_hibernates_wakes_and_ends(open_notebook: Open) -> None:
     notebook.run("x = 3")
     notebook.end(keep=True)
     again = open_notebook()
-    assert again.run("print(x)") == "1\n"  # what runs is not saved by an end, and the last checkpoint is before x = 3
+    assert again.run("print(x)") == "1\n"  # end() does not save a running kernel; the last checkpoint is before x = 3
     assert "one" in document(again).savepoints
 
 
@@ -105,7 +106,7 @@ def test_running_cell_continues_after_savepoint_and_rewind(open_notebook: Open) 
     savepoint(notebook, "running")
     assert "".join(notebook.outputs(request)) == "end\n"
     rewind(notebook, "running")
-    assert notebook.run("print(x)") == "40\n"  # it was asked after the cell, which had to come to its end again
+    assert notebook.run("print(x)") == "40\n"  # runs after the restored cell has ended once more
 
 
 def test_savepoint_images_are_kept_until_deleted(open_notebook: Open, data: Path) -> None:
@@ -220,8 +221,8 @@ def test_concurrent_rewinds_and_restart_leave_one_kernel(open_notebook: Open) ->
     notebook = open_notebook()
     notebook.run("x = 1")
     savepoint(notebook, "one")
-    notebook.kc.execute(FLOOD)
-    time.sleep(0.5)  # any moment of the rewinds will do
+    notebook.kc.execute(SEND_REWINDS)
+    time.sleep(0.5)  # restart at some moment during the rewinds
     notebook.km.restart_kernel()
     notebook.kc.wait_for_ready(timeout=LONG)
     assert notebook.run("print('x' in globals())") == "False\n"
@@ -230,15 +231,15 @@ def test_concurrent_rewinds_and_restart_leave_one_kernel(open_notebook: Open) ->
     assert notebook.run("print(x)") == "1\n"
 
 
-FLOOD = """
+SEND_REWINDS = """
 import json, socket
-asking = []
+connections = []
 for _ in range(8):
-    one = socket.socket(socket.AF_UNIX)
-    one.connect("/run/jupyter/sandbox")
-    one.sendall(json.dumps({"op": "rewind", "name": "one"}).encode())
-    one.shutdown(socket.SHUT_WR)
-    asking.append(one)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("/run/jupyter/sandbox")
+    connection.sendall(json.dumps({"op": "rewind", "name": "one"}).encode())
+    connection.shutdown(socket.SHUT_WR)
+    connections.append(connection)
 """
 
 
@@ -246,14 +247,14 @@ def test_rewind_ends_other_processes(open_notebook: Open) -> None:
     notebook = open_notebook()
     savepoint(notebook, "one")
 
-    async def watch() -> int:
+    async def status_after_rewind() -> int:
         sandbox = notebook.km.provisioner.sandbox
         process = await IO.run(sandbox.execute(["sleep", "1000"]))
         status = asyncio.create_task(IO.run(process.wait()))
         await notebook.km.provisioner.rewind("one")
         return int(await asyncio.wait_for(status, LONG))
 
-    assert asyncio.run(watch()) < 0
+    assert asyncio.run(status_after_rewind()) < 0
 
 
 def test_savepoint_limit_is_enforced(open_notebook: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ CHECKS = [
     negative_data_rejection,
 ]
 DOCUMENTED = (503, 507)
-"""What a server may say that cannot do what it should."""
+"""Documented statuses of valid requests that the server cannot execute."""
 KNOWN = "known"
 """The sandbox that there is, besides those that the requests make."""
 RARELY = 200

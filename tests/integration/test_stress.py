@@ -1,4 +1,4 @@
-"""Random actions at once on many notebooks of two real servers that share storage leave nothing behind."""
+"""Random actions on many notebooks of two real servers that share storage lose no cell and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sandboxed = Callable[..., str]
 SEED = os.environ.get("STRESS_SEED") or str(random.randrange(1 << 32))
 EXTENSIONS = "--ServerApp.jpserver_extensions={'sandbox_provisioner.extension': True, 'stress_probe': True}"
 SETTLED = 20.0
-"""Seconds in which threads without work end, and closed connections are noticed."""
+"""Seconds after which idle threads have ended and closed connections were detected."""
 
 
 @pytest.fixture
@@ -35,18 +35,18 @@ def servers(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 async def take_census(server: Server) -> dict[str, Any]:
-    """Return what a server has open."""
+    """Return the open resources of a server."""
     found: dict[str, Any] = await ask(server, "GET", "stress/census")
-    return {what: value for what, value in found.items() if what not in ("slow", "blocked")}
+    return {name: value for name, value in found.items() if name not in ("slow", "blocked")}
 
 
 async def warm_up(servers: Sequence[Server], kernel: str, limits: Limits) -> list[dict[str, Any]]:
-    """Have every kind of thing happen once, so that all modules are imported; return what the servers have open."""
+    """Do some actions on each server, so that all modules are imported. Return the servers' open resources."""
     notebook = Notebook("warm-up.ipynb", kernel, servers, limits, SEED)
     await notebook.open()
     for _ in servers:
-        for thing in (notebook.hibernate, notebook.wake, notebook.interrupt, notebook.disconnect, notebook.hand_off):
-            await thing()
+        for action in (notebook.hibernate, notebook.wake, notebook.interrupt, notebook.disconnect, notebook.hand_off):
+            await action()
     await notebook.shut_down()
     await asyncio.sleep(SETTLED / 4)
     for server in servers:
@@ -55,15 +55,15 @@ async def warm_up(servers: Sequence[Server], kernel: str, limits: Limits) -> lis
 
 
 async def wait_for_census(server: Server, wanted: dict[str, Any]) -> None:
-    """Wait until a server has no more open than at first."""
+    """Wait until a server has the same open resources as after the warm-up."""
     for _ in range(int(SETTLED)):
         found = await take_census(server)
-        more = {what: (found[what], wanted[what]) for what in wanted if found[what] != wanted[what]}
-        if not more:
+        different = {name: (found[name], wanted[name]) for name in wanted if found[name] != wanted[name]}
+        if not different:
             return
         await asyncio.sleep(1)
-    print(f"The server has now, and had at first: {more}")
-    assert more == {}
+    print(f"The server's resources now, and after the warm-up: {different}")
+    assert different == {}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ async def test_random_actions_on_many_notebooks(
     for server in servers:
         server.stop()
     assert leftovers(runtime) == []
-    assert remains(tmp_path, servers) == []
+    assert files_of_servers(tmp_path, servers) == []
     third = serve(EXTENSIONS, name="third")
     for notebook in kept:
         notebook.server, notebook.servers = third, [third]
@@ -115,7 +115,7 @@ async def test_random_actions_on_many_notebooks(
         await notebook.shut_down()
 
 
-def remains(folder: Path, servers: Sequence[Server]) -> list[str]:
+def files_of_servers(folder: Path, servers: Sequence[Server]) -> list[str]:
     """Return the leases, connection files and sockets that stopped servers left."""
     found = [*(folder / "shared").rglob("*.lock"), *(folder / "shared").rglob("*.waiter")]
     found += [path for server in servers for path in server.runtime.glob("kernel-*")]

@@ -26,7 +26,7 @@ from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.templates import spec as recipes
 from sandbox_provisioner.templates.build import build
 from sandbox_provisioner.templates.match import recipe_for
-from sandbox_provisioner.templates.store import Template, TemplateShelf, mark
+from sandbox_provisioner.templates.store import TemplateShelf, mark
 
 pytestmark = [pytest.mark.runsc, pytest.mark.templates, pytest.mark.user]
 
@@ -39,7 +39,7 @@ def ask(kc: Any, expression: str) -> Any:
     return json.loads(run(kc, f"import json, os, sys\nprint(json.dumps({expression}))"))
 
 
-# -- what a copy is -------------------------------------------------------------------------------------------------
+# -- copies -----------------------------------------------------------------------------------------------------------
 
 
 def test_copy_has_own_folder_environment_and_no_capabilities(
@@ -55,9 +55,9 @@ def test_copy_has_own_folder_environment_and_no_capabilities(
     ]
     run(kc, "open('made', 'w').write('inside')")
     assert (notebook_folder / "made").read_text() == "inside"
-    powers = ask(kc, "[l.split() for l in open('/proc/self/status').read().splitlines() + "
+    capabilities = ask(kc, "[l.split() for l in open('/proc/self/status').read().splitlines() + "
                      "open('/proc/1/status').read().splitlines() if l.startswith('Cap')]")  # fmt: skip
-    assert len(powers) in (8, 10) and all(int(value, 16) == 0 for _, value in powers)
+    assert len(capabilities) in (8, 10) and all(int(value, 16) == 0 for _, value in capabilities)
     assert ask(kc, "sys.argv[-1]").endswith(Path(km.connection_file).name)
     assert ask(kc, "json.load(open(sys.argv[-1]))['key']") == km.session.key.decode()
 
@@ -132,7 +132,7 @@ def test_history_begins_at_start(start_kernel: Start, sandboxed: Sandboxed) -> N
     assert ask(kc, "[str(path) for path in _dh]") == [os.getcwd()]
 
 
-# -- what is preloaded ----------------------------------------------------------------------------------------------
+# -- preloaded modules ---------------------------------------------------------------------------------------------
 
 
 def test_unfreezable_module_is_reported_and_skipped(
@@ -161,7 +161,7 @@ def test_unfreezable_module_is_reported_and_skipped(
     assert ask(kc, "sorted(set(sys.modules) & {'threaded', 'broken', 'fine'})") == ["fine"]
 
 
-# -- when there is no copy ------------------------------------------------------------------------------------------
+# -- starts without template -----------------------------------------------------------------------------------------
 
 
 def test_changed_library_is_fresh_in_next_kernel(
@@ -169,7 +169,7 @@ def test_changed_library_is_fresh_in_next_kernel(
 ) -> None:
     library = tmp_path / "libraries" / "mine.py"
     library.parent.mkdir()
-    library.write_text("VERSION = 1")  # what was changed just now is not frozen before it has settled
+    library.write_text("VERSION = 1")  # a build waits until recent changes have settled
     spec = kernelspecs.get_kernel_spec("python3").to_dict() | {"env": {"PYTHONPATH": str(library.parent)}}
     name = sandboxed(spec=spec, preload=["mine"])
     km, kc = start_kernel(name)
@@ -287,7 +287,7 @@ def test_bash_kernel_starts_without_template(sandboxed: Sandboxed, start_kernel:
     assert not is_copy(km) and run(kc, "echo $((6 * 7))").strip() == "42"
 
 
-# -- making them ----------------------------------------------------------------------------------------------------
+# -- builds ---------------------------------------------------------------------------------------------------------
 
 
 def test_template_contains_no_secret(
@@ -351,36 +351,6 @@ def test_concurrent_builds_of_one_template(
     assert current is not None and current in made and current != before
     assert current.changed == ""
     assert [path.name for path in (shelf.folder / name).glob("image-*")] == [current.image]
-
-
-async def test_image_in_use_is_kept(tmp_path: Path) -> None:
-    shelf = TemplateShelf(tmp_path)
-    async with shelf.building("k", wait=False) as draft:
-        assert draft is not None
-        draft.mkdir()
-        (draft / "checkpoint.img").write_bytes(b"x")
-        template = shelf.publish(Template("k", "key", "2026-01-01T00:00:00+00:00"), draft)
-        async with shelf.building("k", wait=False) as other:
-            assert other is None
-        draft.mkdir()
-        assert shelf.drop("k", "another image") is False
-    with shelf.using(template) as image:
-        assert shelf.drop("k")
-        assert (image / "checkpoint.img").exists()
-    assert not shelf.drop("k")
-    async with shelf.building("k", wait=False):
-        pass
-    assert not image.exists()
-    with pytest.raises(FileNotFoundError), shelf.using(template):
-        pass
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"kernel_name": "other", "key": "", "created": ""}'])
-def test_invalid_document_is_not_a_template(tmp_path: Path, content: str) -> None:
-    (tmp_path / "k").mkdir()
-    (tmp_path / "k" / "template.json").write_text(content)
-    assert TemplateShelf(tmp_path).get("k") is None
-    assert TemplateShelf(tmp_path).list() == []
 
 
 def test_template_command(

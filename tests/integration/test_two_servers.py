@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cell import LONG, close_all, start_cell, tell
 from gcs_server import GCS
+from value_program import LONG, close_all, start_program, tell
 
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import LeaseHeldError
@@ -54,7 +54,7 @@ async def pair(config: GCSConfig, runsc: Runsc) -> AsyncIterator[tuple[SandboxMa
 async def begin(manager: SandboxManager, spec: BundleSpec, value: str, features: Features = POLITE) -> None:
     handle = await manager.create("box", spec, features=features)
     await manager.get("box").start()
-    await start_cell(handle)
+    await start_program(handle)
     await tell(handle, f"set {value}")
 
 
@@ -103,7 +103,7 @@ async def test_transient_storage_failures_are_survived(
 FROZEN = """
 import asyncio, pickle, sys
 sys.path.insert(0, sys.argv[2])
-from cell import start_cell, tell
+from value_program import start_program, tell
 from sandbox_provisioner.errors import SandboxError
 from sandbox_provisioner.sandbox.manager import SandboxManager
 
@@ -112,7 +112,7 @@ async def main():
     manager = SandboxManager(config, runsc, "frozen")
     handle = await manager.create("box", spec)
     await manager.get("box").start()
-    await start_cell(handle)
+    await start_program(handle)
     await tell(handle, "set saved")
     await manager.get("box").save()
     await manager.get("box").restore()

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.runsc, pytest.mark.timeout(240)]
 BEFORE_THE_ROOMS = "50395ad7d6084720c92203f78c7d794db88c0486"
 """The last version whose modules were all in one folder."""
 CHECKOUT = Path(__file__).parents[2]
-PLAYER = CHECKOUT / "tests" / "support" / "upgrade_player.py"
+PLAYER = CHECKOUT / "tests" / "support" / "upgrade_steps.py"
 
 Play = Callable[..., str]
 

@@ -26,12 +26,12 @@ KERNEL = "python3-sandbox"
 BROKEN = "broken-sandbox"
 """A sandboxed kernel whose program does not exist."""
 KEEPER = "keeper-sandbox"
-"""One whose state is kept also if it is shut down."""
+"""A sandboxed kernel whose state is saved when it is shut down."""
 
 
 @dataclass
 class Answer:
-    """A server's answer."""
+    """A response of the REST API."""
 
     status: int
     body: Any
@@ -39,7 +39,7 @@ class Answer:
 
 
 class Api:
-    """A server's sandboxes over HTTP."""
+    """A client of a server's REST API for sandboxes."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -53,7 +53,7 @@ class Api:
         return answer
 
     def ask(self, method: str, path: str, body: Any = None, token: str = "t") -> Answer:
-        """Send a request. Return its answer, checked against the OpenAPI document."""
+        """Send a request. Return the response, checked against the OpenAPI document."""
         try:
             with self.open(method, path, body, token) as found:
                 status, headers, raw = found.status, found.headers, found.read()
@@ -64,13 +64,13 @@ class Api:
         return answer
 
     def good(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the body of a successful answer."""
+        """Send a request that must succeed. Return the body of the response."""
         answer = self.ask(method, path, body)
         assert answer.status < 300, answer
         return answer.body
 
     def bad(self, status: int, method: str, path: str, body: Any = None) -> Any:
-        """Return the body of an answer with this error status."""
+        """Send a request that must fail with this status. Return the body of the response."""
         answer = self.ask(method, path, body)
         assert answer.status == status, answer
         return answer.body
@@ -85,13 +85,13 @@ class Api:
 
 
 def conform(method: str, path: str, answer: Answer) -> None:
-    """Fail if an answer does not match the OpenAPI document."""
+    """Fail if a response does not match the OpenAPI document."""
     assert answer.headers["Cache-Control"] == "no-store"
     if answer.status >= 400:
         assert answer.headers["Content-Type"] == "application/problem+json"
         openapi.check({"$ref": "#/components/schemas/Problem"}, answer.body, "the problem")
         assert answer.body["status"] == answer.status
-    template = next((known for known in openapi.spec()["paths"] if _fits(known, path)), None)
+    template = next((known for known in openapi.spec()["paths"] if _matches(known, path)), None)
     operation = openapi.spec()["paths"].get(template, {}).get(method.lower())
     if operation is None:
         assert answer.status in (403, 404, 405)
@@ -103,7 +103,7 @@ def conform(method: str, path: str, answer: Answer) -> None:
         openapi.check(content["schema"], answer.body, "the answer")
 
 
-def _fits(template: str, path: str) -> bool:
+def _matches(template: str, path: str) -> bool:
     path = "/api/sandboxes" + path.partition("?")[0]
     return re.fullmatch(re.sub(r"{\w+}", "[^/]+", template), path) is not None
 
@@ -119,7 +119,7 @@ def nothing_is_left(api: Api) -> None:
 
 
 def add_kernels(folder: Path) -> None:
-    """A sandboxed Python, and one that cannot be started."""
+    """Write the kernelspecs KERNEL, KEEPER and BROKEN below ``folder``."""
     working = KernelSpecManager().get_kernel_spec("python3").to_dict()
     broken = {"argv": ["/no/such/program"], "display_name": "Broken", "language": "python"}
     for name, spec in ((KERNEL, working), (KEEPER, working), (BROKEN, broken)):
@@ -132,7 +132,7 @@ def add_kernels(folder: Path) -> None:
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Api]:
-    """Run a server with these kernels. Fails if it leaves anything."""
+    """Run a server with these kernelspecs. Fails if the stopped server left a process, mount or folder."""
     add_kernels(folder)
     (folder / "notebooks").mkdir()
     runtime = folder / "run"
@@ -149,7 +149,7 @@ def serving(folder: Path, *options: str) -> Iterator[Api]:
 
 
 def become_user(server: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use the server's Jupyter folders in this process. Return its folder of notebooks."""
+    """Use the server's Jupyter folders in this process. Return the folder of its notebooks."""
     own = server.runtime.parent
     for name in ("runtime", "data", "config"):
         monkeypatch.setenv(f"JUPYTER_{name.upper()}_DIR", str(own / name))

@@ -1,22 +1,21 @@
-"""A clock for leases that jumps to the next wake-up time instead of waiting."""
+"""A clock for leases that jumps to the end of the next sleep instead of waiting."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from sandbox_provisioner.lock.base import Leases
-from sandbox_provisioner.lock.keepalive import Clock, KeptLeases
+from sandbox_provisioner.lock.base import Clock, Leases
 from sandbox_provisioner.workers import Workers
 
 QUIET_TURNS = 20
-"""Number of loop iterations without a running step after which all tasks are considered to be waiting."""
+"""Number of iterations of the loop without a running worker after which all tasks count as waiting."""
 
 
 class JumpingClock(Clock):
-    """A clock that stands still while a step of a watched lease runs, and otherwise jumps to the next wake-up time.
+    """A clock that stops while a worker of watched leases runs, and otherwise jumps to the end of the next sleep.
 
-    While a test awaits anything but ``sleep`` and these steps, the clock runs on, much faster than real time.
+    While a test awaits anything except ``sleep`` and these workers, the clock runs much faster than real time.
     """
 
     def __init__(self) -> None:
@@ -24,14 +23,14 @@ class JumpingClock(Clock):
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
         self._watched: list[Workers] = []
         self.on_jump: Callable[[float], None] = lambda elapsed: None
-        """Called after each jump with the seconds since the start, to set another clock with this one."""
+        """Called after each jump with the seconds since the start, so that a test can set another clock."""
 
     def now(self) -> float:
-        """Return the present time."""
+        """Return the current time."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds`` of this clock."""
+        """Sleep for ``seconds`` of this clock."""
         sleeper = self._now + max(0.0, seconds), asyncio.get_running_loop().create_future()
         self._sleepers.append(sleeper)
         try:
@@ -40,15 +39,14 @@ class JumpingClock(Clock):
             self._sleepers.remove(sleeper)
 
     def watch(self, leases: Leases) -> Leases:
-        """Stand still while steps of these leases run."""
-        assert isinstance(leases, KeptLeases)
+        """Stop the clock while workers of these leases run. Returns the leases."""
         self._watched.append(leases._threads)
         return leases
 
     async def run(self) -> None:
-        """Jump again and again, until cancelled."""
+        """Jump repeatedly, until cancelled."""
         while True:
-            await self._settle()
+            await self._wait_until_quiet()
             waiting = [(moment, woken) for moment, woken in self._sleepers if not woken.done()]
             if waiting:
                 moment, woken = min(waiting, key=lambda sleeper: sleeper[0])
@@ -57,7 +55,7 @@ class JumpingClock(Clock):
                     self.on_jump(moment - 1000.0)
                 woken.set_result(None)
 
-    async def _settle(self) -> None:
+    async def _wait_until_quiet(self) -> None:
         quiet = 0
         while quiet < QUIET_TURNS:
             await asyncio.sleep(0)

@@ -1,7 +1,4 @@
-"""Faults on demand: what goes wrong between a client and Google Cloud Storage, when, and for which requests.
-
-Also Google's limit on how often one object name can be changed.
-"""
+"""Faults that tests inject into the emulated Google Cloud Storage, and Google's limit on changes of one object."""
 
 from __future__ import annotations
 
@@ -14,22 +11,28 @@ from typing import Any, Literal
 Kind = Literal["status", "cut", "lose", "truncate", "end", "short", "delay"]
 
 OBJECTS = r"(?!.*bucket).*"
-"""Matches the operations on objects."""
+"""Pattern of the operations on objects."""
 
 
 @dataclass
 class Fault:
-    """One thing that goes wrong.
+    """A fault, and the requests to which it applies.
 
-    ``status``: the request is answered with ``code`` and not carried out. ``cut``: the connection ends before the
-    request is carried out. ``lose``: it is carried out, and the connection ends instead of an answer. ``truncate``: the
-    connection is reset in the middle of the answer's body. ``end``: it is closed there. ``short``: half of the body is
-    sent as if it were all of it. ``delay``: it is carried out ``seconds`` later.
+    The kinds:
 
-    It meets requests whose operation (``get``, ``media``, ``insert``, ``start``, ``chunk``, ``cancel``, ``patch``,
-    ``delete``, ``compose``, ``rewrite``, ``list``) and object's name match the patterns. Of these it lets ``skip``
-    pass, then strikes every ``every``-th with ``probability``, until it has struck ``times`` (None: for ever). Requests
-    about buckets (``get_bucket`` and so on), which the client sends in the background, are met only if named.
+    - ``status``: the request is answered with ``code`` and not executed.
+    - ``cut``: the connection is reset, and the request is not executed.
+    - ``lose``: the request is executed, and the connection is reset instead of a response.
+    - ``truncate``: the connection is reset in the middle of the response's body.
+    - ``end``: the connection is closed in the middle of the response's body.
+    - ``short``: the response contains only half of its body, with a matching Content-Length.
+    - ``delay``: the request is executed after ``seconds``.
+
+    A fault applies to requests whose operation (``get``, ``media``, ``insert``, ``start``, ``chunk``, ``cancel``,
+    ``patch``, ``delete``, ``compose``, ``rewrite``, ``list``) and object name match the patterns. It skips the first
+    ``skip`` of them, then affects every ``every``-th with ``probability``, at most ``times`` times (None: no limit).
+    Requests about buckets (``get_bucket`` and so on), which the client sends in the background, are affected only if
+    ``operation`` names them. ``met`` counts the matching requests, ``struck`` the affected ones.
     """
 
     kind: Kind
@@ -47,7 +50,7 @@ class Fault:
 
 @dataclass
 class Faults:
-    """The faults that are set. Random ones are the same in each run."""
+    """All current faults. Their random decisions are the same in each run."""
 
     faults: list[Fault] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(4))
@@ -62,17 +65,17 @@ class Faults:
             self.faults.clear()
 
     def strike(self, operation: str, name: str) -> list[Fault]:
-        """Return the faults of this request: each delay that applies, and at most one other."""
+        """Return the faults that affect a request: all delays, and at most one other fault."""
         struck: list[Fault] = []
         with self.lock:
             for fault in self.faults:
                 if not (re.fullmatch(fault.operation, operation) and re.fullmatch(fault.name, name, re.DOTALL)):
                     continue
                 fault.met += 1
-                turn = fault.met > fault.skip and (fault.met - fault.skip) % fault.every == 0
-                left = fault.times is None or fault.struck < fault.times
-                free = fault.kind == "delay" or all(other.kind == "delay" for other in struck)
-                if turn and left and free and self.dice.random() < fault.probability:
+                due = fault.met > fault.skip and (fault.met - fault.skip) % fault.every == 0
+                repeats = fault.times is None or fault.struck < fault.times
+                combines = fault.kind == "delay" or all(other.kind == "delay" for other in struck)
+                if due and repeats and combines and self.dice.random() < fault.probability:
                     fault.struck += 1
                     struck.append(fault)
         return struck
@@ -84,9 +87,9 @@ MUTATIONS = ("insert", "start", "patch", "delete", "compose", "rewrite")
 
 @dataclass
 class MutationLimit:
-    """Allow ``rate`` changes per second of each object name, and ``burst`` at once; a rate of 0 allows all.
+    """Allows ``rate`` changes per second of each object name, and ``burst`` at once. A rate of 0 disables the limit.
 
-    A change that is then refused by its precondition counts too: Google does not document that it does not.
+    Changes that fail because of their precondition count, too, because Google does not document an exception for them.
     """
 
     rate: float = 0.0
@@ -96,13 +99,13 @@ class MutationLimit:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def set(self, rate: float, burst: float) -> None:
-        """Start with new numbers, and forget all changes that were made before."""
+        """Set the limit, and forget all earlier changes."""
         with self._lock:
             self.rate, self.burst, self.refused = rate, burst, 0
             self._left.clear()
 
     def allows(self, bucket: str, name: str, now: float) -> bool:
-        """Count one change of an object; return False if it is one too many."""
+        """Count a change of an object. Return False if it exceeds the limit."""
         with self._lock:
             if not self.rate:
                 return True

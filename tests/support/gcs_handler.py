@@ -1,4 +1,4 @@
-"""The requests of Google Cloud Storage's JSON API, one method each, and what tests ask for beside them."""
+"""The requests of the emulated Google Cloud Storage: one method for each of its JSON API, and those that tests send."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gcs_faults import MUTATIONS, Faults, MutationLimit
 from gcs_objects import Cloud, Conditions, Refusal, StoredObject, Upload, integer
 
 GRANULE = 256 * 1024
-"""The bytes of a resumable upload count in multiples of this, until the last."""
+"""Each chunk of a resumable upload, except the last, is stored up to a multiple of this number of bytes."""
 
 BUCKET = r"/storage/v1/b/(?P<bucket>[^/]+)"
 OBJECT = BUCKET + r"/o/(?P<name>[^/]+)"
@@ -41,7 +41,7 @@ ROUTES = [
 
 
 class Service:
-    """The state that the requests to one server share."""
+    """The state of one server."""
 
     def __init__(self) -> None:
         self.cloud = Cloud()
@@ -51,26 +51,26 @@ class Service:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = 64 * 1024
     timeout = 60
     service: Service
-    """Of the server whose connection it is."""
+    """The state of the server."""
     broken = ""
-    """The kind of fault that the answer is to have, if any."""
+    """The kind of fault of the response, or empty."""
 
     def handle_request(self) -> None:
-        """Route, go wrong where that was asked for, answer."""
+        """Execute a request, with the injected faults, and send the response."""
         parts = urlsplit(self.path)
         self.query = dict(parse_qsl(parts.query, keep_blank_values=True))
         self.host = f"http://{self.headers.get('Host', '')}"
         self.body = self._read_body()
         self.broken = ""
         if parts.path in ("/faults", "/requests", "/clock", "/limit"):
-            self._control(parts.path)
+            self._serve_test(parts.path)
             return
         for method, pattern, operation in ROUTES:
             match = re.fullmatch(pattern, parts.path)
@@ -98,14 +98,14 @@ class Handler(BaseHTTPRequestHandler):
         try:
             operation = self._open(operation)
             self.service.requests.append((operation, names.get("name", "")))
-            if not self._struck(operation):
+            if not self._apply_faults(operation):
                 self._check_limit(operation)
                 getattr(self, f"_{operation}")()
         except Refusal as refusal:
             self._refuse(refusal)
 
     def _open(self, operation: str) -> str:
-        """Learn which object a request is about, and what exactly it wants."""
+        """Decode a request. Set the name of its object, and return the operation."""
         if operation == "get" and self.query.get("alt") == "media":
             return "media"
         if operation == "insert":
@@ -114,8 +114,8 @@ class Handler(BaseHTTPRequestHandler):
             self.names["name"] = self._upload().name
         return operation
 
-    def _struck(self, operation: str) -> bool:
-        """Let go wrong what should; whether that was all, and the request is not to be carried out."""
+    def _apply_faults(self, operation: str) -> bool:
+        """Apply the faults of a request. Return True if the request must not be executed."""
         for fault in self.service.faults.strike(operation, self.names.get("name", "")):
             if fault.kind == "delay":
                 time.sleep(fault.seconds)
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _check_limit(self, operation: str) -> None:
-        """Refuse a change of an object that was changed too often."""
+        """Refuse a change that exceeds the limit. Raises Refusal."""
         if operation not in MUTATIONS:
             return
         where = "to_" if operation == "rewrite" else ""
@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
             )
             raise Refusal(429, "rateLimitExceeded", problem)
 
-    # Answers
+    # Responses
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         if self.broken == "lose":
@@ -177,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
         self._json({"error": {"code": refusal.status, "message": refusal.message, "errors": [detail]}}, refusal.status)
 
     def _cut(self, reset: bool = True) -> None:
-        """End the connection, with a reset if the client should not take it for the end of the answer."""
+        """Close the connection. With ``reset``, the client gets an error instead of the end of the response."""
         self.broken = ""
         self.close_connection = True
         if reset:
@@ -188,14 +188,14 @@ class Handler(BaseHTTPRequestHandler):
         return super().date_time_string(self.service.cloud.now() if timestamp is None else timestamp)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: pytest shows what went wrong."""
+        """Log nothing."""
 
     def _object(self, stored: StoredObject, status: int = 200) -> None:
         self._json(stored.resource(self.host), status)
 
-    # What tests ask for
+    # Requests of tests
 
-    def _control(self, path: str) -> None:
+    def _serve_test(self, path: str) -> None:
         service = self.service
         if path == "/clock":
             service.cloud.offset = float(json.loads(self.body)["offset"])
@@ -296,9 +296,9 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(204)
 
     def _compose(self) -> None:
-        wish = json.loads(self.body)
+        body = json.loads(self.body)
         bucket, name, _, conditions = self._target()
-        sources, settings = wish.get("sourceObjects", []), wish.get("destination", {})
+        sources, settings = body.get("sourceObjects", []), body.get("destination", {})
         self._object(self.cloud.compose(bucket, name, sources, settings, conditions))
 
     def _rewrite(self) -> None:
@@ -320,7 +320,7 @@ class Handler(BaseHTTPRequestHandler):
     # Uploads
 
     def _open_insert(self) -> str:
-        """Take an upload's request apart; says which kind of operation it is."""
+        """Decode the request of an upload. Set its settings and body, and return the operation."""
         if "upload_id" in self.query:
             self.names["name"] = self._upload().name
             return "chunk"
@@ -398,7 +398,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(308, b"", {"Range": f"bytes=0-{count - 1}"} if count else {})
 
     def _append(self, upload: Upload) -> bool:
-        """Keep what is new of a chunk; whether it was the last one."""
+        """Store the new bytes of a chunk. Return True if it was the last one."""
         text = self.headers.get("Content-Range") or f"bytes 0-*/{len(self.body)}"
         match = re.fullmatch(r"bytes (?:\*|(\d+)-(\d+|\*))/(\d+|\*)", text)
         if not match:

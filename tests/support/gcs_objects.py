@@ -1,7 +1,6 @@
-"""Buckets and objects as Google Cloud Storage keeps them: generations, metagenerations, preconditions, checksums.
+"""Buckets and objects of the emulated Google Cloud Storage: generations, metagenerations, preconditions, checksums.
 
-What Google documents, and nothing that a client could not also meet there. One lock around everything: each request
-sees a consistent state, as it does there.
+It follows Google's documentation. One lock protects everything, so that each request sees a consistent state.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SETTABLE = (
     "metadata",
     "storageClass",
 )
-"""What a client may say about an object."""
+"""Properties of an object that a client can set."""
 
 COMPOSE_LIMIT = 32
 PAGE = 1000
@@ -36,7 +35,7 @@ NOT_MET = "At least one of the pre-conditions you specified did not hold."
 
 
 class Refusal(Exception):
-    """An answer that is an error, as Google words it."""
+    """An error response, with Google's text."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         self.status = status
@@ -82,7 +81,7 @@ class StoredObject:
         return base64.b64encode(f"{self.generation}/{self.metageneration}".encode()).decode()
 
     def resource(self, host: str) -> dict[str, Any]:
-        """Return its JSON resource."""
+        """Return the JSON description of the object."""
         quoted = re.sub(r"[^A-Za-z0-9_.~-]", lambda char: "".join(f"%{b:02X}" for b in char[0].encode()), self.name)
         link = f"{host}/storage/v1/b/{self.bucket}/o/{quoted}"
         media = f"{host}/download/storage/v1/b/{self.bucket}/o/{quoted}?generation={self.generation}&alt=media"
@@ -112,7 +111,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The preconditions of a request: generation and metageneration, to match or not to match."""
+    """The preconditions of a request: generations and metagenerations that the object must have, or must not have."""
 
     generation: int | None = None
     not_generation: int | None = None
@@ -125,7 +124,7 @@ class Conditions:
         return cls(*(integer(query, prefix + key) for key in keys))
 
     def check(self, current: StoredObject | None) -> None:
-        """Refuses the request unless all of them hold; 0 stands for an object that is not there."""
+        """Raise Refusal unless all preconditions hold. An object that does not exist has generation 0."""
         generation = current.generation if current else 0
         metageneration = current.metageneration if current else 0
         if self.generation not in (None, generation) or self.metageneration not in (None, metageneration):
@@ -169,7 +168,7 @@ class Bucket:
 
 @dataclass
 class Upload:
-    """A resumable upload: nothing is seen of it until its last byte has come."""
+    """A resumable upload. Its object appears when the last byte has arrived."""
 
     bucket: str
     name: str
@@ -180,7 +179,7 @@ class Upload:
 
 
 class Cloud:
-    """All buckets. ``offset`` moves the clock that objects are stamped with."""
+    """All buckets. ``offset`` is added to the time, in seconds."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -217,7 +216,7 @@ class Cloud:
             del self.buckets[name]
 
     def get(self, bucket: str, name: str, generation: int | None, conditions: Conditions) -> StoredObject:
-        """The live object, if it is the generation asked for and meets the conditions."""
+        """Return the current object. Raises Refusal if it has another generation or violates a precondition."""
         with self.lock:
             found = self.bucket(bucket).objects.get(name)
             if found is None or generation not in (None, found.generation):
@@ -234,7 +233,7 @@ class Cloud:
         conditions: Conditions,
         components: int | None = None,
     ) -> StoredObject:
-        """A new generation of ``name``, after its checksums, where the client sent some, were found to be right."""
+        """Store a new generation of ``name``. Raises Refusal if the client sent a checksum that does not match."""
         if not name or len(name.encode()) > 1024 or "\n" in name or "\r" in name or name in (".", ".."):
             raise Refusal(400, "invalid", "Invalid object name.")
         crc, md5 = crc32c_of(data), md5_of(data)
@@ -263,7 +262,7 @@ class Cloud:
     def patch(
         self, bucket: str, name: str, generation: int | None, conditions: Conditions, change: Mapping[str, Any]
     ) -> StoredObject:
-        """Change what is said of an object: null removes a setting or a key of its metadata."""
+        """Change the settings of an object. A null removes a setting, or a key of its metadata."""
         with self.lock:
             found = self.get(bucket, name, generation, conditions)
             settings = {**found.settings, **{key: change[key] for key in SETTABLE if key in change}}
@@ -287,7 +286,7 @@ class Cloud:
     def compose(
         self, bucket: str, name: str, sources: Iterable[Mapping[str, Any]], settings: Mapping[str, Any], on: Conditions
     ) -> StoredObject:
-        """Put objects of one bucket together into a new one, in order."""
+        """Concatenate objects of one bucket into a new object."""
         with self.lock:
             parts = [
                 self.get(
@@ -307,7 +306,7 @@ class Cloud:
             return self.insert(bucket, name, b"".join(part.data for part in parts), settings, on, count)
 
     def page(self, bucket: str, query: Mapping[str, str]) -> tuple[list[StoredObject], list[str], str | None]:
-        """A page of objects and of common prefixes, and after which name or prefix the next one begins."""
+        """Return a page of objects, its common prefixes, and the token of the next page (None: this is the last)."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         start, end = query.get("startOffset", ""), query.get("endOffset")
         limit = min(integer(query, "maxResults") or PAGE, PAGE)
@@ -335,7 +334,7 @@ class Cloud:
         return items, prefixes, None
 
     def finish(self, upload: Upload) -> StoredObject:
-        """The end of a resumable upload: now its conditions count."""
+        """Create the object of a resumable upload that has all its bytes. Checks the preconditions."""
         stored = self.insert(upload.bucket, upload.name, bytes(upload.data), upload.settings, upload.conditions)
         upload.finished = stored
         upload.data = bytearray()

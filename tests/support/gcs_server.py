@@ -1,9 +1,12 @@
-"""A server that speaks Google Cloud Storage's JSON API, so that tests can use its real client, with faults.
+"""Emulated Google Cloud Storage: a server for Google's real client, with faults that tests inject.
 
-As a program it serves until its standard input ends, and says where in its first line of output. Beside Google's own
-paths it has ``/faults`` (POST one, GET, DELETE), ``/requests`` (GET what was asked for, DELETE), ``/clock`` (POST an
-offset) and ``/limit`` (POST how often an object may be changed, GET how many changes were refused), so that any number
-of processes can share one server and any test can make it misbehave.
+The program prints its address and serves until its standard input ends. Several processes can share one server. In
+addition to Google's JSON API, it has these paths for tests:
+
+- ``/faults``: POST adds a fault, GET lists the faults, DELETE removes them;
+- ``/requests``: GET lists the requests since the last DELETE;
+- ``/clock``: POST sets the offset of the server's clock;
+- ``/limit``: POST limits the changes of an object, GET returns the number of refused changes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from gcs_handler import Handler, Service
 
 
 class Server(ThreadingHTTPServer):
-    """Serves in threads, on a port of 127.0.0.1 that was free."""
+    """Serves in threads, on a free port of 127.0.0.1."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -36,13 +39,13 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Log errors, except those of closed connections."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class GCS:
-    """A server in a process of its own, as tests use it; ``url`` is what STORAGE_EMULATOR_HOST should be."""
+    """The server in its own process. ``url`` is the value for STORAGE_EMULATOR_HOST."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -61,43 +64,43 @@ class GCS:
             return json.loads(answer.read() or b"null")
 
     def new_bucket(self) -> str:
-        """A bucket that nobody else uses."""
+        """Create a bucket with a random name, and return the name."""
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         self._call("POST", "/storage/v1/b?project=test", {"name": name})
         return name
 
     def fault(self, kind: Kind, **details: Any) -> None:
-        """Make something go wrong: see ``gcs_faults.Fault``."""
+        """Inject a fault. ``details`` are fields of ``gcs_faults.Fault``."""
         self._call("POST", "/faults", {"kind": kind, **details})
 
     def faults(self) -> list[dict[str, Any]]:
-        """Return the faults that are set, with the number of times that each ``struck``."""
+        """Return the current faults. ``struck`` is the number of requests that each one affected."""
         found: list[dict[str, Any]] = self._call("GET", "/faults")
         return found
 
     def requests(self) -> list[tuple[str, str]]:
-        """Return the requests since ``reset``: operations and names of objects."""
+        """Return the operation and the object name of each request since the last reset."""
         return [(operation, name) for operation, name in self._call("GET", "/requests")]
 
     def set_clock(self, offset: float) -> None:
-        """Let the server's clock run ``offset`` seconds ahead of ours."""
+        """Set the server's clock ``offset`` seconds ahead of this machine's."""
         self._call("POST", "/clock", {"offset": offset})
 
     def limit_mutations(self, rate: float = 1.0, burst: float = 2.0) -> None:
-        """Refuse changes of one object name beyond ``rate`` per second, as Google does; 0 refuses none."""
+        """Refuse more than ``rate`` changes per second of one object name, as Google does. 0 disables the limit."""
         self._call("POST", "/limit", {"rate": rate, "burst": burst})
 
     def refused_mutations(self) -> int:
-        """Return how many changes were refused since ``limit_mutations``."""
+        """Return the number of changes that were refused since ``limit_mutations``."""
         return int(self._call("GET", "/limit")["refused"])
 
     def reset_faults(self) -> None:
-        """No faults any more, and nothing asked for yet."""
+        """Remove all faults, and forget all requests."""
         self._call("DELETE", "/faults")
         self._call("DELETE", "/requests")
 
     def reset(self) -> None:
-        """No faults, no limit, the right time, nothing asked for yet, and a new bucket."""
+        """Remove all faults, the limit and the clock's offset, forget all requests, and use a new bucket."""
         self.reset_faults()
         self.limit_mutations(0)
         self.set_clock(0)

@@ -1,7 +1,7 @@
-"""Two guests for tests of the host's end of the byte stream: PID 1 as a child on the host, and one that a test writes.
+"""Two kinds of guests for tests of the host's end of the byte stream.
 
-The real guest is the sandbox's PID 1, run as a plain child on the host. The scripted one is a pipe into which a test
-writes every byte itself.
+The real guest is the sandbox's PID 1, run as a child process on the host. For the scripted guest, the test writes every
+byte itself.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ INIT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='init')['Init'](
 
 
 @asynccontextmanager
-async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestConnection, LocalProcess]]:
-    """Run the sandbox's PID 1 as a child on the host, and yield the connection to it and the process."""
+async def real_guest(host_api: Path | None = None) -> AsyncIterator[tuple[GuestConnection, LocalProcess]]:
+    """Run the sandbox's PID 1 as a child on the host, and yield the connection to it and the process.
+
+    ``host_api`` is the path of the socket for requests from the sandbox. Fails if PID 1 printed anything.
+    """
     guest_in, to_guest = os.pipe()
     from_guest, guest_out = os.pipe()
     connection = GuestConnection()
     await connection.attach(to_guest, from_guest)
-    argv = [sys.executable, "-I", "-S", "-B", *(["-c", INIT, str(GUEST), str(asks)] if asks else [str(GUEST)])]
+    program = ["-c", INIT, str(GUEST), str(host_api)] if host_api else [str(GUEST)]
+    argv = [sys.executable, "-I", "-S", "-B", *program]
     init = LocalProcess.start(argv, stdin=guest_in, stdout=guest_out)
     os.close(guest_in)
     os.close(guest_out)
@@ -49,14 +53,14 @@ async def real_guest(asks: Path | None = None) -> AsyncIterator[tuple[GuestConne
         yield connection, init
     finally:
         connection.close(LinkClosedError("the test is over."))
-        words = await asyncio.wait_for(init.read(), LIMIT)
+        printed = await asyncio.wait_for(init.read(), LIMIT)
         await init.stop()
         init.close()
-        assert words == (b"", b"")
+        assert printed == (b"", b"")
 
 
 class ScriptedGuest:
-    """The guest's end of the byte stream, of which a test writes every byte."""
+    """The guest's end of a byte stream. A test writes and reads its frames."""
 
     def __init__(self, connection: GuestConnection) -> None:
         self.connection = connection
@@ -93,9 +97,11 @@ class ScriptedGuest:
             await asyncio.sleep(0)
 
     async def say(self, **message: Any) -> None:
+        """Send a control message."""
         await self.send(control(message))
 
     async def hello(self, *processes: int) -> None:
+        """Send the hello message with the numbers of running processes, and wait until the host has received it."""
         await self.say(op="hello", version=VERSION, processes=list(processes))
         await asyncio.wait_for(self.connection.greeted(), LIMIT)
 
@@ -112,13 +118,14 @@ class ScriptedGuest:
                 return frames
 
     async def frame(self) -> Frame:
-        """The next frame from the host."""
+        """Wait for the next frame from the host."""
         while not self._frames:
             self._frames = self.arrived()
             await asyncio.sleep(0)
         return self._frames.pop(0)
 
     async def expect(self, kind: int, stream: int | None = None) -> bytes:
+        """Wait for the next frame, which must be of this kind and stream. Return its payload."""
         found, number, payload = await asyncio.wait_for(self.frame(), LIMIT)
         assert (found, number) == (kind, number if stream is None else stream)
         return payload
@@ -132,6 +139,7 @@ class ScriptedGuest:
         await asyncio.wait_for(quiescing, LIMIT)
 
     async def told(self, op: str) -> dict[str, Any]:
+        """Wait for the next frame, which must be a control message with this operation. Return the message."""
         message: dict[str, Any] = json.loads(await self.expect(CONTROL, 0))
         assert message["op"] == op
         return message
@@ -139,7 +147,7 @@ class ScriptedGuest:
 
 @asynccontextmanager
 async def scripted_guest() -> AsyncIterator[ScriptedGuest]:
-    """Yield a scripted guest. Fails if an exception reaches the loop's handler."""
+    """Yield a scripted guest. Fails if an exception was not caught in a task or callback."""
     escaped: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
     guest = ScriptedGuest(GuestConnection())
@@ -155,7 +163,7 @@ async def scripted_guest() -> AsyncIterator[ScriptedGuest]:
 
 
 class Tap:
-    """Collect the bytes of a stream; acknowledge them, or not."""
+    """Collects the bytes of a stream. With ``consume``, it renews the guest's credit for them."""
 
     def __init__(self, stream: GuestStream, consume: bool = True) -> None:
         self.stream = stream
@@ -182,16 +190,18 @@ class Tap:
                 await self._news.wait()
 
     async def size(self, amount: int) -> bytes:
+        """Wait until at least ``amount`` bytes have arrived, and return all bytes."""
         await self.until(lambda: len(self.data) >= amount)
         return bytes(self.data)
 
     async def end(self) -> bytes:
+        """Wait for the end of the stream, and return all bytes."""
         await self.until(lambda: self.ended > 0)
         return bytes(self.data)
 
 
 async def pour(stream: GuestStream, data: bytes, piece: int = 50_000) -> None:
-    """Write only while the stream is ready."""
+    """Write ``data`` to a stream in pieces, each one when the stream is ready."""
     room = asyncio.Event()
     stream.on_ready = room.set
     for position in range(0, len(data), piece):
@@ -206,7 +216,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def server(address: Path | int, serve: Serve) -> AsyncIterator[str]:
-    """Listen on an address, as a kernel in the sandbox does, and yield its target. Waits for its connections."""
+    """Listen on a path or port like a kernel in the sandbox, and yield the target. At the end, wait for connections."""
     handling: set[asyncio.Task[None]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

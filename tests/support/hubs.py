@@ -1,4 +1,4 @@
-"""A real JupyterHub with a real proxy, and the browser of a logged-in user."""
+"""A real JupyterHub with a real proxy, and a client that acts as the browser of a user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INSTALL = """{} is not installed beside {}; `make test-hub` installs it. By hand
 
 
 def require_tools() -> None:
-    """Fail with what to install."""
+    """Fail if a program is missing, and name the commands that install it."""
     for tool in ("jupyterhub", "jupyterhub-idle-culler", "jupyter-lab", "configurable-http-proxy"):
         assert (BIN / tool).exists(), INSTALL.format(tool, sys.executable, sys.prefix)
 
@@ -40,9 +40,9 @@ def free_port() -> int:
 
 
 class Hub:
-    """The example's hub in a folder of its own, on free ports; what a test needs otherwise is in ``more``."""
+    """The hub of the example, with its data in ``folder``, on free ports. ``config`` is additional configuration."""
 
-    def __init__(self, folder: Path, more: str = "") -> None:
+    def __init__(self, folder: Path, config: str = "") -> None:
         require_tools()
         self.log = folder / "hub.log"
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -52,19 +52,19 @@ class Hub:
             f"c.JupyterHub.hub_bind_url = 'http://127.0.0.1:{free_port()}'",
             f"c.ConfigurableHTTPProxy.api_url = 'http://127.0.0.1:{free_port()}'",
             f"c.Spawner.environment.update({ {name: os.environ[name] for name in KEPT if name in os.environ} })",
-            more,
+            config,
         ]
-        config = folder / "test_config.py"
-        config.write_text("\n".join(lines))
+        file = folder / "test_config.py"
+        file.write_text("\n".join(lines))
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-        command = [str(BIN / "jupyterhub"), "--config", str(config)]
+        command = [str(BIN / "jupyterhub"), "--config", str(file)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
         deadline = time.monotonic() + READY
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
-                raise AssertionError(self.last_words())
+                raise AssertionError(self.log_end())
             time.sleep(0.2)
 
     def _answers(self) -> bool:
@@ -73,18 +73,18 @@ class Hub:
         except URLError:
             return False
 
-    def last_words(self) -> str:
-        """The end of its log, in which those of the users' servers are, too."""
+    def log_end(self) -> str:
+        """Return the end of the log of the hub and its users' servers."""
         return self.log.read_text()[-10_000:]
 
     def stop(self) -> None:
-        """Stop it, and with it every server, as Ctrl-C would."""
+        """Stop the hub and all users' servers with SIGINT, as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait(READY)
 
 
 class Browser:
-    """A user's browser: logs in with a form, keeps cookies, follows redirects and the button of a stopped server."""
+    """A user's browser: logs in with a form, stores cookies, follows redirects, and starts stopped servers."""
 
     def __init__(self, hub: Hub, user: str) -> None:
         self.hub, self.user = hub, user
@@ -99,47 +99,47 @@ class Browser:
         request = urllib.request.Request(urljoin(self.hub.url, path), body, headers, method=method)
         try:
             with self._opener.open(request, timeout=READY) as answer:
-                self.place = urlsplit(answer.url).path
+                self.path = urlsplit(answer.url).path
                 return answer.status, answer.read().decode()
         except HTTPError as error:
-            self.place = urlsplit(error.url or "").path
+            self.path = urlsplit(error.url or "").path
             return error.code, error.read().decode()
 
     def _xsrf(self, path: str) -> str:
         return next(cookie.value or "" for cookie in self.cookies if cookie.name == "_xsrf" and cookie.path == path)
 
     def visit(self, server: str, page: str) -> None:
-        """Follow a link to a page of a server of one's own; the hub starts a server that does not run."""
+        """Open a page of one of the user's servers. The hub starts the server if it does not run."""
         deadline = time.monotonic() + READY
         while True:
             status, _ = self._ask("GET", f"/hub{self.base(server)}{page}")
-            if status == 200 and self.place == self.base(server) + page:
+            if status == 200 and self.path == self.base(server) + page:
                 return
-            assert status < 500 and time.monotonic() < deadline, f"{status} {self.place}\n{self.hub.last_words()}"
-            if status in (404, 424):  # there is no such server, or it does not run; then the page goes on to this one
+            assert status < 500 and time.monotonic() < deadline, f"{status} {self.path}\n{self.hub.log_end()}"
+            if status in (404, 424):  # the server does not exist or does not run; a browser goes to the spawn page
                 self._ask("GET", "/hub/spawn/" + self.base(server).removeprefix("/user/").removesuffix("/"))
             time.sleep(0.5)
 
     def api(self, server: str, method: str, path: str, body: Any = None) -> Any:
-        """Ask the API of the user's server of that name; the nameless one is the default."""
+        """Send a request to the API of one of the user's servers (empty name: the default server)."""
         base = self.base(server)
         data = None if body is None else json.dumps(body).encode()
         token = {"X-XSRFToken": self._xsrf(base)}
         status, answer = self._ask(method, f"{base}api/{path}", data, **token)
-        assert status < 300, f"{status} {answer}\n{self.hub.last_words()}"
+        assert status < 300, f"{status} {answer}\n{self.hub.log_end()}"
         return json.loads(answer or "null")
 
     def base(self, server: str) -> str:
         return f"/user/{self.user}/{quote(server)}/" if server else f"/user/{self.user}/"
 
     def servers(self) -> list[str]:
-        """The names of the user's servers that run."""
+        """Return the names of the user's running servers."""
         status, answer = self._ask("GET", f"/hub/api/users/{self.user}", Referer=f"{self.hub.url}/hub/home")
         assert status == 200, answer
         return [name for name, server in json.loads(answer)["servers"].items() if not server["stopped"]]
 
     def open_notebook(self, kernel: str, name: str, server: str = "") -> Notebook:
-        """Follow a link to a notebook, as a browser does."""
+        """Open a notebook through its link, and start its session."""
         self.visit(server, f"lab/tree/{name}")
         session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": kernel}}
         return Notebook(self, server, self.api(server, "POST", "sessions", session)["kernel"]["id"])
@@ -165,7 +165,7 @@ class Notebook:
         )
 
     def run(self, code: str) -> str:
-        """Execute a cell; returns its result or what it printed, and fails on an error."""
+        """Execute a cell. Return its printed output and result. Fails on an error."""
         header = {"msg_id": uuid4().hex, "msg_type": "execute_request", "session": self._session, "version": "5.3"}
         header |= {"username": "", "date": "2000-01-01T00:00:00Z"}
         content = {"code": code, "silent": False}

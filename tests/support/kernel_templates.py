@@ -1,4 +1,4 @@
-"""Templates of kernels for tests that start copies of them."""
+"""Templates for tests that start kernels as copies of them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from sandbox_provisioner.templates.store import Template, TemplateShelf
 
 
 def have_template(name: str, shelf: TemplateShelf) -> Template | None:
-    """Return the template of a kernelspec, built if there is no current one."""
+    """Return the template of a kernelspec. Build it first if there is none, or only an outdated one."""
     recipe, found = recipe_for(name, Config()), shelf.get(name)
     if found and found.key == recipe.key and not found.changed:
         return found
     try:
         return asyncio.run(build(recipe, shelf, wait=True))
-    except (
-        SandboxError
-    ):  # The first test in a new environment writes bytecode caches, which changes files during the build.
+    except SandboxError:
+        # The first test in a new environment writes bytecode caches, so files change during the build.
         time.sleep(2)
         return asyncio.run(build(recipe, shelf, wait=True))
 

@@ -1,4 +1,4 @@
-"""A kernel under a plain KernelManager, without a server: run cells, hibernate, wake."""
+"""Use a kernel under a plain KernelManager, without a server: run cells, hibernate, wake."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Notebook:
         assert self.km.is_alive()
 
     def nap(self) -> None:
-        """Hibernate; a client's request may wake it at once."""
+        """Hibernate. Unlike ``hibernate``, this allows that a client's request wakes the kernel at once."""
         asyncio.run(self.km.provisioner.hibernate())
 
     def wake(self) -> None:
@@ -56,14 +56,14 @@ class Notebook:
         assert not self.asleep
 
     def iopub(self, request: str) -> dict[str, Any]:
-        """Return the next iopub message of a request."""
+        """Wait for the next iopub message of a request."""
         while True:
             message: dict[str, Any] = self.kc.get_iopub_msg(timeout=LONG)
             if message["parent_header"].get("msg_id") == request:
                 return message
 
     def outputs(self, request: str) -> Iterator[str]:
-        """Yield a request's output until it is idle."""
+        """Yield the printed text and the names of errors of a request, until its idle status."""
         while True:
             message = self.iopub(request)
             if message["msg_type"] == "stream":
@@ -74,21 +74,21 @@ class Notebook:
                 return
 
     def reply(self, request: str) -> dict[str, Any]:
-        """Return the content of a request's reply on the shell channel."""
+        """Wait for the reply of a request on the shell channel, and return its content."""
         while True:
             message: dict[str, Any] = self.kc.get_shell_msg(timeout=LONG)
             if message["parent_header"].get("msg_id") == request:
                 return message["content"]
 
     def drain(self) -> None:
-        """Wait for a reply, and discard all earlier messages."""
+        """Run a cell, and discard all messages that arrived until its end."""
         self.run("pass")
         for channel in (self.kc.shell_channel, self.kc.iopub_channel, self.kc.control_channel):
             while channel.msg_ready():
                 channel.get_msg(timeout=0)
 
     def end(self, keep: bool = False) -> None:
-        """Shut it down; with ``keep``, save it as a stopping server does."""
+        """Shut the kernel down. With ``keep``, keep its saved state, as a stopping server does."""
         if keep:
             self.km.provisioner.keep_state()
         self.kc.stop_channels()

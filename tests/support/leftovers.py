@@ -1,8 +1,10 @@
-"""Check that a sandbox left nothing on the machine."""
+"""Find processes, mounts and folders that sandboxes left on the machine, and the ports of this process."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import psutil
 
 
 def leftovers(runtime: Path) -> list[str]:
@@ -18,3 +20,9 @@ def leftovers(runtime: Path) -> list[str]:
                 found.append(f"process {entry.name}: {command[:120]}")
     mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     return found + [f"mount {line.split()[4]}" for line in mounts if str(runtime) in line]
+
+
+def listening() -> set[tuple[str, int]]:
+    """Return the addresses on which this process listens."""
+    connections = psutil.Process().net_connections("tcp")
+    return {tuple(item.laddr) for item in connections if item.status == psutil.CONN_LISTEN}

@@ -1,4 +1,4 @@
-"""Machines as a test wants them: without any runsc or Jupyter data, and with stand-ins for old or broken builds."""
+"""Simulate machines without runsc and Jupyter data, or with a runsc of a certain version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OLD = "0.0~20221219.0"
 
 
 def script(path: Path, text: str) -> Path:
-    """An executable at ``path`` that runs these lines of shell."""
+    """Create an executable shell script, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -22,12 +22,12 @@ def script(path: Path, text: str) -> Path:
 
 
 def stand_in(path: Path, version: str = NEW) -> Path:
-    """Create a program that answers ``--version`` as runsc does."""
+    """Create a program that prints the version like ``runsc --version``, and return its path."""
     return script(path, f'echo "runsc version {version}"; echo "spec: 1.2.1"')
 
 
 def empty_machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Let Jupyter's folders and every place of a runsc be below ``folder``, all empty; returns the data folder."""
+    """Use empty folders below ``folder`` for Jupyter, the home and runsc. Return Jupyter's data folder."""
     data = folder / "data"
     for name, value in (
         ("HOME", folder / "home"),

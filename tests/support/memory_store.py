@@ -1,4 +1,4 @@
-"""MemoryStore: objects in this process's memory."""
+"""An object store in this process's memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemoryStore(ObjectStore):
         return self.read(name)[1]
 
     def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
-        """Write an object."""
+        """Write an object, if it has this generation. Return its new properties."""
         valid_name(self.where, name)
         with self._lock:
             self._check(name, generation)
@@ -54,7 +54,7 @@ class MemoryStore(ObjectStore):
             return info
 
     def delete(self, name: str, generation: int | None = None) -> bool:
-        """Delete an object."""
+        """Delete an object, if it has this generation. Return False if it does not exist."""
         valid_name(self.where, name)
         with self._lock:
             if name not in self._objects:
@@ -71,7 +71,7 @@ class MemoryStore(ObjectStore):
             return sorted(found.info for name, found in self._objects.items() if name.startswith(prefix))
 
     def upload(self, source: Path, name: str, advance: Advance = nothing) -> FileRecord:
-        """Store a file."""
+        """Store a file, and return its checksums."""
         valid_name(self.where, name)
         with disk_errors(self.where, f"store {source}"), closing(os.open(source, READ)) as file:
             data = bytearray(os.fstat(file).st_size)
@@ -89,13 +89,13 @@ class MemoryStore(ObjectStore):
         return record
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
-        """Verify a file and write it to ``target``."""
-        data = self._proven(name, record)
+        """Verify a stored file, and write it to ``target``."""
+        data = self._verified(name, record)
         with disk_errors(self.where, f"copy {name} to {target}"), replacing(target, len(data)) as file:
             write_to(file, advance)(0, data)
 
     def delete_all(self, prefix: str) -> int:
-        """Delete all objects and files below ``prefix``."""
+        """Delete all objects below ``prefix``. Return their total size."""
         valid_prefix(self.where, prefix)
         return sum(found.size for found in self.list(prefix) if self.delete(found.name))
 
@@ -104,7 +104,7 @@ class MemoryStore(ObjectStore):
         if generation not in (None, current):
             raise ConflictError(self.where, name, generation or NEW)
 
-    def _proven(self, name: str, record: FileRecord) -> bytes:
+    def _verified(self, name: str, record: FileRecord) -> bytes:
         data, _ = self.read(name)
         parts = spans_of(self.where, name, record)
         if len(data) != record.size:

@@ -1,4 +1,4 @@
-"""A notebook that is open in a real Jupyter Server."""
+"""Notebooks in a real Jupyter Server."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class Notebook:
         self.kc.stop_channels()
 
     def listed(self) -> bool:
+        """Return True if the server lists the kernel."""
         _, kernels = self.server.ask("GET", "kernels")
         return self.kernel_id in [kernel["id"] for kernel in kernels]
 
 
 def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that must happen."""
+    """Wait until ``condition`` returns a true value. Fails after READY seconds."""
     deadline = time.monotonic() + READY
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"the condition did not become true within {READY} s"
         time.sleep(0.05)

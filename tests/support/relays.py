@@ -1,4 +1,4 @@
-"""A kernel's five sockets and clients of a relay, for tests of the relay."""
+"""A guest with five listening sockets like a kernel's, and clients, for tests of the relay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IP = "127.0.0.1"
 
 @asynccontextmanager
 async def kernel(folder: Path, serve: Serve = echo) -> AsyncIterator[tuple[GuestConnection, dict[str, str]]]:
-    """A sandbox in which something listens on five sockets: the connection to it, and the targets."""
+    """Run a guest with a listener for each channel. Yield the connection to the guest, and the listeners' targets."""
     async with AsyncExitStack() as stack:
         targets = {channel: await stack.enter_async_context(server(folder / channel, serve)) for channel in CHANNELS}
         connection, _ = await stack.enter_async_context(real_guest())
@@ -41,6 +41,7 @@ class Client:
         return await asyncio.wait_for(self._reader.readexactly(amount), LIMIT)
 
     async def rest(self) -> bytes:
+        """Return all bytes until the end of the connection."""
         return await asyncio.wait_for(self._reader.read(), LIMIT)
 
     async def close(self) -> None:
@@ -54,7 +55,8 @@ class Client:
 Dial = Callable[..., asyncio.Future[Client]]
 
 
-async def until(happened: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` is true."""
     async with asyncio.timeout(LIMIT):
-        while not happened():
+        while not condition():
             await asyncio.sleep(0.005)

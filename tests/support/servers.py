@@ -19,14 +19,14 @@ READY = 90
 
 
 class Server:
-    """A real ``jupyter server`` with the test's kernelspecs, spoken to over HTTP."""
+    """A real ``jupyter server`` with the test's kernelspecs, and a client of its REST API."""
 
     def __init__(self, folder: Path, *options: str, name: str = "") -> None:
         own = folder / name
         own.mkdir(exist_ok=True)
         self.runtime, self.log = own / "runtime", own / "server.log"
         paths = {"PATH": folder, "RUNTIME_DIR": self.runtime, "CONFIG_DIR": own / "config", "DATA_DIR": own / "data"}
-        lend_templates(own / "data")
+        link_templates(own / "data")
         env = {**os.environ, **{f"JUPYTER_{variable}": str(path) for variable, path in paths.items()}}
         argv = [sys.executable, "-m", "jupyter_server", "--allow-root", "--port=0", "--IdentityProvider.token=t"]
         for file in self.runtime.glob("jpserver-*"):
@@ -63,29 +63,29 @@ class Server:
         return self.ask("POST", "sessions", session)
 
     def stop(self) -> None:
-        """Stop it with SIGTERM."""
+        """Stop the server with SIGTERM. Fails if its exit status is not 0."""
         if self.process.poll() is None:
             self.process.terminate()
             assert self.process.wait(READY) == 0, self.log.read_text()
 
     def kill(self) -> None:
-        """Kill it with SIGKILL."""
+        """Kill the server with SIGKILL."""
         self.process.kill()
         self.process.wait()
 
     def client(self, kernel_id: str) -> BlockingKernelClient:
-        """A client of one of its kernels."""
+        """Return a client of one of the server's kernels."""
         return connect(self.runtime, kernel_id)
 
     def ready_client(self, kernel_id: str) -> BlockingKernelClient:
-        """Return a client that has received a reply."""
+        """Return a client of a kernel that has answered it."""
         kc = self.client(kernel_id)
-        assert hears(kc), self.log.read_text()
+        assert answers(kc), self.log.read_text()
         return kc
 
 
-def lend_templates(data: Path) -> None:
-    """With --templates, link the templates of this run into a data folder."""
+def link_templates(data: Path) -> None:
+    """With --templates, create a link to the templates of this test run in a data folder."""
     place = data / "sandbox" / "templates"
     if "TEST_TEMPLATES" in os.environ and not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -93,15 +93,15 @@ def lend_templates(data: Path) -> None:
 
 
 def connect(runtime: Path, kernel_id: str) -> BlockingKernelClient:
-    """A client of a kernel whose server has this runtime folder."""
+    """Return a client of a kernel whose server has this runtime folder."""
     kc = BlockingKernelClient(connection_file=str(runtime / f"kernel-{kernel_id}.json"))
     kc.load_connection_file()
     kc.start_channels()
     return kc
 
 
-def hears(kc: BlockingKernelClient) -> bool:
-    """Return True if a kernel answers in time. Unlike wait_for_ready, it ignores the heartbeat."""
+def answers(kc: BlockingKernelClient) -> bool:
+    """Return True if the kernel answers on shell and iopub in time. Unlike wait_for_ready, ignore the heartbeat."""
     deadline = time.monotonic() + READY
     while time.monotonic() < deadline:
         kc.kernel_info()

@@ -1,4 +1,4 @@
-"""Stores as any process opens them, and changes of one object by several of them."""
+"""Open stores, and change one object from several processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sandbox_provisioner.storage.mounted import MountedStore
 
 
 def open_store(kind: str, place: str) -> ObjectStore:
-    """A store as any process would open it: ``place`` is a folder, or a bucket."""
+    """Open a store. ``place`` is a folder, or the name of a bucket."""
     if kind == "gcs":
         return GCSStore(place, "some/prefix")
     return {"local": LocalStore, "mounted": MountedStore}[kind](Path(place))
 
 
 def append(store: ObjectStore, token: str) -> None:
-    """Add a line to an object that others add to as well."""
+    """Add a line to the object ``lines``, which other processes change at the same time."""
     while True:
         try:
             data, info = store.read("lines")
@@ -35,6 +35,7 @@ def append(store: ObjectStore, token: str) -> None:
 
 
 def append_many(kind: str, place: str, worker: int, count: int) -> None:
+    """Add ``count`` lines in this process."""
     store = open_store(kind, place)
     for number in range(count):
         append(store, f"{worker}-{number}")

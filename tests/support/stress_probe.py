@@ -1,4 +1,4 @@
-"""A server extension for test_stress.py: it measures a server's loops, counts what is open, and cancels calls."""
+"""Server extension for test_stress.py: measures the server's event loops, counts its resources, and cancels calls."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.sandbox.handle import SandboxHandle
 
 LONGEST = 0.05
-LOOK_EVERY = 0.02
+SAMPLE_INTERVAL = 0.02
 
 
 class Loops:
-    """Measures every callback of all event loops of this process.
+    """Measures the callbacks of all event loops of this process.
 
-    ``slow`` has those that took over 50 ms of processor time, without that of Python's garbage collector. ``blocked``
-    has those that stood still for over 50 ms without being ready to run, and where: Linux counts the time that a thread
-    waits for a processor. It also has the collections of over 50 ms, which hit any callback.
+    ``slow`` lists callbacks with more than 50 ms of processor time, without that of Python's garbage collector.
+    ``blocked`` lists callbacks that waited for more than 50 ms, with the place in the code. Time in which the thread
+    was ready, but other threads ran, does not count (from Linux's schedstat). It also lists garbage collections of more
+    than 50 ms, which can occur in any callback.
     """
 
     def __init__(self) -> None:
         self.slow: list[str] = []
         self.blocked: list[str] = []
         self._running: dict[int, float] = {}
-        self._seen: dict[int, list[str]] = {}
+        self._stacks: dict[int, list[str]] = {}
         self._run = asyncio.events.Handle._run
         self._own = threading.local()
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         probe = self
 
         def measured(handle: asyncio.events.Handle) -> None:
@@ -57,12 +58,13 @@ class Loops:
         threading.Thread(target=self._watch, name="stress-watch", daemon=True).start()
 
     def _waited(self) -> float:
+        """Return the seconds for which this thread was ready, but other threads ran."""
         if not hasattr(self._own, "statistics"):
             self._own.statistics = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
         return int(os.pread(self._own.statistics.fileno(), 99, 0).split()[1]) / 1e9
 
     def _collect(self, phase: str, about: dict[str, int]) -> None:
-        """Measure the garbage collector. Called by it in the thread in which it runs."""
+        """Measure a garbage collection. Called by Python, in the thread of the collection."""
         if phase == "start":
             self._own.began = time.thread_time()
             return
@@ -86,29 +88,29 @@ class Loops:
         finally:
             del self._running[me]
             used = time.thread_time() - used
-            stood = time.perf_counter() - began - used - (self._waited() - waited)
+            blocked = time.perf_counter() - began - used - (self._waited() - waited)
             used -= self._collecting() - collecting
-            seen = self._seen.pop(me, [])
-            where = f"in {threading.current_thread().name}: {handle!r:.300}\n{''.join(seen)}"
+            stack = self._stacks.pop(me, [])
+            where = f"in {threading.current_thread().name}: {handle!r:.300}\n{''.join(stack)}"
             if used > LONGEST:
                 self.slow.append(f"{used:.3f} s of processor time {where}")
-            if stood > LONGEST:
-                self.blocked.append(f"stood still for {stood:.3f} s {where}")
+            if blocked > LONGEST:
+                self.blocked.append(f"blocked for {blocked:.3f} s {where}")
 
     def _watch(self) -> None:
-        """Look where a loop's thread is when its callback has taken too long."""
+        """Record the stack of a loop's thread while one of its callbacks takes too long. Runs in its own thread."""
         while True:
-            time.sleep(LOOK_EVERY)
+            time.sleep(SAMPLE_INTERVAL)
             for thread, began in list(self._running.items()):
                 if time.perf_counter() - began > LONGEST and (frame := sys._current_frames().get(thread)):
-                    self._seen.setdefault(thread, traceback.format_stack(frame)[-6:])
+                    self._stacks.setdefault(thread, traceback.format_stack(frame)[-6:])
 
 
 LOOPS = Loops()
 
 
 def census() -> dict[str, Any]:
-    """Count what this process has open, without the threads of asyncio's own pool, of which there may be a few."""
+    """Return the open resources of this process, without the threads of asyncio's pool, whose number varies."""
     gc.collect()
     found: Counter[str] = Counter()
     for entry in Path("/proc/self/fd").iterdir():
@@ -126,7 +128,7 @@ def census() -> dict[str, Any]:
 
 
 class Census(APIHandler):
-    """Reports what the server has open, and the callbacks that were too slow since it was last asked."""
+    """Reports the server's open resources, and the callbacks that were too slow since the last request."""
 
     @authenticated
     async def get(self) -> None:
@@ -137,32 +139,32 @@ class Census(APIHandler):
 
 
 class Cancel(APIHandler):
-    """Begins something with a kernel and cancels it after some seconds; says how that ended."""
+    """Starts an action of a kernel, cancels it after some seconds, and reports its result."""
 
     @authenticated
     async def post(self) -> None:
         """Called by tornado."""
-        asked = json.loads(self.request.body)
-        if asked["action"] == "start":
-            path, name = asked["path"], asked["kernel"]
-            work = self.session_manager.create_session(path=path, name=path, type="notebook", kernel_name=name)
+        body = json.loads(self.request.body)
+        if body["action"] == "start":
+            path, name = body["path"], body["kernel"]
+            action = self.session_manager.create_session(path=path, name=path, type="notebook", kernel_name=name)
         else:
-            work = getattr(self.kernel_manager.get_kernel(asked["kernel_id"]).provisioner, asked["action"])()
-        task = asyncio.ensure_future(work)
-        await asyncio.wait({task}, timeout=asked["after"])
+            action = getattr(self.kernel_manager.get_kernel(body["kernel_id"]).provisioner, body["action"])()
+        task = asyncio.ensure_future(action)
+        await asyncio.wait({task}, timeout=body["after"])
         task.cancel()
-        ending = "done"
+        result = "done"
         try:
             await task
         except asyncio.CancelledError:
-            ending = "cancelled"
+            result = "cancelled"
         except SandboxError as error:
-            ending = str(error)
-        self.finish(json.dumps({"ending": ending}))
+            result = str(error)
+        self.finish(json.dumps({"result": result}))
 
 
 class IsWanted(APIHandler):
-    """Says whether a listed kernel was handed to another server, or is about to be."""
+    """Reports whether a listed kernel was handed to another server, or is being handed off."""
 
     @authenticated
     async def get(self) -> None:

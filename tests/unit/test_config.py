@@ -1,4 +1,4 @@
-"""Settings from environment variables: what counts as an answer, and what is refused by name."""
+"""Test settings from environment variables: valid values, and errors that name the variable and its value."""
 
 from __future__ import annotations
 
@@ -19,15 +19,8 @@ CHECKPOINT, CHECKPOINT_MOUNT = "SANDBOX_CHECKPOINT_BUCKET", "SANDBOX_CHECKPOINT_
 STEMS = ["SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"]
 
 
-def test_text_is_the_value_as_it_stands() -> None:
-    assert config.text("SANDBOX_X", environ={"SANDBOX_X": " a, b "}) == " a, b "
-    assert config.text("SANDBOX_X", "otherwise", {}) == "otherwise"
-    assert config.text("SANDBOX_X", environ={}) == ""
-
-
-def test_the_environment_is_read_when_asked_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_X", "late")
-    assert config.text("SANDBOX_X") == "late"
     assert config.words("SANDBOX_X") == ["late"]
 
 
@@ -39,23 +32,23 @@ def test_words_are_separated_by_commas(value: str, expected: list[str]) -> None:
     assert config.words("SANDBOX_X", {"SANDBOX_X": value}) == expected
 
 
-def test_no_words_where_nothing_is_set() -> None:
+def test_words_of_an_unset_variable() -> None:
     assert config.words("SANDBOX_X", {}) == []
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes", "on", "YES", " True "])
-def test_a_flag_that_is_set(value: str) -> None:
+def test_flag_that_means_yes(value: str) -> None:
     assert config.flag("SANDBOX_X", {"SANDBOX_X": value}) is True
 
 
 @pytest.mark.parametrize("value", ["0", "false", "no", "off", "", "No"])
-def test_a_flag_that_is_not_set(value: str) -> None:
+def test_flag_that_means_no(value: str) -> None:
     assert config.flag("SANDBOX_X", {"SANDBOX_X": value}) is False
     assert config.flag("SANDBOX_X", {}) is False
 
 
-@pytest.mark.parametrize("value", ["maybe", "2", "yes please"])
-def test_a_flag_that_is_neither_is_refused_by_name(value: str) -> None:
+@pytest.mark.parametrize("value", ["Maybe", "2", " yes please"])
+def test_invalid_flag_is_refused_by_name(value: str) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         config.flag("SANDBOX_X", {"SANDBOX_X": value})
     assert refusal.value.setting == "SANDBOX_X"
@@ -65,11 +58,11 @@ def test_a_flag_that_is_neither_is_refused_by_name(value: str) -> None:
 
 
 @pytest.mark.parametrize(("environ", "expected"), [({}, "b"), ({"SANDBOX_X": ""}, "b"), ({"SANDBOX_X": "a"}, "a")])
-def test_a_choice_or_its_default(environ: dict[str, str], expected: str) -> None:
+def test_choice_or_its_default(environ: dict[str, str], expected: str) -> None:
     assert config.choice("SANDBOX_X", ("a", "b"), "b", environ) == expected
 
 
-def test_a_choice_that_there_is_not_names_those_there_are() -> None:
+def test_error_for_an_invalid_choice_names_the_valid_ones() -> None:
     with pytest.raises(ConfigurationError) as refusal:
         config.choice("SANDBOX_X", ("a", "b"), "a", {"SANDBOX_X": "c"})
     assert refusal.value.setting == "SANDBOX_X"
@@ -78,7 +71,7 @@ def test_a_choice_that_there_is_not_names_those_there_are() -> None:
 
 
 def gcs(*variables: str) -> GCSConfig:
-    """The settings of a server where these are set, to something that will do."""
+    """Return the configuration of a server where these variables have valid values."""
     values = {name: "/" if name.endswith("_MOUNT_PATH") else "some-bucket" for name in variables}
     return GCSConfig.from_environment(Path("/default"), values)
 
@@ -89,25 +82,25 @@ def refusal_of(environ: dict[str, str]) -> ConfigurationError:
     return refusal.value
 
 
-def test_with_nothing_set_the_embedded_default_can_do_everything(tmp_path: Path) -> None:
+def test_embedded_storage_supports_everything(tmp_path: Path) -> None:
     settings = GCSConfig.from_environment(tmp_path, {})
     assert settings == GCSConfig(folder=tmp_path, signing_key="")
     assert settings.can_persist() and settings.can_checkpoint() and settings.can_snapshot()
 
 
-def test_an_empty_variable_is_one_that_is_not_set(tmp_path: Path) -> None:
+def test_empty_variable_counts_as_unset(tmp_path: Path) -> None:
     assert GCSConfig.from_environment(tmp_path, {LOCK: "", "SANDBOX_STORAGE_DIR": ""}) == GCSConfig(
         folder=tmp_path, signing_key=""
     )
 
 
-def test_another_folder_can_be_named_and_need_not_exist_yet(tmp_path: Path) -> None:
+def test_storage_folder_need_not_exist(tmp_path: Path) -> None:
     settings = GCSConfig.from_environment(Path("/default"), {"SANDBOX_STORAGE_DIR": str(tmp_path / "new")})
     assert settings.folder == tmp_path / "new"
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
+def test_links_in_the_storage_folder_are_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     settings = GCSConfig.from_environment(Path("/default"), {"SANDBOX_STORAGE_DIR": f"{tmp_path}//link/"})
@@ -116,12 +109,12 @@ def test_a_folder_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("ending", ["_BUCKET", "_MOUNT_PATH"])
-def test_one_bucket_or_mount_path_is_the_end_of_the_embedded_default(stem: str, ending: str) -> None:
+def test_storage_with_a_bucket_or_mount_path_is_not_embedded(stem: str, ending: str) -> None:
     assert gcs().embedded
     assert not gcs(stem + ending).embedded
 
 
-def test_the_environment_decides_when_it_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_configuration_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {METADATA: "meta.data", LOCK: "lo_ck", CHECKPOINT_MOUNT: str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SANDBOX_OBJECT_PREFIX", "team/1/")
@@ -135,7 +128,7 @@ def test_the_environment_decides_when_it_is_asked(monkeypatch: pytest.MonkeyPatc
 
 
 CAPABILITIES = [
-    # what is set                                     persist, checkpoint, hand off, snapshot
+    # variables that are set, (can persist, can checkpoint, can snapshot)
     ([METADATA], (False, False, False)),
     ([LOCK], (False, False, False)),
     ([METADATA, LOCK], (True, False, False)),
@@ -149,7 +142,7 @@ CAPABILITIES = [
 
 
 @pytest.mark.parametrize(("variables", "able"), CAPABILITIES)
-def test_what_a_server_can_do_follows_from_what_is_set(variables: list[str], able: tuple[bool, ...]) -> None:
+def test_features_follow_from_the_variables(variables: list[str], able: tuple[bool, ...]) -> None:
     settings = gcs(*variables)
     assert able == (
         settings.can_persist(),
@@ -163,7 +156,7 @@ PLAIN = {"gcs_sandbox_id": "box"}
 HANDOFF = {"gcs_sandbox_id": "box", "enable_handoff": True}
 IDLE = {"gcs_sandbox_id": "box", "enable_checkpoint_at_idle": True}
 TABLE = [
-    # what is asked for, what is set, which variable is missing
+    # request, variables that are set, missing variable
     ({}, set(), None),
     ({}, {CHECKPOINT}, None),
     (PLAIN, {LOCK, METADATA}, None),
@@ -187,7 +180,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("asked", "variables", "missing"), TABLE)
-def test_the_validation_table(asked: dict[str, str | bool], variables: set[str], missing: str | None) -> None:
+def test_required_variables_of_each_request(
+    asked: dict[str, str | bool], variables: set[str], missing: str | None
+) -> None:
     settings = gcs(*variables)
     if missing is None:
         settings.require(**asked)  # type: ignore[arg-type]
@@ -199,7 +194,7 @@ def test_the_validation_table(asked: dict[str, str | bool], variables: set[str],
 
 
 @pytest.mark.parametrize("stem", ["SANDBOX_LOCK", "SANDBOX_METADATA"])
-def test_for_a_gcs_sandbox_id_a_mount_path_is_no_bucket(stem: str) -> None:
+def test_gcs_sandbox_id_needs_buckets(stem: str) -> None:
     others = {LOCK, METADATA} - {f"{stem}_BUCKET"}
     with pytest.raises(ConfigurationError) as refusal:
         gcs(f"{stem}_MOUNT_PATH", *others).require("box")
@@ -207,7 +202,7 @@ def test_for_a_gcs_sandbox_id_a_mount_path_is_no_bucket(stem: str) -> None:
     assert "MOUNT_PATH" not in str(refusal.value)
 
 
-def test_everything_that_is_missing_is_named_at_once() -> None:
+def test_error_names_all_missing_variables() -> None:
     with pytest.raises(ConfigurationError) as refusal:
         gcs().require("box", enable_handoff=True)
     assert re.findall(r"\w+_(?:BUCKET|MOUNT_PATH)", refusal.value.problem) == [
@@ -219,7 +214,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"enable_handoff": True}, {"enable_checkpoint_at_idle": True}])
-def test_a_sandbox_id_takes_whatever_storage_there_is(flags: dict[str, bool]) -> None:
+def test_sandbox_id_works_with_any_storage(flags: dict[str, bool]) -> None:
     gcs().require(sandbox_id="box", **flags)
     gcs("SANDBOX_METADATA_MOUNT_PATH", LOCK, CHECKPOINT).require(sandbox_id="box", **flags)
     with pytest.raises(ConfigurationError) as refusal:
@@ -236,13 +231,13 @@ BAD_BUCKETS = [
 
 
 @pytest.mark.parametrize("name", GOOD_BUCKETS)
-def test_a_bucket_with_a_good_name(name: str) -> None:
+def test_valid_bucket_name(name: str) -> None:
     assert GCSConfig.from_environment(Path("/default"), {LOCK: name}).locks.bucket == name
 
 
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("name", BAD_BUCKETS, ids=repr)
-def test_a_name_that_no_bucket_can_have_is_refused(stem: str, name: str) -> None:
+def test_invalid_bucket_name_is_refused(stem: str, name: str) -> None:
     refusal = refusal_of({f"{stem}_BUCKET": name})
     assert refusal.setting == f"{stem}_BUCKET"
     assert refusal.setting in refusal.problem and repr(name) in refusal.problem
@@ -251,19 +246,19 @@ def test_a_name_that_no_bucket_can_have_is_refused(stem: str, name: str) -> None
 
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("path", ["relative", "./here", "~/mount", "/not/there", "/dev/null", "/" + "x" * 5000])
-def test_a_mount_path_is_a_folder_that_is_there(stem: str, path: str) -> None:
+def test_mount_path_must_be_an_existing_folder(stem: str, path: str) -> None:
     refusal = refusal_of({f"{stem}_MOUNT_PATH": path})
     assert refusal.setting == f"{stem}_MOUNT_PATH"
     assert refusal.setting in refusal.problem and repr(path) in refusal.problem
 
 
-def test_a_mount_path_that_leads_in_a_circle_is_refused(tmp_path: Path) -> None:
+def test_circular_link_as_mount_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "round").symlink_to("round")
     assert refusal_of({CHECKPOINT_MOUNT: str(tmp_path / "round")}).setting == CHECKPOINT_MOUNT
 
 
 @pytest.mark.parametrize("path", ["relative", "~/storage", "/dev/null"])
-def test_a_storage_folder_that_cannot_be_one_is_refused(path: str) -> None:
+def test_invalid_storage_folder_is_refused(path: str) -> None:
     refusal = refusal_of({"SANDBOX_STORAGE_DIR": path})
     assert refusal.setting == "SANDBOX_STORAGE_DIR"
     assert repr(path) in refusal.problem
@@ -272,7 +267,7 @@ def test_a_storage_folder_that_cannot_be_one_is_refused(path: str) -> None:
 @pytest.mark.parametrize(
     "prefix", ["/a", "a//b", "..", "a/../b", ".a", "a/.b", "a b", "a\\b", "é", "a\n", "/", "x" * 201]
 )
-def test_a_prefix_that_could_leave_its_place_is_refused(prefix: str) -> None:
+def test_invalid_object_prefix_is_refused(prefix: str) -> None:
     refusal = refusal_of({"SANDBOX_OBJECT_PREFIX": prefix})
     assert refusal.setting == "SANDBOX_OBJECT_PREFIX"
     assert repr(prefix) in refusal.problem
@@ -283,7 +278,7 @@ VARIABLES = [stem + ending for stem in STEMS for ending in ("_BUCKET", "_MOUNT_P
 
 
 @given(st.dictionaries(st.sampled_from([*VARIABLES, "SANDBOX_OBJECT_PREFIX", "SANDBOX_STORAGE_DIR"]), VALUES))
-def test_any_environment_is_understood_or_refused_by_name(environ: dict[str, str]) -> None:
+def test_any_environment_is_accepted_or_refused_by_name(environ: dict[str, str]) -> None:
     try:
         settings = GCSConfig.from_environment(Path("/default"), environ)
     except ConfigurationError as refusal:
@@ -293,12 +288,12 @@ def test_any_environment_is_understood_or_refused_by_name(environ: dict[str, str
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", 3), ("0", 0), ("12", 12)])
-def test_a_count_is_a_whole_number(value: str, expected: int) -> None:
+def test_count_is_a_whole_number(value: str, expected: int) -> None:
     assert config.count("SANDBOX_X", 3, {"SANDBOX_X": value}) == expected
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "two", " 1"])
-def test_what_is_no_count_is_refused_by_name(value: str) -> None:
+def test_invalid_count_is_refused_by_name(value: str) -> None:
     with pytest.raises(ConfigurationError, match=f"SANDBOX_X is {value!r}, which is not a whole number"):
         config.count("SANDBOX_X", 3, {"SANDBOX_X": value})
 

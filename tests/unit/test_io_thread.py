@@ -1,4 +1,4 @@
-"""The I/O thread: one for all who hold it, reachable from any loop, gone with the last, and new in a forked child."""
+"""Test the I/O thread: all holders share it, any loop can use it, and it ends with its last holder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LIMIT = 20
 
 
 async def nothing() -> None:
-    """For those that need no end."""
+    """Do nothing: an ``at_exit`` for holders without one."""
 
 
 @pytest.fixture
 def io() -> Iterator[IOThread]:
-    """An I/O thread of which nothing is left, whatever the test did."""
+    """An I/O thread that is closed after the test."""
     before = psutil.Process().num_fds(), threading.active_count()
     io = IOThread()
     yield io
@@ -39,7 +39,7 @@ async def where() -> tuple[threading.Thread, asyncio.AbstractEventLoop]:
     return threading.current_thread(), asyncio.get_running_loop()
 
 
-def test_there_is_no_thread_until_somebody_holds_it(io: IOThread) -> None:
+def test_no_thread_without_a_holder(io: IOThread) -> None:
     before = threading.active_count()
     assert not io.held_by("me")
     io.hold("me", nothing)
@@ -50,12 +50,12 @@ def test_there_is_no_thread_until_somebody_holds_it(io: IOThread) -> None:
     assert threading.active_count() == before
 
 
-def test_running_without_holding_is_a_mistake_that_is_told(io: IOThread) -> None:
+def test_run_without_a_holder_raises(io: IOThread) -> None:
     with pytest.raises(RuntimeError, match="hold"):
         asyncio.run(io.run(where()))
 
 
-def test_all_who_hold_it_share_one_thread_and_the_last_ends_it(io: IOThread) -> None:
+def test_holders_share_one_thread_and_the_last_one_ends_it(io: IOThread) -> None:
     io.hold("one", nothing)
     io.hold("two", nothing)
     thread, _ = asyncio.run(io.run(where()))
@@ -65,7 +65,7 @@ def test_all_who_hold_it_share_one_thread_and_the_last_ends_it(io: IOThread) -> 
     assert not thread.is_alive()
 
 
-def test_it_can_be_held_again(io: IOThread) -> None:
+def test_thread_can_be_held_again(io: IOThread) -> None:
     threads = []
     for _ in range(3):
         io.hold("me", nothing)
@@ -74,7 +74,7 @@ def test_it_can_be_held_again(io: IOThread) -> None:
     assert len(set(threads)) == 3
 
 
-def test_holding_twice_is_holding_and_releasing_twice_is_releasing(io: IOThread) -> None:
+def test_hold_and_release_can_be_repeated(io: IOThread) -> None:
     io.hold("me", nothing)
     io.hold("me", nothing)
     asyncio.run(io.release("me"))
@@ -83,7 +83,7 @@ def test_holding_twice_is_holding_and_releasing_twice_is_releasing(io: IOThread)
     assert not io.held_by("me")
 
 
-def test_it_serves_many_loops_in_many_threads(io: IOThread) -> None:
+def test_run_from_many_loops_and_threads(io: IOThread) -> None:
     io.hold("me", nothing)
     found: list[tuple[threading.Thread, asyncio.AbstractEventLoop]] = []
     callers = [threading.Thread(target=lambda: found.append(asyncio.run(io.run(where())))) for _ in range(8)]
@@ -95,8 +95,8 @@ def test_it_serves_many_loops_in_many_threads(io: IOThread) -> None:
     assert len(set(found)) == 1
 
 
-def test_work_goes_on_between_two_calls(io: IOThread) -> None:
-    """What one call began runs while no loop of the caller's does."""
+def test_work_continues_between_calls(io: IOThread) -> None:
+    """A task of one call continues while no loop of the caller runs."""
     io.hold("me", nothing)
     done = threading.Event()
 
@@ -113,7 +113,7 @@ def test_work_goes_on_between_two_calls(io: IOThread) -> None:
     assert task.done()
 
 
-def test_results_and_errors_come_back(io: IOThread) -> None:
+def test_run_returns_results_and_raises_errors(io: IOThread) -> None:
     async def fail() -> None:
         raise KeyError("reason")
 
@@ -179,7 +179,7 @@ async def test_cancelled_before_it_began_is_not_run(io: IOThread) -> None:
 
 
 async def test_release_does_not_block_the_callers_loop(io: IOThread) -> None:
-    """The thread needs the caller's loop for its end here, and a release that blocks it would wait for ever."""
+    """Here the thread ends only while the caller's loop runs: a release that blocks the loop would never return."""
     begun, free = threading.Event(), threading.Event()
 
     async def stubborn() -> None:
@@ -201,7 +201,7 @@ async def test_release_does_not_block_the_callers_loop(io: IOThread) -> None:
         await work
 
 
-def test_the_end_of_the_thread_ends_what_still_runs_in_it(io: IOThread) -> None:
+def test_end_of_the_thread_cancels_its_tasks(io: IOThread) -> None:
     ended = threading.Event()
 
     async def endless() -> None:
@@ -222,7 +222,7 @@ def test_the_end_of_the_thread_ends_what_still_runs_in_it(io: IOThread) -> None:
     assert task.cancelled()
 
 
-def test_close_ends_every_holder_in_the_thread(io: IOThread) -> None:
+def test_close_calls_at_exit_of_every_holder_in_the_thread(io: IOThread) -> None:
     ended: list[tuple[str, str]] = []
 
     def end(name: str) -> None:
@@ -241,7 +241,7 @@ def test_close_ends_every_holder_in_the_thread(io: IOThread) -> None:
     io.close()
 
 
-def test_many_threads_may_hold_and_release_at_once(io: IOThread) -> None:
+def test_concurrent_hold_and_release(io: IOThread) -> None:
     failures: list[Exception] = []
 
     def visit(name: str) -> None:
@@ -281,7 +281,7 @@ def interpreter(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_interpreter_that_ends_gives_everything_back_first() -> None:
+def test_exit_of_the_interpreter_calls_at_exit() -> None:
     ended = interpreter(
         """
         async def at_exit(): print("given back")
@@ -292,7 +292,7 @@ def test_an_interpreter_that_ends_gives_everything_back_first() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "sandbox-io\ngiven back\n", "")
 
 
-def test_an_interpreter_ends_although_somebody_never_does() -> None:
+def test_exit_of_the_interpreter_does_not_wait_for_ever() -> None:
     ended = interpreter(
         """
         import sandbox_provisioner.io_thread as module
@@ -304,7 +304,7 @@ def test_an_interpreter_ends_although_somebody_never_does() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_forked_child_has_a_thread_of_its_own_and_leaves_its_parents_alone() -> None:
+def test_forked_child_has_its_own_thread() -> None:
     ended = interpreter(
         """
         async def at_exit(): print("parent gives back", flush=True)
@@ -325,7 +325,7 @@ def test_a_forked_child_has_a_thread_of_its_own_and_leaves_its_parents_alone() -
     assert ended.returncode == 0
 
 
-def test_a_child_forked_while_another_thread_holds_the_guard_is_free() -> None:
+def test_fork_while_the_guard_is_locked() -> None:
     ended = interpreter(
         """
         IO._guard.acquire()
@@ -343,7 +343,7 @@ def test_a_child_forked_while_another_thread_holds_the_guard_is_free() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "sandbox-io\n", "")
 
 
-def test_a_server_that_is_interrupted_still_gives_back() -> None:
+def test_interrupted_server_calls_at_exit() -> None:
     program = textwrap.dedent(
         """
         import sys, time

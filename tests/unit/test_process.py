@@ -1,4 +1,4 @@
-"""Process: output as bytes, bounded and never lost; input; the end, polite or not; and no descriptor left."""
+"""Test Process: output, input, exit, signals, and that no descriptor is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 30
 
 @pytest.fixture(autouse=True)
 async def nothing_stays_open() -> AsyncIterator[None]:
-    """Whatever a test does with its child: no descriptor of ours and no child is left."""
+    """Fail if a test leaves a descriptor or a child."""
     before = descriptors(), psutil.Process().children()
     yield
     assert descriptors().items() <= before[0].items()
@@ -39,14 +39,14 @@ def python(code: str, stdin: int = subprocess.DEVNULL) -> LocalProcess:
 
 
 async def ended(process: LocalProcess) -> int:
-    """Wait for the end of a process that ends by itself, and close our ends of its pipes."""
+    """Wait for the exit of a process, and close our ends of its pipes."""
     status = await asyncio.wait_for(process.wait(), LIMIT)
     process.close()
     return status
 
 
 async def line(process: LocalProcess) -> bytes:
-    """The next line of its output, in however many pieces it comes."""
+    """Return the next line of its output, which may arrive in several pieces."""
     found = b""
     async for piece in process.stream():
         found += piece.data
@@ -65,7 +65,7 @@ def is_running(pid: int) -> bool:
 # -- output ----------------------------------------------------------------------------------------------------
 
 
-async def test_stdout_and_stderr_come_apart() -> None:
+async def test_stdout_and_stderr_are_separate() -> None:
     process = python("import os; os.write(1, b'out'); os.write(2, b'err')")
     assert sorted([piece async for piece in process.stream()]) == [Output("stderr", b"err"), Output("stdout", b"out")]
     assert await ended(process) == 0
@@ -80,7 +80,7 @@ async def test_output_is_streamed_while_the_child_runs() -> None:
     assert await ended(process) == 0
 
 
-async def test_what_is_cut_between_the_bytes_of_a_character_is_put_together_unharmed() -> None:
+async def test_character_that_is_split_between_reads_is_unchanged() -> None:
     text = "é🙂" * 5_000
     process = python(
         "import os\ndata = memoryview(('é🙂' * 5_000).encode())\nwhile data: data = data[os.write(1, data[:4]) :]"
@@ -90,13 +90,13 @@ async def test_what_is_cut_between_the_bytes_of_a_character_is_put_together_unha
     assert await ended(process) == 0
 
 
-async def test_bytes_that_are_no_text_are_no_special_case() -> None:
+async def test_binary_output_is_unchanged() -> None:
     process = python("import os; os.write(1, bytes(range(256))); os.write(2, b'\\xff\\x00')")
     assert await process.read() == (bytes(range(256)), b"\xff\x00")
     assert await ended(process) == 0
 
 
-async def test_a_second_read_returns_at_once_with_nothing() -> None:
+async def test_second_read_returns_nothing() -> None:
     process = python("print('once')")
     assert await process.read() == (b"once\n", b"")
     assert await asyncio.wait_for(process.read(), LIMIT) == (b"", b"")
@@ -104,14 +104,14 @@ async def test_a_second_read_returns_at_once_with_nothing() -> None:
     assert [piece async for piece in process.stream()] == []
 
 
-async def test_output_can_be_read_after_the_end() -> None:
+async def test_output_can_be_read_after_the_exit() -> None:
     process = python("print('kept')")
     assert await asyncio.wait_for(process.wait(), LIMIT) == 0
     assert await process.read() == (b"kept\n", b"")
     process.close()
 
 
-async def test_two_readers_share_and_lose_nothing() -> None:
+async def test_two_readers_share_the_output() -> None:
     process = python("for i in range(2000): print(i)")
     shares = await asyncio.wait_for(asyncio.gather(process.read(), process.read()), LIMIT)
     lines = b"".join(out for out, _ in shares).split()
@@ -119,7 +119,7 @@ async def test_two_readers_share_and_lose_nothing() -> None:
     assert await ended(process) == 0
 
 
-async def test_a_child_that_nobody_reads_is_held_back_and_loses_nothing() -> None:
+async def test_child_waits_while_its_output_is_not_read() -> None:
     total = 8 * BUFFER
     process = python(
         f"import os\nleft = {total}\nwhile left: left -= os.write(1, b'x' * min(left, 1 << 16)); os.write(2, b'.')"
@@ -134,7 +134,7 @@ async def test_a_child_that_nobody_reads_is_held_back_and_loses_nothing() -> Non
     assert await ended(process) == 0
 
 
-async def test_a_grandchild_keeps_the_output_open_after_the_end() -> None:
+async def test_grandchild_keeps_the_output_open() -> None:
     process = python(
         "import subprocess; subprocess.Popen('read line; echo late', shell=True); print('early')", stdin=subprocess.PIPE
     )
@@ -148,13 +148,13 @@ async def test_a_grandchild_keeps_the_output_open_after_the_end() -> None:
 # -- input -----------------------------------------------------------------------------------------------------
 
 
-async def test_without_stdin_the_child_reads_nothing() -> None:
+async def test_child_without_stdin_reads_nothing() -> None:
     process = python("import sys; print(repr(sys.stdin.read()))")
     assert await process.read() == (b"''\n", b"")
     assert await ended(process) == 0
 
 
-async def test_what_is_written_arrives_byte_for_byte_however_much_it_is() -> None:
+async def test_large_input_arrives_unchanged() -> None:
     data = os.urandom(1 << 20) * 5
     process = LocalProcess.start(["cat"], stdin=subprocess.PIPE)
 
@@ -169,7 +169,7 @@ async def test_what_is_written_arrives_byte_for_byte_however_much_it_is() -> Non
     assert await ended(process) == 0
 
 
-async def test_writing_to_a_child_that_does_not_read_waits_and_ends_with_it() -> None:
+async def test_write_waits_for_the_child_and_ends_with_it() -> None:
     process = LocalProcess.start(["sleep", "1000"], stdin=subprocess.PIPE)
     writing = asyncio.create_task(process.write(bytes(1 << 20)))
     await asyncio.wait({writing}, timeout=0.1)
@@ -180,7 +180,7 @@ async def test_writing_to_a_child_that_does_not_read_waits_and_ends_with_it() ->
     process.close()
 
 
-async def test_closing_ends_a_write_that_waits() -> None:
+async def test_close_stdin_ends_a_waiting_write() -> None:
     process = LocalProcess.start(["sleep", "1000"], stdin=subprocess.PIPE)
     writing = asyncio.create_task(process.write(bytes(1 << 20)))
     await asyncio.wait({writing}, timeout=0.1)
@@ -193,7 +193,7 @@ async def test_closing_ends_a_write_that_waits() -> None:
     assert isinstance(writing.exception(), BrokenPipeError)
 
 
-async def test_writing_after_the_end_or_after_closing_says_so() -> None:
+async def test_write_to_closed_stdin_raises() -> None:
     process = LocalProcess.start(["true"], stdin=subprocess.PIPE)
     await process.wait()
     with pytest.raises(BrokenPipeError):
@@ -211,7 +211,7 @@ async def test_writing_after_the_end_or_after_closing_says_so() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1, 77, 255])
-async def test_the_exit_status_is_the_childs(status: int) -> None:
+async def test_exit_status(status: int) -> None:
     process = python(f"raise SystemExit({status})")
     assert process.returncode is None
     assert await ended(process) == status
@@ -219,13 +219,13 @@ async def test_the_exit_status_is_the_childs(status: int) -> None:
     assert await process.wait() == status
 
 
-async def test_a_signal_is_a_negative_status() -> None:
+async def test_signal_is_a_negative_status() -> None:
     process = LocalProcess.start(["sleep", "1000"])
     process.send_signal(signal.SIGUSR1)
     assert await ended(process) == -signal.SIGUSR1
 
 
-async def test_a_cancelled_wait_does_not_disturb_another() -> None:
+async def test_cancelled_wait_does_not_affect_another() -> None:
     process = LocalProcess.start(["cat"], stdin=subprocess.PIPE)
     waiting = asyncio.create_task(process.wait())
     with pytest.raises(TimeoutError):
@@ -235,7 +235,7 @@ async def test_a_cancelled_wait_does_not_disturb_another() -> None:
     process.close()
 
 
-async def test_stop_is_polite_first() -> None:
+async def test_stop_sends_sigterm_first() -> None:
     process = python(
         "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\nprint('ready')\nsignal.pause()"
     )
@@ -244,7 +244,7 @@ async def test_stop_is_polite_first() -> None:
     process.close()
 
 
-async def test_stop_is_forceful_after_the_grace() -> None:
+async def test_stop_sends_sigkill_after_the_grace_time() -> None:
     process = python(
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\nwhile True: signal.pause()"
     )
@@ -253,7 +253,7 @@ async def test_stop_is_forceful_after_the_grace() -> None:
     process.close()
 
 
-async def test_stop_reaches_those_that_the_child_started() -> None:
+async def test_stop_ends_the_processes_of_the_child() -> None:
     process = LocalProcess.start(["sh", "-c", "sleep 1000 & echo $!; wait"])
     sleeper = int(await line(process))
     assert is_running(sleeper)
@@ -265,7 +265,7 @@ async def test_stop_reaches_those_that_the_child_started() -> None:
     process.close()
 
 
-async def test_stop_after_the_end_returns_the_status_again() -> None:
+async def test_stop_after_the_exit_returns_the_status() -> None:
     process = python("raise SystemExit(3)")
     assert await process.wait() == 3
     assert await process.stop() == 3
@@ -273,7 +273,7 @@ async def test_stop_after_the_end_returns_the_status_again() -> None:
     process.close()
 
 
-async def test_close_may_be_called_twice_and_gives_up_what_was_not_read() -> None:
+async def test_close_drops_unread_output_and_can_be_repeated() -> None:
     process = python("print('unread'); input()", stdin=subprocess.PIPE)
     await line(process)
     process.close()
@@ -282,18 +282,18 @@ async def test_close_may_be_called_twice_and_gives_up_what_was_not_read() -> Non
     assert await process.wait() == 1  # EOFError
 
 
-async def test_a_ctrl_c_in_the_terminal_is_not_for_the_child() -> None:
+async def test_child_does_not_get_ctrl_c() -> None:
     process = python("import os; print(os.getsid(0) == os.getpid() == os.getpgrp())")
     assert await process.read() == (b"True\n", b"")
     assert await ended(process) == 0
 
 
-async def test_a_program_that_does_not_exist_is_an_error_and_leaves_nothing() -> None:
+async def test_missing_program_raises_and_leaves_nothing() -> None:
     with pytest.raises(FileNotFoundError):
         LocalProcess.start(["/no/such/program"])
 
 
-async def test_the_environment_is_the_given_one() -> None:
+async def test_environment_of_the_child() -> None:
     process = LocalProcess.start(["/usr/bin/env"], env={"ONLY": "this"})
     assert await process.read() == (b"ONLY=this\n", b"")
     assert await ended(process) == 0
@@ -302,20 +302,20 @@ async def test_the_environment_is_the_given_one() -> None:
 # -- run: a command from beginning to end ----------------------------------------------------------------------
 
 
-async def test_run_returns_status_and_both_outputs() -> None:
+async def test_run_returns_status_stdout_and_stderr() -> None:
     assert await LocalProcess.run(["sh", "-c", "echo out; echo err >&2; exit 5"], LIMIT) == (5, b"out\n", b"err\n")
 
 
-async def test_run_has_a_time_limit_and_leaves_nothing() -> None:
+async def test_run_times_out_and_leaves_nothing() -> None:
     assert await LocalProcess.run(["sleep", "1000"], 0.05) == (None, b"", b"")
 
 
-async def test_run_is_not_held_up_by_a_child_that_closes_its_outputs_and_stays() -> None:
+async def test_run_times_out_if_the_child_only_closes_its_outputs() -> None:
     status, _, _ = await LocalProcess.run(["sh", "-c", "exec >&- 2>&-; exec sleep 1000"], 0.2)
     assert status is None
 
 
-async def test_a_cancelled_run_ends_the_command() -> None:
+async def test_cancelled_run_ends_the_command() -> None:
     mark = f"1000.{os.getpid()}"
     running = asyncio.create_task(LocalProcess.run(["sleep", mark], LIMIT))
     await asyncio.wait({running}, timeout=0.05)
@@ -325,19 +325,19 @@ async def test_a_cancelled_run_ends_the_command() -> None:
     assert not any(mark in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
-async def test_many_at_once_are_kept_apart() -> None:
+async def test_many_children_at_once() -> None:
     answers = await asyncio.gather(
         *(LocalProcess.run(["sh", "-c", f"echo {number}; exit {number}"], LIMIT) for number in range(20))
     )
     assert answers == [(number, f"{number}\n".encode(), b"") for number in range(20)]
 
 
-async def test_a_hundred_children_leave_no_descriptor() -> None:
+async def test_children_leave_no_descriptor() -> None:
     for _ in range(5):
         await asyncio.gather(*(LocalProcess.run(["true"], LIMIT) for _ in range(20)))
 
 
-async def test_no_more_descriptors_is_an_error_and_not_a_leak() -> None:
+async def test_start_without_free_descriptors_raises_and_leaks_none() -> None:
     with pytest.raises(OSError) as refusal:
         LocalProcess.start(["true"], stdin=1 << 20)
     assert refusal.value.errno in (errno.EBADF, errno.EMFILE)

@@ -1,4 +1,4 @@
-"""Test SandboxProvisioner through Jupyter's own kernel managers."""
+"""SandboxProvisioner fulfils Jupyter's contract for kernel provisioners, under Jupyter's own kernel managers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.session import Session
 from jupyter_core.utils import ensure_async, ensure_event_loop
 from kernels import run
-from leftovers import leftovers
+from leftovers import leftovers, listening
 from servers import READY, Server
 from traitlets.config import Config
 
@@ -49,12 +49,6 @@ QUICK_RESTARTS = Config({"KernelRestarter": {"time_to_dead": 0.2, "random_ports_
 
 def ports(km: KernelManager) -> dict[str, int]:
     return {channel: getattr(km, f"{channel}_port") for channel in CHANNELS}
-
-
-def listening() -> set[tuple[str, int]]:
-    """Return the addresses that this process listens on."""
-    connections = psutil.Process().net_connections("tcp")
-    return {tuple(item.laddr) for item in connections if item.status == psutil.CONN_LISTEN}
 
 
 def interrupt_a_busy_cell(km: KernelManager, kc: BlockingKernelClient) -> dict[str, Any]:
@@ -566,7 +560,7 @@ async def test_cancelled_start_leaves_nothing(
 
 @dataclass
 class Bad:
-    """An invalid kernel, and the ``words`` that its error must contain: the value and the remedy. @ is a folder."""
+    """Invalid settings, and words that the error must contain: the value and the remedy. @ stands for a folder."""
 
     words: tuple[str, ...]
     config: dict[str, Any] = field(default_factory=dict)
@@ -743,7 +737,8 @@ def test_server_reports_and_logs_why_a_kernel_did_not_start(
     assert status == 500
     assert sentence in said["message"]
     assert sentence in server.log.read_text()
-    assert server.ask("POST", "kernels", {"name": bad})[0] == 500
+    status, said = server.ask("POST", "kernels", {"name": bad})
+    assert status == 400 and sentence in said["message"]
     assert server.ask("GET", "kernels") == (200, [])
     status, session = server.open_notebook(good)
     assert status == 201

@@ -1,4 +1,4 @@
-"""Pin the public API: what ``import sandbox_provisioner`` offers, and what the examples use."""
+"""Test the names of the public API, and that the examples use no others."""
 
 from __future__ import annotations
 

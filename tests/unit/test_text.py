@@ -1,4 +1,4 @@
-"""What others say fits into one line."""
+"""Test that untrusted text is printed without line ends and escape sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORGED = "[E 2026-11-18 12:00:00.000 ServerApp] forged"
         (b"\xff", "\ufffd"),
     ],
 )
-def test_what_somebody_said_fits_into_one_line_of_a_log(words: bytes, shown: str) -> None:
+def test_untrusted_text_is_printed_on_one_line(words: bytes, shown: str) -> None:
     assert printable(words) == shown
     assert printable(words.decode("utf-8", "replace")) == shown
 
@@ -37,13 +37,13 @@ def test_what_somebody_said_fits_into_one_line_of_a_log(words: bytes, shown: str
         RunscError(["runsc"], 1, clean_output(f"W1118 10:00:00.0 1 x.go:1] \x1b[2J\n{FORGED}".encode())),
     ],
 )
-def test_error_with_untrusted_text_forges_no_line(error: SandboxError) -> None:
+def test_untrusted_text_in_an_error_cannot_forge_a_line(error: SandboxError) -> None:
     for text in (str(error), error.problem, error.remedy):
         assert all(line.isprintable() for line in text.split("\n"))
         assert not any(line.startswith("[") for line in text.split("\n"))
 
 
-def test_progress_with_untrusted_text_forges_no_line() -> None:
+def test_untrusted_text_in_progress_cannot_forge_a_line() -> None:
     stream = io.StringIO()
     Progress(stream).say(f"a file \x1b[2J\n{FORGED}")
     assert stream.getvalue() == f"a file ?[2J\n  {FORGED}\n"

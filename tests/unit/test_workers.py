@@ -1,4 +1,4 @@
-"""Worker threads: control does not wait for bulk work, and an interpreter's exit waits for neither."""
+"""Test worker threads: control calls do not wait for bulk calls, and the interpreter's exit waits for neither."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 20
 
 @pytest.fixture
 def few() -> Iterator[Workers]:
-    """Two threads, which are gone after the test."""
+    """A group of two threads, which have ended after the test."""
     few = Workers("few", 2)
     yield few
     few.retire()
@@ -33,13 +33,13 @@ def few() -> Iterator[Workers]:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Other tests count threads."""
+    """End the threads after the test, because other tests count threads."""
     yield
     for group in (BULK, CONTROL):
         group.retire()
 
 
-async def test_results_errors_and_context_come_back(few: Workers) -> None:
+async def test_run_passes_results_errors_and_context(few: Workers) -> None:
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(1)
     assert await few.run(lambda number: (number, variable.get()), 2) == (2, 1)
@@ -95,7 +95,7 @@ async def test_control_does_not_wait_for_bulk_work() -> None:
     assert all(await asyncio.gather(*uploads))
 
 
-async def test_finished_work_is_waited_for_when_cancelled() -> None:
+async def test_finished_waits_for_the_work_when_cancelled() -> None:
     go_on, ended = asyncio.Event(), []
 
     async def work() -> None:
@@ -112,7 +112,7 @@ async def test_finished_work_is_waited_for_when_cancelled() -> None:
     assert ended == [True]
 
 
-def test_exit_does_not_wait_and_a_forked_child_has_threads_of_its_own() -> None:
+def test_exit_does_not_wait_and_a_forked_child_has_its_own_threads() -> None:
     code = """
         import asyncio, os, sys, threading
         from sandbox_provisioner.workers import BULK, bulk

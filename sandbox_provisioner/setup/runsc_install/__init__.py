@@ -71,11 +71,11 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Make a temporary file in ``folder`` and a workspace elsewhere for the block. Turns OSError into SandboxError."""
+    """Make a temporary file in ``folder`` and a temporary workspace for the block. Turns OSError into SandboxError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _forget_abandoned(folder)
-        with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-setup-", dir=_roomy_folder()) as workspace:
+        _remove_abandoned(folder)
+        with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-setup-", dir=_workspace_parent()) as workspace:
             descriptor, name = tempfile.mkstemp(prefix=".runsc-", dir=folder)
             os.close(descriptor)
             try:
@@ -86,12 +86,13 @@ def _staged(folder: Path) -> Iterator[tuple[Path, Path]]:
         raise SandboxError(f"{error.strerror or error} ({error.filename or folder})") from error
 
 
-def _forget_abandoned(folder: Path, age: float = 86400.0) -> None:
+def _remove_abandoned(folder: Path, age: float = 86400.0) -> None:
+    """Delete the temporary files of installations that were killed more than ``age`` seconds ago."""
     for path in folder.glob(".runsc-*"):
         if time.time() - path.stat().st_mtime > age:
             path.unlink(missing_ok=True)
 
 
-def _roomy_folder() -> str | None:
+def _workspace_parent() -> str | None:
     """Return the folder for a gigabyte of temporary files, None for the default: /tmp is often in memory."""
     return None if os.environ.get("TMPDIR") or not os.access("/var/tmp", os.W_OK) else "/var/tmp"

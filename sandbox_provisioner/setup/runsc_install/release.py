@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-import threading
 import urllib.error
 import urllib.request
+from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO
 
 from ...errors import SandboxError
 from ..progress import Note
+from ..timeouts import call_within
 from .source import Source
 
 RELEASES = "https://storage.googleapis.com/gvisor/releases/release"
@@ -49,7 +50,7 @@ class ReleaseSource(Source):
         url = f"{self._base}/{self._version}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
         note("connecting")
         try:
-            with _reached(url) as answer, target.open("wb") as file:
+            with _open_url(url) as answer, target.open("wb") as file:
                 found = _copy(answer, file, int(answer.headers.get("Content-Length") or 0), note)
         except (OSError, HTTPException) as error:
             raise SandboxError(f"the download of {url} failed ({_reason(error)})") from error
@@ -57,24 +58,13 @@ class ReleaseSource(Source):
             raise SandboxError(f"the SHA-512 digest of {url} is {found}, not the one that was given")
 
 
-def _reached(url: str) -> HTTPResponse:
-    """Open ``url`` in a thread, because name resolution has no timeout. Raises TimeoutError after REACH_TIMEOUT."""
-    outcome: list[HTTPResponse | OSError | HTTPException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(urllib.request.urlopen(url, timeout=READ_TIMEOUT))
-        except (OSError, HTTPException) as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(REACH_TIMEOUT)
-    if not outcome:
-        raise TimeoutError(f"no answer within {REACH_TIMEOUT:g} s")
-    if not isinstance(outcome[0], HTTPResponse):
-        raise outcome[0]
-    return outcome[0]
+def _open_url(url: str) -> HTTPResponse:
+    """Open ``url``. Raises TimeoutError if the download has not begun after REACH_TIMEOUT."""
+    try:
+        answer: HTTPResponse = call_within(REACH_TIMEOUT, partial(urllib.request.urlopen, url, timeout=READ_TIMEOUT))
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {REACH_TIMEOUT:g} s") from None
+    return answer
 
 
 def _copy(answer: IO[bytes], file: IO[bytes], size: int, note: Note) -> str:

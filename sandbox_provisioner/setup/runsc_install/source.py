@@ -70,13 +70,14 @@ def run(
         finally:
             clock.cancel()
     if child.returncode == -signal.SIGKILL:
-        raise SandboxError(f"{Path(argv[0]).name} was stopped after {limit:.0f} s: {_last_words(lines)}")
+        raise SandboxError(f"{Path(argv[0]).name} was stopped after {limit:.0f} s: {_reason(lines)}")
     if check and child.returncode:
-        raise SandboxError(f"{Path(argv[0]).name} failed: {_last_words(lines)}")
+        raise SandboxError(f"{Path(argv[0]).name} failed: {_reason(lines)}")
     return "".join(lines)
 
 
-def _last_words(lines: Sequence[str]) -> str:
-    said = [" ".join(line.split()) for line in lines if line.strip()]
-    errors = [line for line in said if line.startswith(("ERROR:", "E:"))]
-    return (errors or said or ["it gave no reason"])[-1][:300]
+def _reason(lines: Sequence[str]) -> str:
+    """Return the last error in a command's output, or else its last line, as the reason of its failure."""
+    printed = [" ".join(line.split()) for line in lines if line.strip()]
+    errors = [line for line in printed if line.startswith(("ERROR:", "E:"))]
+    return (errors or printed or ["it gave no reason"])[-1][:300]

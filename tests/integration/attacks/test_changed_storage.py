@@ -11,7 +11,7 @@ from pathlib import Path
 import google_crc32c
 import psutil
 import pytest
-from cell import start_cell, tell
+from value_program import start_program, tell
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import CorruptObjectError, SandboxError, SignatureError
@@ -52,7 +52,7 @@ async def saved(spec: BundleSpec, runsc: Runsc, stores: Stores) -> None:
     for name, value in (("box", "mine"), ("other", "other's")):
         handle = await SandboxHandle.create_persistent(name, spec, runsc, stores, Owner.here("first"))
         await handle.start()
-        await start_cell(handle)
+        await start_program(handle)
         await tell(handle, f"set {value}")
         await handle.save_snapshot("files")
         await handle.save()
@@ -263,7 +263,7 @@ async def test_changed_document_does_not_cost_a_running_sandbox_its_state(
     handle = await SandboxHandle.create_persistent("box", spec, runsc, stores, Owner.here("first"))
     try:
         await handle.start()
-        await start_cell(handle)
+        await start_program(handle)
         await tell(handle, "set mine")
         data, _ = stores.metadata.read(BOX)
         stores.metadata.write(BOX, data + b"\n")

@@ -58,7 +58,7 @@ def test_guest_program_on_path_is_not_run(
 
 
 class Parent(Configurable):
-    """The part of Jupyter Server's kernel manager that tells the root folder."""
+    """The part of Jupyter Server's kernel manager that has the root folder."""
 
     root_dir = Unicode()
 
@@ -66,7 +66,7 @@ class Parent(Configurable):
 def test_refused_folder_is_not_noted_as_writable(
     sandboxed: Sandboxed, kernelspecs: KernelSpecManager, notebook_folder: Path, tmp_path: Path
 ) -> None:
-    """Otherwise no program in it would be run again by this server."""
+    """Otherwise this server would never run a program in it again."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     km = KernelManager(

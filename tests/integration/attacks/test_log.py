@@ -16,7 +16,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from notebooks import Notebook
-from servers import Server, hears
+from servers import Server, answers
 
 from sandbox_provisioner.kernel.output import BURST
 
@@ -63,7 +63,7 @@ def test_output_is_marked_as_the_kernels(
     status, other = server.ask("POST", "kernels", {"name": neighbour})
     assert status == 201
     client = server.client(other["id"])
-    assert hears(client)
+    assert answers(client)
     client.stop_channels()
     until(lambda: (notebook_folder / "done").exists())
     server.ask("DELETE", f"kernels/{kernel['id']}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cell import local_stores, start_cell, tell
+from value_program import local_stores, start_program, tell
 
 from sandbox_provisioner.errors import UnsaveableError
 from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
@@ -40,7 +40,7 @@ async def sandbox(spec: BundleSpec, runsc: Runsc, stores: Stores, tmp_path: Path
     spec = replace(spec, mounts=(*spec.mounts, Mount(str(tmp_path / "work"), "/shared", True)))
     made = await SandboxHandle.create_persistent("box", spec, runsc, stores, Owner.here("server"))
     await made.start()
-    await start_cell(made)
+    await start_program(made)
     await tell(made, "set 5")
     yield made
     await made.release()

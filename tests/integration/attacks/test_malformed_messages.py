@@ -17,7 +17,7 @@ from servers import Server
 from tornado.httpclient import HTTPRequest
 from tornado.websocket import websocket_connect
 
-from sandbox_provisioner.server.offline_messages import MOST_KEPT
+from sandbox_provisioner.server.kernel_messages import MOST_KEPT
 
 pytestmark = pytest.mark.runsc
 

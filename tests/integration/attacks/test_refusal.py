@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from kernels import run
-from servers import Server, hears
+from servers import Server, answers
 
 from sandbox_provisioner.errors import UnresponsiveError
 from sandbox_provisioner.gvisor import pause
@@ -101,7 +101,7 @@ def open_refusing(server: Server, kernel: str, refusal: str) -> None:
     status, session = server.open_notebook(kernel)
     assert status == 201, session
     client = server.client(session["kernel"]["id"])
-    assert hears(client)
+    assert answers(client)
     run(client, "x = 42")
     run(client, refusal)
     client.stop_channels()
@@ -113,7 +113,7 @@ def reopened(server: Server, kernel: str) -> str:
     assert status == 201, session
     client: BlockingKernelClient = server.client(session["kernel"]["id"])
     try:
-        assert hears(client)
+        assert answers(client)
         return run(client, "print(globals().get('x'))").strip()
     finally:
         client.stop_channels()
@@ -188,7 +188,7 @@ async def stop_init(sandbox: GVisorSandbox) -> None:
             await asyncio.wait_for(sandbox.execute([sandbox.spec.python, "-I", "-c", code]), 2)
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_stopped_init_is_cut_off_and_saved(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +206,7 @@ async def test_stopped_init_is_cut_off_and_saved(
         await sandbox.delete()
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_stopped_init_is_an_error_for_a_savepoint(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,14 +216,14 @@ async def test_stopped_init_is_an_error_for_a_savepoint(
     await sandbox.start()
     try:
         await stop_init(sandbox)
-        with pytest.raises(UnresponsiveError, match="did not come to rest"):
+        with pytest.raises(UnresponsiveError, match="did not stop its traffic"):
             await sandbox.copy(tmp_path / "image")
         assert not (tmp_path / "image").exists()
     finally:
         await sandbox.delete()
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_slow_init_gets_time_to_resume(
     spec: BundleSpec,
     runsc: Runsc,
@@ -250,7 +250,7 @@ async def test_slow_init_gets_time_to_resume(
         await sandbox.delete()
 
 
-@pytest.mark.usefixtures("open_init")
+@pytest.mark.usefixtures("unprotected_init")
 async def test_server_stop_saves_a_stopped_init_during_a_savepoint(
     spec: BundleSpec,
     runsc: Runsc,
@@ -268,7 +268,7 @@ async def test_server_stop_saves_a_stopped_init_during_a_savepoint(
             while "It is not saved, so the server waits" not in caplog.text:
                 await asyncio.sleep(0.05)
         sandbox.hurry()
-        with pytest.raises(UnresponsiveError, match="did not come to rest"):
+        with pytest.raises(UnresponsiveError, match="did not stop its traffic"):
             await asyncio.wait_for(copying, LONG)
         await sandbox.checkpoint(tmp_path / "image", force=True)
         assert sandbox.state == State.CHECKPOINTED

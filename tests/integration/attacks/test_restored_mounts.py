@@ -1,4 +1,4 @@
-"""Documents in storage cannot choose the folders that a woken kernel gets."""
+"""Documents in storage cannot choose the folders that a woken kernel sees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sandboxed = Callable[..., str]
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Iterator[Path]:
-    """A folder outside that no kernel may read or change."""
+    """A folder that no kernel may read or change."""
     folder = tmp_path / "secret"
     folder.mkdir()
     (folder / "key").write_text("not for guests")
@@ -37,7 +37,7 @@ def saved_notebook(serve: Serve, kernel: str) -> None:
 
 
 def change_spec(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the mounts in the one metadata.json, as somebody with access to the storage can."""
+    """Change the mounts in the only metadata.json, like an attacker with access to the storage."""
     (path,) = (tmp_path / "data" / "sandbox" / "storage").rglob("metadata.json")
     document = json.loads(path.read_text())
     change(document["checkpoint"]["spec"])
@@ -45,7 +45,7 @@ def change_spec(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Non
 
 
 def outcome(serve: Serve, kernel: str, code: str) -> str:
-    """Open the notebook again; what a cell prints, or why the kernel was refused."""
+    """Open the notebook again. Return the output of a cell, or the reason why the kernel was refused."""
     server = serve()
     status, body = server.open_notebook(kernel)
     if status != 201:
@@ -65,7 +65,7 @@ def test_changed_source_is_not_mounted(
     saved_notebook(serve, kernel)
 
     def redirect(spec: dict[str, Any]) -> None:
-        """Have the kernel's folder lead to the secret one."""
+        """Make the kernel's folder lead to the secret one."""
         if spec.get("carried"):
             spec["carried"][0] = str(secret)
         for mount in spec["mounts"]:

@@ -430,7 +430,7 @@ OUT_WAYS = {"move": move_to_root, "copy": copy_to_root, "rename the project and 
 
 
 @pytest.mark.parametrize("way", ["move", "rename the project and move"])
-def test_link_is_not_carried_out_of_the_folder(manager: Manager, way: str) -> None:
+def test_link_is_not_moved_out_of_the_folder(manager: Manager, way: str) -> None:
     root = Path(manager.root_dir)
     make_project(root)
     error = refusal(OUT_WAYS[way], manager, "project/link.txt")
@@ -439,7 +439,7 @@ def test_link_is_not_carried_out_of_the_folder(manager: Manager, way: str) -> No
 
 
 @pytest.mark.parametrize("way", OUT_WAYS)
-def test_links_in_a_folder_that_is_carried_out_lead_nowhere(manager: Manager, way: str) -> None:
+def test_links_in_a_moved_folder_are_refused(manager: Manager, way: str) -> None:
     root = Path(manager.root_dir)
     make_project(root)
     manager.always_delete_dir = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from machines import empty_machine
 from sandbox_provisioner.cli.app import main
 from sandbox_provisioner.cli.options import span
 from sandbox_provisioner.cli.output import ago, size
+from sandbox_provisioner.errors.kinds import ExitStatus
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.lock.base import Owner
 from sandbox_provisioner.persistence import names, records
@@ -215,7 +217,7 @@ def test_revert(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_pa
     record = keep()
     kept = Persistence.open()
     assert main(["revert", str(record.id)]) == 1
-    assert "no checkpoint before its last" in capsys.readouterr().err
+    assert "has no previous checkpoint" in capsys.readouterr().err
     document = kept.describe(record)
     assert document.checkpoint is not None
     older = replace(document.checkpoint, seconds=7.0)
@@ -559,13 +561,13 @@ def test_doctor_remedy_for_unusable_key_works(keep: Keep, data: Path, monkeypatc
 
 
 def test_delete_with_unknown_id_deletes_nothing(keep: Keep, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = keep()
+    record = keep(notebook_path="/home/a/b.ipynb")
     before = objects(data)
     for command in ("delete", "show"):
         assert main([command, str(record.id), "nonsense"]) == 3
         said = capsys.readouterr()
         assert said.out == ""
-        assert "'nonsense'" in said.err and str(record.id) in said.err
+        assert "'nonsense'" in said.err and f"{record.id} (/home/a/b.ipynb)" in said.err
     assert objects(data) == before
 
 
@@ -644,6 +646,19 @@ def test_commands_with_buckets(gcs: GCS, keep: Keep, ask: Ask, monkeypatch: pyte
     }
     left = Persistence.open().stores.metadata.list("")
     assert left and not any(record.sandbox_id in info.name for info in left)
+
+
+@pytest.mark.timeout(30)
+def test_show_ends_if_storage_does_not_answer(gcs: GCS, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stem in ("SANDBOX_METADATA", "SANDBOX_LOCK", "SANDBOX_CHECKPOINT", "FILESYSTEM_SNAPSHOT"):
+        monkeypatch.setenv(f"{stem}_BUCKET", gcs.bucket)
+    record = keep()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://{}:{}".format(*silent.getsockname()))
+        program = "import sys; from sandbox_provisioner.cli import main, targets; targets.STORAGE_TIMEOUT = 1.0; main()"
+        done = subprocess.run([sys.executable, "-c", program, "show", str(record.id)], capture_output=True, text=True)
+    assert done.returncode == ExitStatus.UNABLE, done.stderr
+    assert f"The storage (gcs, gs://{gcs.bucket}) did not answer within 1 s." in done.stderr
 
 
 @pytest.mark.parametrize("text", ["30", "d", "-1d", "1y", "1.5d", "9999999d", "1d2h", "", "٣d"])

@@ -51,6 +51,8 @@ METHODS = {
     "list_savepoints": "savepoints", "create_savepoint": "savepoint", "delete_savepoint": "delete_savepoint",
     "rewind_sandbox": "rewind", "list_snapshots": "snapshots", "create_snapshot": "snapshot",
     "delete_snapshot": "delete_snapshot", "keep_sandbox_awake": "keep_awake",
+    "list_plain_notebooks": "plain_notebooks", "allow_plain_notebook": "allow_plain",
+    "revoke_plain_notebook": "revoke_plain",
 }  # fmt: skip
 
 
@@ -73,7 +75,7 @@ def test_clients_have_every_operation() -> None:
 @pytest.mark.parametrize(
     "name",
     ["Sandbox", "Stored", "NamedState", "NamedStates", "SandboxPage", "Rewound", "Deleted", "Output", "Exit",
-     "Capabilities", "Event"],
+     "Capabilities", "Event", "PlainNotebook", "PlainNotebooks"],
 )  # fmt: skip
 def test_models_match_the_schemas(name: str) -> None:
     assert {field.name for field in fields(getattr(models if hasattr(models, name) else model, name))} == set(

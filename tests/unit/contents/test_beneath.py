@@ -220,6 +220,17 @@ def test_copytree_copies_links_that_lead_outside_as_links(root: Path) -> None:
     assert (root / "copy" / "a").stat().st_mode & 0o777 == 0o640
 
 
+@pytest.mark.timeout(30)
+def test_copytree_ends_if_links_lead_to_their_own_folder(root: Path) -> None:
+    """Without a limit, the copy has 2 to the power of 40 folders."""
+    for name in ("first", "second"):
+        (root / "project" / name).symlink_to(".")
+    Beneath(LinkRules(str(root))).copytree(str(root / "project"), str(root / "copy"))
+    assert (root / "copy" / "first" / "data" / "b").read_text() == "root/project/data/b"
+    assert not (root / "copy" / "first").is_symlink()
+    assert os.readlink(root / "copy" / "first" / "second") == "."
+
+
 def sharing(root: Path, *areas: Area, folders: tuple[str, ...] = ("project",)) -> tuple[Beneath, list[str]]:
     """Return a guard with shared folders, and the growing list of them."""
     shared = [str(root / folder) for folder in folders]
@@ -389,7 +400,7 @@ def test_trash_has_the_file_and_a_note_of_its_place(root: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["x" * 255, "x" * 250 + ".txt", "x." + "y" * 253, "é" * 127, os.fsdecode(b"\xff" * 255)]
 )
-def test_a_file_whose_name_is_as_long_as_can_be_goes_to_the_trash(root: Path, name: str) -> None:
+def test_file_with_longest_name_goes_to_the_trash(root: Path, name: str) -> None:
     trash = root.parent / "Trash"
     for _ in range(2):
         (root / name).write_text("x")

@@ -94,7 +94,7 @@ def test_guarded_though_another_kernel_manager_is_configured(root: Path) -> None
     assert type(app.contents_manager) is managers.GuardedAsyncLargeFileManager
 
 
-def test_another_manager_stays_and_the_log_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_manager_is_kept_with_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app = server(root, f"--ServerApp.contents_manager_class={full_name(OtherManager)}")
     assert type(app.contents_manager) is OtherManager
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not guarded" in line]
@@ -266,6 +266,53 @@ def test_saving_through_a_link_inside_keeps_the_link(manager: Any, root: Path) -
     assert (root / "b.txt").read_text() == "new"
 
 
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The growing list of all calls of os.open."""
+    paths: list[str] = []
+    real_open = os.open
+
+    def open_and_count(path: Any, *arguments: Any, **options: Any) -> int:
+        paths.append(str(path))
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_and_count)
+    return paths
+
+
+def test_listing_limits_the_work_for_links(manager: Any, root: Path, opened: list[str]) -> None:
+    """Without the limit, 100 links that are chained to each other take 325,000 calls of os.open."""
+    (root / "sub" / "folder").mkdir(parents=True)
+    (root / "sub" / "file.txt").touch()
+    (root / "sub" / "short").symlink_to("file.txt")
+    for number in range(100):
+        target = f"link{number - 1}" if number % 38 else "folder"
+        (root / "sub" / f"link{number}").symlink_to("folder/../" * 11 + target)
+    entries = {entry["name"]: entry for entry in do(manager.get("sub"))["content"]}
+    assert len(opened) < 25_000
+    assert set(entries) == set(os.listdir(root / "sub"))
+    assert {entries[name]["writable"] for name in ("folder", "file.txt", "short")} == {True}
+    links = [name for name in entries if name.startswith("link")]
+    refused = [name for name in links if entries[name]["type"] == "file" and not entries[name]["writable"]]
+    assert 30 < len(refused) < 100
+    assert {entries[name]["type"] for name in links if name not in refused} == {"directory"}
+    assert do(manager.get(f"sub/{refused[0]}"))["type"] == "directory"
+    do(manager.delete(f"sub/{refused[0]}"))
+    assert not (root / "sub" / refused[0]).is_symlink()
+
+
+def test_folder_behind_long_links_is_listed(manager: Any, root: Path, opened: list[str]) -> None:
+    (root / "real").mkdir()
+    for number in range(50):
+        (root / "real" / f"{number}.txt").touch()
+        (root / "real" / f"link{number}").symlink_to(f"{number}.txt")
+    (root / "link").symlink_to("real/../" * 450 + "real")
+    entries = do(manager.get("link"))["content"]
+    assert len(opened) < 15_000
+    assert len(entries) == 100
+    assert all(entry["writable"] for entry in entries)
+
+
 def test_links_to_configured_places(tmp_path: Path, root: Path) -> None:
     for name in ("free", "mounted", "writable", "other"):
         (tmp_path / name).mkdir()
@@ -360,7 +407,7 @@ def test_size_limit_of_the_environment(root: Path, monkeypatch: pytest.MonkeyPat
     assert make(root_dir=str(root)).checkpoints.max_file_size == 12345
 
 
-def test_file_that_grows_while_it_is_read_ends_where_it_ended(root: Path) -> None:
+def test_reading_ends_at_the_size_when_opened(root: Path) -> None:
     manager = managers.GuardedLargeFileManager(root_dir=str(root), max_file_size=10)
     (root / "a.txt").write_text("12345")
     with manager.open(manager._get_os_path("a.txt"), "rb") as file:

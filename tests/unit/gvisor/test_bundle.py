@@ -1,4 +1,4 @@
-"""The bundle: what a sandbox sees of the host and what not, read off the configuration that runsc gets."""
+"""Test the bundle: which parts of the host a sandbox sees, according to the configuration for runsc."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN = BundleSpec(python="/usr/bin/python3", home="/home/me", user="me")
 # -- a mount as a setting --------------------------------------------------------------------------------------
 
 
-def test_a_mount_is_read_only_and_at_its_own_place_unless_told_otherwise(tmp_path: Path) -> None:
+def test_mount_is_read_only_at_the_source_path_by_default(tmp_path: Path) -> None:
     path = str(tmp_path)
     assert parse_mount(path) == Mount(path, path, False)
     assert parse_mount(f"{path}:ro") == Mount(path, path, False)
@@ -43,19 +43,19 @@ def test_a_mount_is_read_only_and_at_its_own_place_unless_told_otherwise(tmp_pat
     assert parse_mount(f"{path}:/data:rw") == Mount(path, "/data", True)
 
 
-def test_a_file_can_be_mounted_and_spaces_and_accents_are_letters(tmp_path: Path) -> None:
+def test_file_with_spaces_and_accents_in_its_path_can_be_mounted(tmp_path: Path) -> None:
     file = tmp_path / "å b.csv"
     file.touch()
     assert parse_mount(f"{file}:/data/é.csv") == Mount(str(file), "/data/é.csv", False)
 
 
-def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_mount_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "data").mkdir()
     assert parse_mount("~/data") == Mount(f"{tmp_path}/data", f"{tmp_path}/data", False)
 
 
-def test_a_destination_is_normal(tmp_path: Path) -> None:
+def test_destination_is_normalized(tmp_path: Path) -> None:
     assert parse_mount(f"{tmp_path}:/a/./b/../c/").destination == "/a/c"
     assert parse_mount(f"{tmp_path}/").destination == str(tmp_path)
 
@@ -74,7 +74,7 @@ def test_a_destination_is_normal(tmp_path: Path) -> None:
         ("/no/such/folder", "/no/such/folder does not exist"),
     ],
 )
-def test_a_mount_that_cannot_be_made_says_why(text: str, problem: str) -> None:
+def test_invalid_mount_is_refused_with_the_reason(text: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem) as refusal:
         parse_mount(text)
     assert refusal.value.setting == "mounts"
@@ -85,16 +85,16 @@ def test_a_mount_that_cannot_be_made_says_why(text: str, problem: str) -> None:
 # -- the order of mounts ---------------------------------------------------------------------------------------
 
 
-def test_outer_mounts_come_before_inner_ones() -> None:
+def test_outer_mounts_precede_inner_mounts() -> None:
     mounts = [Mount("/3", "/a/b/c"), Mount("/1", "/a"), Mount("/2", "/a/b"), Mount("/4", "/b")]
     assert [mount.destination for mount in arrange(mounts)] == ["/a", "/b", "/a/b", "/a/b/c"]
 
 
-def test_the_last_mount_of_a_place_wins() -> None:
+def test_last_mount_of_a_destination_wins() -> None:
     assert arrange([Mount("/1", "/a"), Mount("/2", "/a", True)]) == [Mount("/2", "/a", True)]
 
 
-def test_what_the_parent_shows_already_is_not_mounted_again() -> None:
+def test_mount_that_its_outer_mount_shows_is_left_out() -> None:
     assert arrange([Mount("/usr", "/usr"), Mount("/usr/lib", "/usr/lib")]) == [Mount("/usr", "/usr")]
 
 
@@ -103,22 +103,22 @@ def test_what_the_parent_shows_already_is_not_mounted_again() -> None:
     [Mount("/usr/lib", "/usr/lib", True), Mount("/opt/lib", "/usr/lib"), Mount("", "/usr/lib", True)],
     ids=["writable", "another source", "in memory"],
 )
-def test_what_differs_from_its_parent_is_mounted(inner: Mount) -> None:
+def test_mount_that_differs_from_its_outer_mount_is_kept(inner: Mount) -> None:
     assert inner in arrange([Mount("/usr", "/usr"), inner])
 
 
-def test_what_hides_behind_a_middle_mount_is_mounted() -> None:
+def test_mount_that_a_mount_in_between_hides_is_kept() -> None:
     mounts = [Mount("/a", "/a"), Mount("", "/a/b", True), Mount("/a/b/c", "/a/b/c")]
     assert arrange(mounts) == mounts
 
 
-def test_names_that_only_begin_alike_have_nothing_to_do_with_each_other() -> None:
+def test_paths_with_a_common_prefix_are_independent() -> None:
     mounts = [Mount("/data", "/data"), Mount("/data-two", "/data-two")]
     assert arrange(mounts) == mounts
 
 
-def test_folders_above_a_mount_in_a_writable_one_are_pinned(tmp_path: Path) -> None:
-    """A mount point cannot be renamed: without the pin, the folder above a read-only one could be moved away."""
+def test_folders_between_a_writable_mount_and_an_inner_mount_are_pinned(tmp_path: Path) -> None:
+    """A mount point cannot be renamed. Without the pin, a kernel could move the folder above a read-only mount."""
     inner = tmp_path / "one" / "two" / "env"
     inner.mkdir(parents=True)
     top = str(tmp_path)
@@ -129,7 +129,7 @@ def test_folders_above_a_mount_in_a_writable_one_are_pinned(tmp_path: Path) -> N
     assert pins == {Mount(f"{top}/one", f"{top}/one", True), Mount(f"{top}/one/two", f"{top}/one/two", True)}
 
 
-def test_a_folder_that_is_not_there_is_not_pinned(tmp_path: Path) -> None:
+def test_missing_folder_is_not_pinned(tmp_path: Path) -> None:
     top = str(tmp_path)
     mounts = arrange([Mount(top, top, True), Mount("/usr", f"{top}/new/place")])
     assert all(os.path.exists(mount.source) for mount in mounts)
@@ -143,7 +143,7 @@ def some_mounts(dice: random.Random) -> list[Mount]:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_mounts_come_out_ordered_once_each_and_with_the_same_effect(seed: int) -> None:
+def test_any_mounts_are_ordered_without_repetition_and_keep_their_effect(seed: int) -> None:
     mounts = some_mounts(random.Random(seed))
     arranged = arrange(mounts)
     destinations = [mount.destination for mount in arranged]
@@ -154,7 +154,7 @@ def test_any_mounts_come_out_ordered_once_each_and_with_the_same_effect(seed: in
 
 
 def seen_at(path: str, mounts: list[Mount]) -> tuple[str, bool] | None:
-    """What of the host is at ``path``, and whether it can be written: what mounting outer before inner comes to."""
+    """Return the host path at ``path`` in the sandbox, and True if it is writable."""
     holding = [mount for mount in mounts if path == mount.destination or path.startswith(f"{mount.destination}/")]
     if not holding:
         return None
@@ -170,12 +170,12 @@ def destinations(spec: BundleSpec) -> dict[str, dict[str, Any]]:
     return {mount["destination"]: mount for mount in config(spec)["mounts"]}
 
 
-def test_pid_1_is_our_init_under_the_given_python() -> None:
+def test_pid_1_is_the_guest_init_under_the_given_python() -> None:
     process = config(PLAIN)["process"]
     assert process["args"] == ["/usr/bin/python3", "-I", "-S", "-B", GUEST_INSIDE]
 
 
-def test_there_is_no_capability_and_no_way_to_more() -> None:
+def test_no_capabilities_and_no_new_privileges() -> None:
     process = config(PLAIN)["process"]
     assert set(process["capabilities"]) == {"bounding", "effective", "inheritable", "permitted", "ambient"}
     assert not any(process["capabilities"].values())
@@ -183,21 +183,21 @@ def test_there_is_no_capability_and_no_way_to_more() -> None:
 
 
 @pytest.mark.parametrize(("network", "own"), [("none", True), ("host", False)])
-def test_the_network_is_the_hosts_only_if_that_was_asked_for(network: str, own: bool) -> None:
+def test_host_network_only_on_request(network: str, own: bool) -> None:
     spec = BundleSpec("/usr/bin/python3", "/home/me", "me", network=network)
     kinds = [namespace["type"] for namespace in config(spec)["linux"]["namespaces"]]
     assert {"pid", "ipc", "uts", "mount"} <= set(kinds)
     assert ("network" in kinds) is own
 
 
-def test_the_environment_is_the_given_one_and_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_the_server_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "token")
     spec = BundleSpec("/usr/bin/python3", "/home/me", "me", environment={"PATH": "/bin", "LANG": "C"})
     assert sorted(config(spec)["process"]["env"]) == ["LANG=C", "PATH=/bin"]
     assert "token" not in json.dumps(config(spec))
 
 
-def test_the_system_is_read_only() -> None:
+def test_system_folders_are_read_only() -> None:
     mounts = destinations(PLAIN)
     assert "/usr" in mounts
     for mount in system_mounts():
@@ -205,7 +205,7 @@ def test_the_system_is_read_only() -> None:
         assert mount.source == mount.destination
 
 
-def test_of_the_host_there_is_nothing_but_system_and_given_folders() -> None:
+def test_only_system_and_given_folders_of_the_host_are_mounted() -> None:
     given_folder = Mount("/srv/data", "/data", True)
     spec = BundleSpec("/usr/bin/python3", "/home/me", "me", mounts=(given_folder,))
     sources = {mount.source for mount in all_mounts(spec) if mount.source}
@@ -214,14 +214,14 @@ def test_of_the_host_there_is_nothing_but_system_and_given_folders() -> None:
         assert forbidden not in sources
 
 
-def test_home_and_the_places_for_passing_things_are_in_memory() -> None:
+def test_home_and_temporary_folders_are_in_memory() -> None:
     mounts = destinations(PLAIN)
     for path, mode in {"/home/me": "0700", "/run": "0700", "/tmp": "1777", "/dev/shm": "1777"}.items():
         assert mounts[path]["type"] == "tmpfs"
         assert f"mode={mode}" in mounts[path]["options"]
 
 
-def test_a_given_folder_below_home_or_tmp_is_mounted_into_it() -> None:
+def test_folder_below_home_or_tmp_is_mounted() -> None:
     given_folders = (Mount("/home/me/work", "/home/me/work", True), Mount("/tmp/x/y", "/tmp/x/y", True))
     spec = BundleSpec("/usr/bin/python3", "/home/me", "me", mounts=given_folders)
     order = list(destinations(spec))
@@ -230,7 +230,7 @@ def test_a_given_folder_below_home_or_tmp_is_mounted_into_it() -> None:
     assert "rw" in destinations(spec)["/home/me/work"]["options"]
 
 
-def test_a_given_folder_may_be_home_itself() -> None:
+def test_home_itself_can_be_mounted() -> None:
     spec = BundleSpec("/usr/bin/python3", "/home/me", "me", mounts=(Mount("/home/me", "/home/me", True),))
     assert destinations(spec)["/home/me"]["type"] == "bind"
 
@@ -238,7 +238,7 @@ def test_a_given_folder_may_be_home_itself() -> None:
 # -- what is written -------------------------------------------------------------------------------------------
 
 
-def test_the_bundle_is_a_configuration_and_a_root_of_a_few_harmless_files(tmp_path: Path) -> None:
+def test_bundle_contains_config_json_and_a_root_with_few_files(tmp_path: Path) -> None:
     write(tmp_path, PLAIN)
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(config(PLAIN)))
     root = tmp_path / "rootfs"
@@ -254,19 +254,19 @@ def test_the_bundle_is_a_configuration_and_a_root_of_a_few_harmless_files(tmp_pa
 
 
 @pytest.mark.parametrize("secret", ["shadow", "gshadow", "sudoers", "ssh", "machine-id", "fstab", "environment"])
-def test_nothing_private_of_etc_is_there(tmp_path: Path, secret: str) -> None:
+def test_private_files_of_etc_are_absent(tmp_path: Path, secret: str) -> None:
     write(tmp_path, PLAIN)
     assert not (tmp_path / "rootfs" / "etc" / secret).exists()
 
 
-def test_the_hosts_users_are_not_there() -> None:
+def test_users_of_the_host_are_absent() -> None:
     users = [line.split(":")[0] for line in etc(PLAIN)["passwd"].splitlines()]
     assert users == ["me", "nobody"]
     assert etc(PLAIN)["passwd"].startswith("me:x:0:0::/home/me:")
 
 
 @pytest.mark.parametrize(("network", "there"), [("none", False), ("host", True)])
-def test_how_names_are_resolved_is_known_only_with_a_network(tmp_path: Path, network: str, there: bool) -> None:
+def test_resolver_files_only_with_a_network(tmp_path: Path, network: str, there: bool) -> None:
     write(tmp_path, BundleSpec("/usr/bin/python3", "/home/me", "me", network=network))
     resolver = tmp_path / "rootfs" / "etc" / "resolv.conf"
     assert resolver.exists() is (there and os.path.isfile("/etc/resolv.conf"))

@@ -1,4 +1,4 @@
-"""GuestTool: a script of ours in a sandbox is heard to its end, and one that misbehaves is ended."""
+"""Test GuestTool: the output of our scripts in a sandbox is read to its end, and scripts that stall are killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def put(sandbox: GVisorSandbox, code: str) -> None:
     await (await sandbox.execute(["true"], files={"/.sandbox/tool.py": f"import os, sys, time\n{code}\n"})).wait()
 
 
-async def test_it_is_given_arguments_and_input_and_heard_to_the_end(sandbox: GVisorSandbox) -> None:
+async def test_script_gets_arguments_and_input_and_its_output_is_read(sandbox: GVisorSandbox) -> None:
     await put(sandbox, "sys.stdout.write(sys.stdin.read() * 3 + sys.argv[1]); sys.stderr.write('well\\ndone')")
     async with GuestTool.run(sandbox, "The task", "tool.py", "end", stdin=True) as tool:
         assert await tool.write(b"word " * 200_000)
@@ -41,7 +41,7 @@ async def test_it_is_given_arguments_and_input_and_heard_to_the_end(sandbox: GVi
     assert sandbox.connection._processes == {}
 
 
-async def test_its_failure_is_told_with_the_end_of_its_words(sandbox: GVisorSandbox) -> None:
+async def test_failure_is_reported_with_the_end_of_stderr(sandbox: GVisorSandbox) -> None:
     await put(sandbox, "sys.stderr.write('x' * 3_000_000); sys.exit('the reason')")
     with pytest.raises(GuestError, match=r"^The task failed in the sandbox: x+the reason\.$") as failure:
         async with GuestTool.run(sandbox, "The task", "tool.py") as tool:
@@ -53,7 +53,7 @@ async def test_its_failure_is_told_with_the_end_of_its_words(sandbox: GVisorSand
             await asyncio.wait_for(tool.finish(), LONG)
 
 
-async def test_it_does_not_outlive_the_block_nor_stand_still_for_ever(
+async def test_script_is_killed_at_the_end_of_the_block_and_when_it_stalls(
     sandbox: GVisorSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guest_tool, "STALL", 1.0)
@@ -70,7 +70,7 @@ async def test_it_does_not_outlive_the_block_nor_stand_still_for_ever(
     assert sandbox.connection._processes == {}
 
 
-async def test_one_that_does_not_read_its_input_is_no_error_before_its_end_says_so(sandbox: GVisorSandbox) -> None:
+async def test_script_that_closes_its_stdin_fails_only_in_finish(sandbox: GVisorSandbox) -> None:
     await put(sandbox, "sys.exit('enough')")
     with pytest.raises(GuestError, match="enough"):
         async with GuestTool.run(sandbox, "The task", "tool.py", stdin=True) as tool:
@@ -79,7 +79,7 @@ async def test_one_that_does_not_read_its_input_is_no_error_before_its_end_says_
             await tool.finish()
 
 
-async def test_a_sandbox_that_ends_ends_it_too(sandbox: GVisorSandbox) -> None:
+async def test_end_of_the_sandbox_ends_the_script(sandbox: GVisorSandbox) -> None:
     await put(sandbox, "time.sleep(1000)")
     with pytest.raises(SandboxError):
         async with GuestTool.run(sandbox, "The task", "tool.py") as tool:

@@ -1,4 +1,4 @@
-"""Programs that run on the host are taken only from places that neither a sandbox nor another user can write to."""
+"""Test that programs for the host are only used from folders that no sandbox and no other user can write to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_relative_folders_are_never_used(tmp_path: Path, monkeypatch: pytest.Mon
         programs.trusted_program("tool", {"PATH": "."})
 
 
-def test_next_one_is_taken_if_the_first_is_refused(tmp_path: Path) -> None:
+def test_next_program_is_used_if_the_first_is_refused(tmp_path: Path) -> None:
     refused, good = program(tmp_path / "notebooks" / "bin"), program(tmp_path / "bin")
     programs.note_writable(str(tmp_path / "notebooks"))
     path = {"PATH": f"{refused.parent}:{good.parent}"}
@@ -62,7 +62,7 @@ def test_refused_program_is_named_with_the_reason(tmp_path: Path) -> None:
     assert f"{tool} is not used" in str(refusal.value) and str(tmp_path / "notebooks") in str(refusal.value)
 
 
-def test_link_to_a_program_that_kernels_can_write(tmp_path: Path) -> None:
+def test_link_to_a_program_that_kernels_can_write_to(tmp_path: Path) -> None:
     tool = program(tmp_path / "notebooks")
     programs.note_writable(str(tmp_path / "notebooks"))
     (tmp_path / "bin").mkdir()
@@ -76,14 +76,14 @@ def test_folder_of_this_process_is_writable(tmp_path: Path, monkeypatch: pytest.
     assert "sandboxes can write" in programs.reason_for_distrust(str(tool))
 
 
-def test_root_folder_of_the_machine_condemns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_root_does_not_affect_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     programs.note_writable("/")
     assert programs.trusted_program("sh", {"PATH": "/usr/bin:/bin"})
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])
-def test_folder_that_everybody_can_write(tmp_path: Path, mode: int) -> None:
+def test_folder_that_everybody_can_write_to(tmp_path: Path, mode: int) -> None:
     tool = program(tmp_path / "open" / "bin")
     (tmp_path / "open").chmod(mode)
     assert f"everybody can write to {tmp_path / 'open'}" in programs.reason_for_distrust(str(tool))
@@ -91,7 +91,7 @@ def test_folder_that_everybody_can_write(tmp_path: Path, mode: int) -> None:
     assert programs.reason_for_distrust(str(tool)) == ""
 
 
-def test_file_that_everybody_can_write(tmp_path: Path) -> None:
+def test_file_that_everybody_can_write_to(tmp_path: Path) -> None:
     tool = program(tmp_path)
     tool.chmod(0o777)
     assert "everybody can write" in programs.reason_for_distrust(str(tool))
@@ -108,7 +108,7 @@ def test_program_of_another_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.root  # no other user can give files away
-def test_folder_that_another_group_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_another_group_can_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = program(tmp_path)
     os.chown(tmp_path, 1234, 1234)
     tmp_path.chmod(0o775)

@@ -1,4 +1,4 @@
-"""The mounts of a restored sandbox come from the present configuration, only their destinations from storage."""
+"""Test that mounts of a restored sandbox come from the present configuration, and only destinations from storage."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
     assert "/work/part, which it sees" in reasons[0]
 
 
-def test_destination_that_is_no_normal_path_is_refused(tmp_path: Path) -> None:
+def test_destination_that_is_not_normalized_is_refused(tmp_path: Path) -> None:
     saved = with_mounts(Mount("/root", "/work/../etc"))
     _, reasons = derive(saved, "/work", Grant(with_mounts(Mount(str(tmp_path), "/work", True))))
     assert "/work/../etc, which it sees" in reasons[0]

@@ -1,4 +1,4 @@
-"""Finding, judging and calling the runsc binary."""
+"""Test finding, checking and calling the runsc binary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return empty_machine(monkeypatch, tmp_path)
 
 
-def test_candidates_come_in_the_documented_order(data: Path, tmp_path: Path) -> None:
+def test_candidates_in_the_documented_order(data: Path, tmp_path: Path) -> None:
     stand_in(tmp_path / "on-path" / "runsc")
     stand_in(data / "sandbox" / "bin" / "runsc")
     environ = {"SANDBOX_RUNSC": "/b", "RUNSC_PATH": "/c", "PATH": str(tmp_path / "on-path")}
@@ -39,25 +39,25 @@ def test_candidates_come_in_the_documented_order(data: Path, tmp_path: Path) -> 
     ]
 
 
-def test_the_first_candidate_that_will_do_is_found(data: Path, tmp_path: Path) -> None:
+def test_first_usable_candidate_is_found(data: Path, tmp_path: Path) -> None:
     named, on_path = stand_in(tmp_path / "named", "20260101-aaa"), stand_in(tmp_path / "p" / "runsc", "20260202-bbb")
     environ = {"SANDBOX_RUNSC": str(named), "PATH": str(on_path.parent)}
     assert runsc.find("", environ) == runsc.Runsc(named, "20260101-aaa")
     assert runsc.find(str(on_path), environ).version == "20260202-bbb"
 
 
-def test_a_home_in_a_named_path_is_expanded(data: Path, tmp_path: Path) -> None:
+def test_tilde_in_the_setting_is_expanded(data: Path, tmp_path: Path) -> None:
     stand_in(tmp_path / "home" / "my-runsc")
     assert runsc.find("~/my-runsc").path == tmp_path / "home" / "my-runsc"
 
 
-def test_nothing_found_says_how_to_get_one(data: Path) -> None:
+def test_error_without_runsc_tells_how_to_install_it(data: Path) -> None:
     with pytest.raises(RunscNotFoundError, match="jupyter sandbox setup"):
         runsc.find("", {"PATH": "/nowhere"})
 
 
 @pytest.mark.parametrize("variable", ["SANDBOX_RUNSC", "RUNSC_PATH"])
-def test_a_named_one_that_is_missing_is_an_error_that_names_it(data: Path, tmp_path: Path, variable: str) -> None:
+def test_configured_runsc_that_is_missing_is_named(data: Path, tmp_path: Path, variable: str) -> None:
     stand_in(data / "sandbox" / "bin" / "runsc")
     with pytest.raises(RunscNotFoundError) as caught:
         runsc.find("", {variable: str(tmp_path / "missing"), "PATH": ""})
@@ -66,7 +66,7 @@ def test_a_named_one_that_is_missing_is_an_error_that_names_it(data: Path, tmp_p
     assert f"unset {variable}" in caught.value.remedy
 
 
-def test_a_named_one_that_is_too_old_is_an_error(data: Path, tmp_path: Path) -> None:
+def test_configured_runsc_that_is_too_old_is_refused(data: Path, tmp_path: Path) -> None:
     stand_in(data / "sandbox" / "bin" / "runsc")
     old = stand_in(tmp_path / "old", OLD)
     with pytest.raises(RunscTooOldError, match="2024-07-29 or newer") as caught:
@@ -75,19 +75,19 @@ def test_a_named_one_that_is_too_old_is_an_error(data: Path, tmp_path: Path) -> 
     assert "the runsc setting" in caught.value.remedy
 
 
-def test_one_on_path_that_is_too_old_is_passed_over(data: Path, tmp_path: Path) -> None:
+def test_runsc_on_path_that_is_too_old_is_skipped(data: Path, tmp_path: Path) -> None:
     stand_in(tmp_path / "p" / "runsc", OLD)
     good = stand_in(data / "sandbox" / "bin" / "runsc")
     assert runsc.find("", {"PATH": str(tmp_path / "p")}).path == good
 
 
-def test_one_on_path_that_is_broken_is_passed_over(data: Path, tmp_path: Path) -> None:
+def test_runsc_on_path_that_is_broken_is_skipped(data: Path, tmp_path: Path) -> None:
     script(tmp_path / "p" / "runsc", "exit 3")
     good = stand_in(data / "sandbox" / "bin" / "runsc")
     assert runsc.find("", {"PATH": str(tmp_path / "p")}).path == good
 
 
-def test_only_one_that_is_too_old_says_so(data: Path, tmp_path: Path) -> None:
+def test_error_if_the_only_runsc_is_too_old(data: Path, tmp_path: Path) -> None:
     stand_in(tmp_path / "p" / "runsc", OLD)
     with pytest.raises(RunscTooOldError, match="jupyter sandbox setup"):
         runsc.find("", {"PATH": str(tmp_path / "p")})
@@ -103,7 +103,7 @@ def test_not_executable(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("#!/bin/sh\necho hello\n", "does not answer as runsc does: 'hello'"),
+        ("#!/bin/sh\necho hello\n", "is not runsc: `.*--version` answered 'hello'"),
         ("#!/bin/sh\necho runsc version 20260101; echo broken >&2; exit 1\n", "'broken'"),
         ("#!/no/such/interpreter\n", "could not be run"),
         ("\x7fELF nonsense", "could not be run"),
@@ -117,7 +117,7 @@ def test_not_a_runsc(tmp_path: Path, content: str, words: str) -> None:
         runsc.inspect(path)
 
 
-def test_a_folder_that_we_may_not_look_into_holds_no_runsc(data: Path) -> None:
+def test_unreadable_folder_contains_no_runsc(data: Path) -> None:
     (data / "sandbox").mkdir(parents=True, mode=0)
     with pytest.raises(RunscNotFoundError, match="No runsc"):
         runsc.find("", {"PATH": ""})
@@ -125,12 +125,12 @@ def test_a_folder_that_we_may_not_look_into_holds_no_runsc(data: Path) -> None:
         runsc.find(str(data / "sandbox" / "bin" / "runsc"))
 
 
-def test_a_folder_is_not_a_runsc(tmp_path: Path) -> None:
+def test_folder_is_not_a_runsc(tmp_path: Path) -> None:
     with pytest.raises(RunscNotFoundError, match="No runsc at"):
         runsc.inspect(tmp_path)
 
 
-def test_a_replaced_binary_is_asked_again(tmp_path: Path) -> None:
+def test_version_of_a_replaced_binary_is_read_again(tmp_path: Path) -> None:
     path = stand_in(tmp_path / "runsc", "20250101-aaa")
     assert runsc.inspect(path).version == "20250101-aaa"
     stand_in(path, "20260101-bbbb")
@@ -147,7 +147,7 @@ def test_a_replaced_binary_is_asked_again(tmp_path: Path) -> None:
         ("VERSION_MISSING", None),
     ],
 )
-def test_the_day_in_a_version(version: str, built: date | None) -> None:
+def test_date_in_a_version(version: str, built: date | None) -> None:
     assert runsc.Runsc(Path("/runsc"), version).built == built
 
 
@@ -156,13 +156,13 @@ def test_new_enough(version: str) -> None:
     runsc.Runsc(Path("/runsc"), version).require_new_enough()
 
 
-def test_the_real_one_answers() -> None:
+def test_real_runsc() -> None:
     found = runsc.find()
     assert found.built
     assert os.access(found.path, os.X_OK)
 
 
-def test_root_calls_it_directly_and_everybody_else_in_a_user_namespace() -> None:
+def test_ordinary_users_call_runsc_in_a_user_namespace() -> None:
     assert runsc.as_user(0) == []
     assert os.path.basename(runsc.as_user(1000)[0]) == "unshare"
     argv = runsc.Runsc(Path("/bin/runsc"), NEW).command(Path("/state"), "list", settings=["--debug"])
@@ -170,7 +170,7 @@ def test_root_calls_it_directly_and_everybody_else_in_a_user_namespace() -> None
     assert argv[:-4] == runsc.as_user(os.geteuid())
 
 
-def test_user_namespaces_are_allowed_here() -> None:
+def test_user_namespaces_are_allowed_on_this_machine() -> None:
     runsc.require_user_namespaces()
 
 
@@ -182,25 +182,27 @@ def test_user_namespaces_are_allowed_here() -> None:
         ("user/max_user_namespaces", "0", "user.max_user_namespaces=10000"),
     ],
 )
-def test_what_forbids_user_namespaces_is_named(tmp_path: Path, setting: str, value: str, command: str) -> None:
+def test_remedy_names_the_sysctl_that_forbids_user_namespaces(
+    tmp_path: Path, setting: str, value: str, command: str
+) -> None:
     (tmp_path / setting).parent.mkdir()
     (tmp_path / setting).write_text(f"{value}\n")
     assert f"`sudo sysctl -w {command}`" in runsc.namespace_remedy(tmp_path)
 
 
-def test_settings_that_allow_user_namespaces_are_not_blamed(tmp_path: Path) -> None:
+def test_remedy_does_not_name_a_sysctl_that_allows_user_namespaces(tmp_path: Path) -> None:
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "max_user_namespaces").write_text("63424\n")
     assert "sysctl" not in runsc.namespace_remedy(tmp_path)
 
 
-def test_a_failed_call_carries_its_words() -> None:
+def test_error_of_a_failed_call_contains_its_output() -> None:
     with pytest.raises(RunscError, match="status 128: no such container") as caught:
         runsc.checked(["runsc", "state"], 128, b"W0101 00:00:00.000000 12 main.go:1] no such container\n")
     assert (caught.value.argv, caught.value.returncode) == (("runsc", "state"), 128)
 
 
-def test_a_start_that_failed_is_explained() -> None:
+def test_failed_start_is_explained() -> None:
     forbidden = runsc.explain(["unshare"], 1, "unshare: unshare failed: Operation not permitted")
     assert isinstance(forbidden, UserNamespacesForbiddenError)
     full = runsc.explain(["runsc"], 128, "mkdir /x: no space left on device")

@@ -1,4 +1,4 @@
-"""The folders of live sandboxes: locked while their owner lives, swept when it died, and never somebody else's."""
+"""Test the folders of running sandboxes: they are locked while their owner runs, and removed after it has exited."""
 
 from __future__ import annotations
 
@@ -23,14 +23,21 @@ from leftovers import leftovers
 
 from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.gvisor import runtime_dir as runtime_module
-from sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder, kill_processes, mounts_below, runtime_root, sweep
+from sandbox_provisioner.gvisor.runtime_dir import (
+    RuntimeFolder,
+    kill_processes,
+    left_behind,
+    mounts_below,
+    runtime_root,
+    sweep,
+)
 
 pytestmark = pytest.mark.user
 
 
 @pytest.fixture
 def idler() -> Iterator[type[Idler]]:
-    """Makes processes that do nothing; whoever is left after the test is ended."""
+    """Start processes that only wait; kill those that are left after the test."""
     Idler.started = []
     yield Idler
     for child in Idler.started:
@@ -39,7 +46,7 @@ def idler() -> Iterator[type[Idler]]:
 
 
 class Idler:
-    """A process that only waits, with these arguments on its command line, as runsc's have them."""
+    """A process that only waits, with these arguments on its command line, like a process of runsc."""
 
     started: list[subprocess.Popen[bytes]]
 
@@ -59,7 +66,7 @@ class Idler:
 
 
 class Owner:
-    """Another process of this user that owns what ``code`` makes; it prints one line when it is ready."""
+    """Another process of this user that runs ``code``, which prints one line when it is ready."""
 
     def __init__(self, code: str) -> None:
         begin = "import os, sys, time\nfrom sandbox_provisioner.gvisor.runtime_dir import RuntimeFolder\n"
@@ -79,7 +86,7 @@ class Owner:
 # -- the root --------------------------------------------------------------------------------------------------
 
 
-def test_the_root_is_made_on_demand_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_root_is_created_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path / "new" / "root"))
     root = runtime_root()
     assert root == tmp_path / "new" / "root" / "jupyter-sandbox"
@@ -87,7 +94,7 @@ def test_the_root_is_made_on_demand_for_this_user_only(tmp_path: Path, monkeypat
     assert runtime_root() == root
 
 
-def test_the_root_is_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_root_is_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", "here")
     assert runtime_root() == tmp_path / "here" / "jupyter-sandbox"
@@ -125,7 +132,7 @@ if os.geteuid() == 0:
 
 
 @pytest.mark.parametrize("make", UNFIT.values(), ids=UNFIT.keys())
-def test_a_root_that_is_not_ours_alone_is_refused(
+def test_runtime_root_that_others_can_change_is_refused(
     make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "jupyter-sandbox"
@@ -139,7 +146,7 @@ def test_a_root_that_is_not_ours_alone_is_refused(
         assert refusal.value.remedy
 
 
-def test_a_root_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_root_that_cannot_be_created_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", "/proc/nowhere")
     with pytest.raises(ConfigurationError, match="/proc/nowhere") as refusal:
         runtime_root()
@@ -148,7 +155,7 @@ def test_a_root_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Unset SANDBOX_RUNTIME_DIR and use a data folder of this test's own; remove the folder in /tmp afterwards."""
+    """Unset SANDBOX_RUNTIME_DIR and use a data folder for this test; remove the folder in /tmp afterwards."""
     monkeypatch.delenv("SANDBOX_RUNTIME_DIR")
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setattr(runtime_module, "_fixed_root", lambda: tmp_path / "fixed")
@@ -158,19 +165,19 @@ def unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         shutil.rmtree(record.read_text(), ignore_errors=True)
 
 
-def test_default_root_is_recorded_in_the_data_folder(unset: Path) -> None:
+def test_default_runtime_root_is_recorded_in_the_data_folder(unset: Path) -> None:
     root = runtime_root()
     assert root.parent == Path("/tmp") and stat.S_IMODE(root.stat().st_mode) == 0o700
     assert runtime_root() == root
     assert [record.read_text() for record in unset.iterdir()] == [str(root)]
 
 
-def test_processes_that_come_first_together_make_one_root(unset: Path) -> None:
+def test_concurrent_first_calls_create_one_root(unset: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(lambda _: runtime_root(), range(16)))) == 1
 
 
-def test_recorded_root_that_is_gone_or_not_ours_is_replaced(unset: Path, tmp_path: Path) -> None:
+def test_recorded_root_that_is_missing_or_untrusted_is_replaced(unset: Path, tmp_path: Path) -> None:
     first = runtime_root()
     first.rmdir()
     second = runtime_root()
@@ -188,7 +195,7 @@ def test_fixed_root_is_used_without_a_data_folder(unset: Path, tmp_path: Path, m
     assert runtime_root() == tmp_path / "fixed"
 
 
-def test_sandboxes_of_earlier_versions_are_swept_too(unset: Path, tmp_path: Path, idler: type[Idler]) -> None:
+def test_sweep_includes_the_folder_of_earlier_versions(unset: Path, tmp_path: Path, idler: type[Idler]) -> None:
     old = tmp_path / "fixed" / "0123456789ab"
     (old / "runsc").mkdir(parents=True)
     (tmp_path / "fixed").chmod(0o700)
@@ -212,7 +219,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def test_a_folder_is_private_and_locked_until_it_is_removed(runtime: Path) -> None:
+def test_runtime_folder_is_private_and_locked_until_removed(runtime: Path) -> None:
     folder = RuntimeFolder.create()
     assert [folder.path] == list(runtime.iterdir())
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
@@ -224,14 +231,14 @@ def test_a_folder_is_private_and_locked_until_it_is_removed(runtime: Path) -> No
     folder.remove()
 
 
-def test_removing_leaves_no_descriptor(runtime: Path) -> None:
+def test_remove_leaves_no_descriptor(runtime: Path) -> None:
     before = psutil.Process().num_fds()
     for _ in range(10):
         RuntimeFolder.create().remove()
     assert psutil.Process().num_fds() <= before
 
 
-def test_removing_ends_what_still_runs_for_the_folder_and_nothing_else(runtime: Path, idler: type[Idler]) -> None:
+def test_remove_kills_only_the_processes_of_its_folder(runtime: Path, idler: type[Idler]) -> None:
     one, other = RuntimeFolder.create(), RuntimeFolder.create()
     mine = [idler(f"--root={one.state}", "run"), idler("x", f"--root={one.state}")]
     strangers = [idler(f"--root={other.state}"), idler(f"--root={one.state}-2"), idler(str(one.state)), idler()]
@@ -242,7 +249,7 @@ def test_removing_ends_what_still_runs_for_the_folder_and_nothing_else(runtime: 
     other.remove()
 
 
-def test_processes_that_end_while_they_are_killed_do_no_harm(tmp_path: Path) -> None:
+def test_kill_ignores_processes_that_end_meanwhile(tmp_path: Path) -> None:
     stop = threading.Event()
 
     def come_and_go() -> None:
@@ -270,7 +277,7 @@ def test_mount_points_are_listed_innermost_first() -> None:
 # -- the sweep -------------------------------------------------------------------------------------------------
 
 
-def test_the_sweep_removes_what_a_dead_owner_left(runtime: Path, idler: type[Idler]) -> None:
+def test_sweep_removes_the_folder_of_a_killed_owner(runtime: Path, idler: type[Idler]) -> None:
     owner = Owner("folder = RuntimeFolder.create()\nprint(folder.path.name, flush=True)\ntime.sleep(1000)")
     survivor = idler(f"--root={runtime / owner.line / 'runsc'}")
     assert sweep() == []
@@ -282,7 +289,7 @@ def test_the_sweep_removes_what_a_dead_owner_left(runtime: Path, idler: type[Idl
     assert sweep() == []
 
 
-def test_the_sweep_leaves_live_sandboxes_alone_ours_and_others(runtime: Path, idler: type[Idler]) -> None:
+def test_sweep_keeps_folders_of_live_owners(runtime: Path, idler: type[Idler]) -> None:
     ours = RuntimeFolder.create()
     other = Owner("folder = RuntimeFolder.create()\nprint(folder.path.name, flush=True)\ntime.sleep(1000)")
     running = idler(f"--root={ours.state}")
@@ -294,7 +301,7 @@ def test_the_sweep_leaves_live_sandboxes_alone_ours_and_others(runtime: Path, id
     ours.remove()
 
 
-def test_a_forked_child_does_not_keep_a_dead_owners_lock(runtime: Path) -> None:
+def test_forked_child_does_not_keep_the_lock(runtime: Path) -> None:
     owner = Owner(
         """
         folder = RuntimeFolder.create()
@@ -311,7 +318,7 @@ def test_a_forked_child_does_not_keep_a_dead_owners_lock(runtime: Path) -> None:
         os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_command_that_an_owner_started_does_not_keep_its_lock(runtime: Path) -> None:
+def test_child_command_does_not_keep_the_lock(runtime: Path) -> None:
     owner = Owner(
         """
         import subprocess
@@ -329,7 +336,7 @@ def test_a_command_that_an_owner_started_does_not_keep_its_lock(runtime: Path) -
         os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_folder_that_is_just_being_born_is_left_alone_until_it_is_old(runtime: Path) -> None:
+def test_sweep_keeps_a_new_folder_without_its_final_name(runtime: Path) -> None:
     newborn = runtime / ".0123456789ab"
     newborn.mkdir()
     assert sweep() == []
@@ -339,7 +346,7 @@ def test_a_folder_that_is_just_being_born_is_left_alone_until_it_is_old(runtime:
     assert sweep() == [newborn.name]
 
 
-def test_the_sweep_follows_no_link_and_minds_no_file(runtime: Path, tmp_path: Path) -> None:
+def test_sweep_ignores_links_and_files(runtime: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "data").touch()
@@ -351,14 +358,14 @@ def test_the_sweep_follows_no_link_and_minds_no_file(runtime: Path, tmp_path: Pa
     (runtime / "ba9876543210").unlink()
 
 
-def test_a_folder_that_has_not_the_name_of_one_of_ours_is_left_alone(runtime: Path) -> None:
+def test_sweep_ignores_folders_with_other_names(runtime: Path) -> None:
     for name in ("notes", "0123456789AB", "0123456789abc", "..0123456789ab"):
         (runtime / name).mkdir()
         assert sweep() == []
         (runtime / name).rmdir()
 
 
-def test_links_inside_a_swept_folder_are_not_followed(runtime: Path, tmp_path: Path) -> None:
+def test_sweep_does_not_follow_links_in_a_folder(runtime: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "data").touch()
@@ -369,7 +376,36 @@ def test_links_inside_a_swept_folder_are_not_followed(runtime: Path, tmp_path: P
     assert (precious / "data").exists()
 
 
-def test_two_sweeps_at_once_do_not_disturb_each_other(runtime: Path) -> None:
+def test_failed_sweep_releases_the_folders_that_it_locked(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise no process could save these sandboxes until this one exits."""
+    folder = runtime / "0123456789ab"
+    folder.mkdir()
+    monkeypatch.setattr(runtime_module, "runtime_roots", lambda: [runtime, tmp_path / "missing"])
+    with pytest.raises(FileNotFoundError) as failure:
+        sweep()
+    assert not is_locked(folder), failure.traceback  # the traceback keeps the locks alive that were not released
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda note: note.write_text("[")], ids=["unreadable", "invalid"])
+def test_sweep_keeps_a_sandbox_whose_note_cannot_be_read(
+    runtime: Path, idler: type[Idler], make: Callable[[Path], object]
+) -> None:
+    """It may be a persistent sandbox that still runs, whose only state is its memory."""
+    folder = runtime / "0123456789ab"
+    folder.mkdir()
+    make(folder / "note.json")
+    running = idler(f"--root={folder / 'runsc'}")
+    assert sweep() == []
+    assert running.alive
+    (left,) = left_behind()
+    left.remove()
+    assert running.ended() == -signal.SIGKILL
+
+
+def test_concurrent_sweeps(runtime: Path) -> None:
     dead = {f"{number:012x}" for number in range(20)}
     for name in dead:
         (runtime / name / "bundle" / "deep").mkdir(parents=True)
@@ -383,7 +419,7 @@ def test_two_sweeps_at_once_do_not_disturb_each_other(runtime: Path) -> None:
 
 @pytest.mark.debian
 @pytest.mark.runsc
-def test_the_sandbox_of_a_killed_server_is_swept_with_everything_that_runs_in_it(runtime: Path) -> None:
+def test_sweep_ends_the_sandbox_of_a_killed_server(runtime: Path) -> None:
     owner = Owner(
         """
         import asyncio

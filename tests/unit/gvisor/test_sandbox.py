@@ -1,6 +1,6 @@
-"""GVisorSandbox on a real runsc: start, execute, checkpoint, restore, delete; and each of them going wrong.
+"""Test GVisorSandbox with the real runsc: start, execute, checkpoint, restore and delete, and failures of each.
 
-Where a failure cannot be caused otherwise, a stand-in for runsc fails at a given moment and is the real one before.
+If a failure cannot be caused otherwise, a script replaces runsc: one command fails, and all others call the real runsc.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import signal
 import stat
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,14 +34,14 @@ from sandbox_provisioner.mux.process import GuestProcess
 
 pytestmark = [pytest.mark.runsc, pytest.mark.filterwarnings("error"), pytest.mark.debian, pytest.mark.user]
 LONG = 60
-"""Seconds after which a sandbox is taken never to do it, on a busy machine."""
+"""Timeout in seconds for a sandbox on a busy machine."""
 
 Make = Callable[..., GVisorSandbox]
 
 
 @pytest.fixture
 async def make(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Make]:
-    """Makes sandboxes and deletes them after the test; no descriptor is left."""
+    """Create sandboxes, and delete them after the test. Fails if a descriptor is left."""
     before = psutil.Process().num_fds()
     made: list[GVisorSandbox] = []
 
@@ -56,14 +57,14 @@ async def make(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Make]:
 
 @pytest.fixture
 async def sandbox(make: Make) -> GVisorSandbox:
-    """A sandbox that runs."""
+    """A running sandbox."""
     sandbox = make()
     await asyncio.wait_for(sandbox.start(), LONG)
     return sandbox
 
 
 class StandIn:
-    """The real runsc, except that ``word`` (a command of it) ends in failure while ``failing`` is True."""
+    """The real runsc, except that its command ``word`` runs ``instead`` while ``failing`` is True."""
 
     def __init__(self, folder: Path, real: Runsc, word: str, instead: str) -> None:
         self._flag = folder / "failing"
@@ -127,7 +128,7 @@ async def assert_usable(sandbox: GVisorSandbox) -> None:
 # -- starting --------------------------------------------------------------------------------------------------
 
 
-async def test_a_started_sandbox_runs_and_a_deleted_one_is_gone(make: Make, runtime: Path) -> None:
+async def test_start_and_delete(make: Make, runtime: Path) -> None:
     sandbox = make()
     assert (sandbox.state, sandbox.container_id) == (State.INITIALIZED, "")
     await sandbox.start()
@@ -139,7 +140,7 @@ async def test_a_started_sandbox_runs_and_a_deleted_one_is_gone(make: Make, runt
     assert leftovers(runtime) == []
 
 
-async def test_what_is_illegal_is_refused_and_changes_nothing(make: Make, tmp_path: Path) -> None:
+async def test_illegal_actions_are_refused_without_effect(make: Make, tmp_path: Path) -> None:
     image = tmp_path / "image"
     sandbox = make()
     for refused in (sandbox.execute(["true"]), sandbox.checkpoint(image)):
@@ -177,7 +178,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("instead", "words", "status"), FAILURES.values(), ids=FAILURES.keys())
-async def test_a_start_that_fails_says_why_and_leaves_nothing(
+async def test_failed_start_reports_the_reason_and_leaves_nothing(
     make: Make, stand_in: StandInMaker, runtime: Path, instead: str, words: str, status: int
 ) -> None:
     sandbox = make(stand_in("run", instead).runsc)
@@ -189,7 +190,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
     assert leftovers(runtime) == []
 
 
-async def test_a_runsc_that_is_not_there_any_more_is_an_error_like_any_other(make: Make, runtime: Path) -> None:
+async def test_start_with_a_missing_runsc_fails(make: Make, runtime: Path) -> None:
     sandbox = make(Runsc(Path("/no/such/runsc"), "release-20260101.0"))
     with pytest.raises(SandboxError, match="/no/such/runsc"):
         await asyncio.wait_for(sandbox.start(), LIMIT)
@@ -197,7 +198,7 @@ async def test_a_runsc_that_is_not_there_any_more_is_an_error_like_any_other(mak
     assert leftovers(runtime) == []
 
 
-async def test_a_mount_whose_source_is_gone_is_an_error_that_names_it(
+async def test_start_with_a_missing_mount_source_names_it(
     make: Make, spec: BundleSpec, tmp_path: Path, runtime: Path
 ) -> None:
     missing = str(tmp_path / "gone")
@@ -208,16 +209,14 @@ async def test_a_mount_whose_source_is_gone_is_an_error_that_names_it(
     assert leftovers(runtime) == []
 
 
-async def test_a_python_that_is_not_in_the_sandbox_is_an_error_that_names_it(
-    make: Make, spec: BundleSpec, runtime: Path
-) -> None:
+async def test_start_with_a_missing_python_names_it(make: Make, spec: BundleSpec, runtime: Path) -> None:
     sandbox = make(spec=replace(spec, python="/opt/no/such/python"))
     with pytest.raises(RunscError, match="/opt/no/such/python"):
         await asyncio.wait_for(sandbox.start(), LIMIT)
     assert leftovers(runtime) == []
 
 
-async def test_a_runsc_that_never_answers_is_given_up_on(
+async def test_start_times_out(
     make: Make, stand_in: StandInMaker, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(container, "START_TIMEOUT", 0.3)
@@ -229,7 +228,7 @@ async def test_a_runsc_that_never_answers_is_given_up_on(
     assert not any(mark in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
-async def test_a_cancelled_start_leaves_nothing(make: Make, runtime: Path) -> None:
+async def test_cancelled_start_leaves_nothing(make: Make, runtime: Path) -> None:
     sandbox = make()
     starting = asyncio.create_task(sandbox.start())
     while not any(word.startswith("process") for word in leftovers(runtime)):
@@ -242,7 +241,7 @@ async def test_a_cancelled_start_leaves_nothing(make: Make, runtime: Path) -> No
 
 
 @pytest.mark.parametrize("hanging", [False, True], ids=["one that would succeed", "one that hangs"])
-async def test_delete_in_the_middle_of_a_start_ends_it(
+async def test_delete_during_a_start(
     make: Make, stand_in: StandInMaker, tmp_path: Path, runtime: Path, hanging: bool
 ) -> None:
     os.mkfifo(tmp_path / "never")
@@ -262,7 +261,7 @@ async def test_delete_in_the_middle_of_a_start_ends_it(
     assert starting.exception() is None or isinstance(starting.exception(), SandboxError)
 
 
-async def test_it_works_where_paths_have_spaces_and_accents(
+async def test_paths_with_spaces_and_accents(
     make: Make, spec: BundleSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, folder = tmp_path / "run å b", tmp_path / "nötebook s"
@@ -281,7 +280,7 @@ async def test_it_works_where_paths_have_spaces_and_accents(
     assert leftovers(place / "jupyter-sandbox") == []
 
 
-async def test_several_sandboxes_live_side_by_side(make: Make) -> None:
+async def test_several_sandboxes_at_once(make: Make) -> None:
     sandboxes = [make() for _ in range(4)]
     await asyncio.wait_for(asyncio.gather(*(sandbox.start() for sandbox in sandboxes)), LONG)
     assert len({sandbox.container_id for sandbox in sandboxes}) == 4
@@ -293,7 +292,7 @@ async def test_several_sandboxes_live_side_by_side(make: Make) -> None:
 # -- executing -------------------------------------------------------------------------------------------------
 
 
-async def test_commands_have_input_output_errors_and_statuses(sandbox: GVisorSandbox) -> None:
+async def test_commands_have_stdin_stdout_stderr_and_status(sandbox: GVisorSandbox) -> None:
     commands = [await sandbox.execute(["sh", "-c", f"read x; echo $x; echo e{n} >&2; exit {n}"]) for n in range(8)]
     for number, command in enumerate(commands):
         await command.write(b"word %d\n" % number)
@@ -331,7 +330,7 @@ async def test_commands_can_be_signalled_and_stopped(sandbox: GVisorSandbox) -> 
     await assert_usable(sandbox)
 
 
-async def test_a_command_that_cannot_be_executed_says_why(sandbox: GVisorSandbox) -> None:
+async def test_command_that_cannot_be_executed_reports_the_reason(sandbox: GVisorSandbox) -> None:
     with pytest.raises(GuestError, match=r"No such file or directory: no-such-program"):
         await sandbox.execute(["no-such-program"])
     with pytest.raises(GuestError, match=r"No such file or directory: /no/such/folder"):
@@ -339,7 +338,7 @@ async def test_a_command_that_cannot_be_executed_says_why(sandbox: GVisorSandbox
     await assert_usable(sandbox)
 
 
-async def test_environment_folder_and_files_are_as_asked_for(sandbox: GVisorSandbox) -> None:
+async def test_command_gets_its_environment_folder_and_files(sandbox: GVisorSandbox) -> None:
     process = await sandbox.execute(
         ["sh", "-c", "pwd; echo $PATH; echo $EXTRA; cat /run/new/file; stat -c %a /run/new/file"],
         env={"EXTRA": "tëxt"},
@@ -353,7 +352,7 @@ async def test_environment_folder_and_files_are_as_asked_for(sandbox: GVisorSand
     assert (await finished(elsewhere))[1] == b"/tmp\n"
 
 
-async def test_pid_1_reaps_what_its_children_leave_behind(sandbox: GVisorSandbox) -> None:
+async def test_pid_1_reaps_orphaned_processes(sandbox: GVisorSandbox) -> None:
     orphaned = await sandbox.execute(["sh", "-c", "(setsid sleep 0.05 &) ; (setsid sleep 0.05 &)"])
     assert (await finished(orphaned))[0] == 0
     status = await python(
@@ -387,7 +386,7 @@ async def add(counter: GuestProcess, number: int) -> int:
     return int(await line(counter))
 
 
-async def test_a_restored_sandbox_goes_on_where_it_was_in_the_same_object(
+async def test_restore_in_the_same_object_continues_the_processes(
     sandbox: GVisorSandbox, tmp_path: Path, runtime: Path
 ) -> None:
     counter = await python(sandbox, COUNTER)
@@ -410,7 +409,7 @@ async def test_a_restored_sandbox_goes_on_where_it_was_in_the_same_object(
     assert (await finished(counter))[0] == 0
 
 
-async def test_an_image_is_for_this_user_only(sandbox: GVisorSandbox, tmp_path: Path) -> None:
+async def test_image_is_private_to_its_user(sandbox: GVisorSandbox, tmp_path: Path) -> None:
     image = tmp_path / "deep" / "image"
     before = os.umask(0)
     try:
@@ -422,10 +421,8 @@ async def test_an_image_is_for_this_user_only(sandbox: GVisorSandbox, tmp_path: 
     assert list(image.parent.iterdir()) == [image]
 
 
-async def test_numbered_lines_come_once_and_in_order_through_checkpoints(
-    sandbox: GVisorSandbox, tmp_path: Path
-) -> None:
-    """Also what is sent in: every line that goes in while the sandbox comes and goes comes out again, once."""
+async def test_checkpoints_neither_lose_nor_repeat_output(sandbox: GVisorSandbox, tmp_path: Path) -> None:
+    """Each line that is written to ``cat`` during several checkpoints comes back exactly once."""
     total = 4000
     printer = await python(
         sandbox,
@@ -459,7 +456,7 @@ async def test_numbered_lines_come_once_and_in_order_through_checkpoints(
     assert fed == (0, expected, b"")
 
 
-async def test_connections_to_a_server_inside_outlive_a_checkpoint(sandbox: GVisorSandbox, tmp_path: Path) -> None:
+async def test_connections_continue_after_a_checkpoint(sandbox: GVisorSandbox, tmp_path: Path) -> None:
     await python(
         sandbox,
         """
@@ -482,7 +479,7 @@ async def test_connections_to_a_server_inside_outlive_a_checkpoint(sandbox: GVis
     assert await early.size(11) == b"a newcomer\n"
 
 
-async def test_another_object_can_restore_an_image_and_adopts_what_runs_in_it(make: Make, tmp_path: Path) -> None:
+async def test_restore_in_another_object_adopts_the_processes(make: Make, tmp_path: Path) -> None:
     image = tmp_path / "image"
     first = make()
     await first.start()
@@ -506,7 +503,7 @@ async def test_another_object_can_restore_an_image_and_adopts_what_runs_in_it(ma
     assert heirs[0].container_id != heirs[1].container_id
 
 
-async def test_what_is_asked_of_it_during_a_checkpoint_is_done_after_it(sandbox: GVisorSandbox, tmp_path: Path) -> None:
+async def test_requests_during_a_checkpoint_are_done_after_the_restore(sandbox: GVisorSandbox, tmp_path: Path) -> None:
     image = tmp_path / "image"
     sleeper = await sandbox.execute(["sleep", "1000"])
     checkpointing = asyncio.create_task(sandbox.checkpoint(image))
@@ -524,7 +521,7 @@ async def test_what_is_asked_of_it_during_a_checkpoint_is_done_after_it(sandbox:
 
 
 @pytest.mark.parametrize("step", ["pause", "checkpoint"])
-async def test_a_checkpoint_that_fails_leaves_it_running_and_no_image(
+async def test_failed_checkpoint_leaves_the_sandbox_running_and_no_image(
     make: Make, stand_in: StandInMaker, tmp_path: Path, step: str
 ) -> None:
     images = tmp_path / "images"
@@ -549,7 +546,7 @@ async def test_a_checkpoint_that_fails_leaves_it_running_and_no_image(
     assert await add(counter, 1) == 3
 
 
-async def test_runsc_is_asked_again_to_resume_a_sandbox_that_is_paused(
+async def test_failed_resume_of_a_paused_sandbox_is_repeated(
     make: Make, stand_in: StandInMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def refuse() -> None:
@@ -569,7 +566,7 @@ async def test_runsc_is_asked_again_to_resume_a_sandbox_that_is_paused(
     assert await add(counter, 1) == 1
 
 
-async def test_an_image_is_never_overwritten(sandbox: GVisorSandbox, tmp_path: Path) -> None:
+async def test_checkpoint_does_not_overwrite_an_image(sandbox: GVisorSandbox, tmp_path: Path) -> None:
     image = tmp_path / "image"
     image.mkdir()
     (image / "precious").touch()
@@ -579,14 +576,18 @@ async def test_an_image_is_never_overwritten(sandbox: GVisorSandbox, tmp_path: P
     await assert_usable(sandbox)
 
 
-async def test_a_place_where_nothing_can_be_written_leaves_it_running(sandbox: GVisorSandbox, tmp_path: Path) -> None:
+async def test_checkpoint_to_an_unwritable_folder_leaves_the_sandbox_running(
+    sandbox: GVisorSandbox, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SandboxError, match="file"):
         await asyncio.wait_for(sandbox.checkpoint(tmp_path / "file" / "image"), LONG)
     await assert_usable(sandbox)
 
 
-async def test_a_cancelled_checkpoint_leaves_it_running(make: Make, stand_in: StandInMaker, tmp_path: Path) -> None:
+async def test_cancelled_checkpoint_leaves_the_sandbox_running(
+    make: Make, stand_in: StandInMaker, tmp_path: Path
+) -> None:
     images = tmp_path / "images"
     begun = tmp_path / "begun"
     sandbox = make(stand_in("checkpoint", f"touch {begun}; sleep 1000").runsc)
@@ -601,7 +602,32 @@ async def test_a_cancelled_checkpoint_leaves_it_running(make: Make, stand_in: St
     await assert_usable(sandbox)
 
 
-async def test_a_sandbox_that_dies_in_its_checkpoint_is_failed_and_gone(
+@pytest.mark.parametrize("action", [GVisorSandbox.checkpoint, GVisorSandbox.copy])
+async def test_cancellation_after_the_write_leaves_no_image(
+    sandbox: GVisorSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Callable[..., Awaitable[None]]
+) -> None:
+    images = tmp_path / "images"
+    begun, proceed, rename = threading.Event(), threading.Event(), Path.rename
+
+    def slow_rename(path: Path, target: Path) -> Path:
+        if target == images / "image":
+            begun.set()
+            assert proceed.wait(LONG)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", slow_rename)
+    saving = asyncio.ensure_future(action(sandbox, images / "image"))
+    assert await asyncio.to_thread(begun.wait, LONG)
+    saving.cancel()
+    await asyncio.sleep(0)
+    proceed.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(saving, LONG)
+    assert list(images.iterdir()) == []
+    await assert_usable(sandbox)
+
+
+async def test_sandbox_that_is_killed_during_a_checkpoint_fails(
     make: Make, stand_in: StandInMaker, tmp_path: Path, runtime: Path
 ) -> None:
     begun, never = tmp_path / "begun", tmp_path / "never"
@@ -622,9 +648,7 @@ async def test_a_sandbox_that_dies_in_its_checkpoint_is_failed_and_gone(
     assert await asyncio.wait_for(sleeper.wait(), LIMIT) == -signal.SIGKILL
 
 
-async def test_delete_in_the_middle_of_a_checkpoint_ends_both(
-    make: Make, stand_in: StandInMaker, tmp_path: Path, runtime: Path
-) -> None:
+async def test_delete_during_a_checkpoint(make: Make, stand_in: StandInMaker, tmp_path: Path, runtime: Path) -> None:
     begun, never = tmp_path / "begun", tmp_path / "never"
     os.mkfifo(never)
     sandbox = make(stand_in("checkpoint", f"touch {begun}; read word < {never}").runsc)
@@ -645,7 +669,7 @@ async def test_delete_in_the_middle_of_a_checkpoint_ends_both(
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["the same object", "another object"])
-async def test_a_restore_that_fails_changes_nothing_and_can_be_tried_again(
+async def test_failed_restore_can_be_repeated(
     make: Make, stand_in: StandInMaker, tmp_path: Path, runtime: Path, fresh: bool
 ) -> None:
     image = tmp_path / "image"
@@ -678,14 +702,16 @@ async def test_a_restore_that_fails_changes_nothing_and_can_be_tried_again(
     assert await add(counter, 4) == 7
 
 
-async def test_a_broken_image_is_refused_in_words(sandbox: GVisorSandbox, tmp_path: Path, runtime: Path) -> None:
+async def test_restore_of_a_damaged_image_reports_the_reason(
+    sandbox: GVisorSandbox, tmp_path: Path, runtime: Path
+) -> None:
     image, whole = tmp_path / "image", tmp_path / "whole"
     await sandbox.checkpoint(image)
     data = (image / "checkpoint.img").read_bytes()
     (image / "checkpoint.img").write_bytes(data[: len(data) // 2])
     with pytest.raises(RunscError) as failure:
         await asyncio.wait_for(sandbox.restore(image), LONG)
-    assert failure.value.words
+    assert failure.value.output
     assert sandbox.state == State.CHECKPOINTED
     assert leftovers(runtime) == []
     (image / "checkpoint.img").write_bytes(data)
@@ -694,11 +720,11 @@ async def test_a_broken_image_is_refused_in_words(sandbox: GVisorSandbox, tmp_pa
     await assert_usable(sandbox)
 
 
-# -- a guest that does not play along: a stand-in that is runsc and PID 1 in one ---------------------------------
+# -- hostile guests: a script replaces both runsc and PID 1 -------------------------------------------------------
 
 
 def scripted(folder: Path, real: Runsc, code: str) -> Runsc:
-    """A runsc whose ``run`` is a guest that says hello and then does ``code``; its other commands do nothing."""
+    """Return a runsc whose ``run`` is a guest that sends hello and then runs ``code``; other commands do nothing."""
     hello = encode(CONTROL, 0, json.dumps({"op": "hello", "version": VERSION, "processes": []}).encode())
     path = folder / "runsc"
     path.write_text(
@@ -709,14 +735,14 @@ def scripted(folder: Path, real: Runsc, code: str) -> Runsc:
     return Runsc(path, real.version)
 
 
-async def test_a_guest_that_never_comes_to_rest_costs_the_checkpoint_and_no_more_time_than_it_has(
+async def test_checkpoint_of_a_guest_that_does_not_quiesce_times_out(
     make: Make, runsc: Runsc, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pause, "QUIESCE_TIMEOUT", 0.2)
     monkeypatch.setattr(pause, "RESUME_TIMEOUT", 0.2)
     sandbox = make(scripted(tmp_path, runsc, "while os.read(0, 1 << 16): pass\nsignal.pause()"))
     await sandbox.start()
-    with pytest.raises(SandboxError, match="did not come to rest"):
+    with pytest.raises(SandboxError, match="did not stop its traffic"):
         await asyncio.wait_for(sandbox.checkpoint(tmp_path / "image"), LIMIT)
     assert sandbox.state == State.FAILED
     assert not (tmp_path / "image").exists()
@@ -729,7 +755,9 @@ async def end_noticed(sandbox: GVisorSandbox) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_guest_that_breaks_the_rules_is_ended(make: Make, runsc: Runsc, tmp_path: Path, runtime: Path) -> None:
+async def test_guest_that_violates_the_protocol_is_killed(
+    make: Make, runsc: Runsc, tmp_path: Path, runtime: Path
+) -> None:
     sandbox = make(scripted(tmp_path, runsc, "os.read(0, 1)\nos.write(1, b'\\xff' * 100)\nwhile True: signal.pause()"))
     await sandbox.start()
     with pytest.raises(ProtocolError):
@@ -741,7 +769,7 @@ async def test_a_guest_that_breaks_the_rules_is_ended(make: Make, runsc: Runsc, 
         await sandbox.execute(["true"])
 
 
-async def test_a_guest_that_speaks_another_version_does_not_start_and_says_so(
+async def test_guest_with_another_protocol_version_does_not_start(
     make: Make, runsc: Runsc, tmp_path: Path, runtime: Path
 ) -> None:
     other = encode(CONTROL, 0, json.dumps({"op": "hello", "version": VERSION + 1, "processes": []}).encode())
@@ -757,9 +785,7 @@ async def test_a_guest_that_speaks_another_version_does_not_start_and_says_so(
 # -- the end ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_sandbox_that_is_killed_from_outside_is_noticed_and_can_be_deleted(
-    sandbox: GVisorSandbox, runtime: Path
-) -> None:
+async def test_unexpected_exit_is_noticed(sandbox: GVisorSandbox, runtime: Path) -> None:
     sleeper = await sandbox.execute(["sleep", "1000"])
     assert sandbox._container and sandbox._container.folder
     kill_processes(sandbox._container.folder.state)
@@ -773,7 +799,7 @@ async def test_a_sandbox_that_is_killed_from_outside_is_noticed_and_can_be_delet
     assert leftovers(runtime) == []
 
 
-async def test_delete_ends_what_was_waited_for(sandbox: GVisorSandbox) -> None:
+async def test_delete_ends_pending_waits(sandbox: GVisorSandbox) -> None:
     sleeper = await sandbox.execute(["sleep", "1000"])
     waiting, reading = asyncio.create_task(sleeper.wait()), asyncio.create_task(sleeper.read())
     await asyncio.gather(sandbox.delete(), sandbox.delete())
@@ -783,7 +809,7 @@ async def test_delete_ends_what_was_waited_for(sandbox: GVisorSandbox) -> None:
 
 
 @pytest.mark.parametrize("state", State)
-async def test_delete_is_legal_in_every_state_and_may_be_repeated(
+async def test_delete_works_in_every_state_and_can_be_repeated(
     make: Make, stand_in: StandInMaker, tmp_path: Path, runtime: Path, state: State
 ) -> None:
     fake = stand_in("run")

@@ -1,4 +1,4 @@
-"""The life of a sandbox: every action in every state, as a table that can be read against the design."""
+"""Test every action in every state of a sandbox, against a table."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def named(value: object) -> str:
     return str(value).replace(" ", "-")
 
 
-def test_the_table_covers_every_action() -> None:
+def test_table_covers_every_action() -> None:
     assert set(LEGAL) == set(Action)
 
 
 @pytest.mark.parametrize(("action", "state"), [pair for pair in PAIRS if pair not in ILLEGAL], ids=named)
-def test_a_legal_action_leads_on(action: Action, state: State) -> None:
+def test_legal_action_changes_the_state(action: Action, state: State) -> None:
     assert after("box", action, state) == LEGAL[action][state]
 
 
 @pytest.mark.parametrize(("action", "state"), ILLEGAL, ids=named)
-def test_an_illegal_action_is_refused_by_name(action: Action, state: State) -> None:
+def test_illegal_action_is_refused_by_name(action: Action, state: State) -> None:
     with pytest.raises(StateError) as refusal:
         after("box-7", action, state)
     assert str(refusal.value) == f"Cannot {action} sandbox box-7: it is {state}."
@@ -44,11 +44,11 @@ def test_an_illegal_action_is_refused_by_name(action: Action, state: State) -> N
 
 
 @pytest.mark.parametrize("state", State, ids=named)
-def test_delete_is_legal_everywhere_and_final(state: State) -> None:
+def test_delete_is_legal_in_every_state_and_final(state: State) -> None:
     assert after("box", Action.DELETE, state) == State.STOPPED
     assert not any(origin == State.STOPPED and action != Action.DELETE for action, origin in TRANSITIONS)
 
 
-def test_nobody_can_change_the_table() -> None:
+def test_table_is_read_only() -> None:
     with pytest.raises(TypeError):
         TRANSITIONS[Action.START, State.STOPPED] = State.RUNNING  # type: ignore[index]

@@ -38,7 +38,7 @@ CELL = request("cell")
 
 
 class Kernel:
-    """The iopub channel of a kernel."""
+    """A stand-in for a kernel's iopub channel."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self.session = Session(key=KEY)

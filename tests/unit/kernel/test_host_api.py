@@ -1,4 +1,4 @@
-"""Requests of a notebook to its sandbox: validation, answers, and that no request can harm the server."""
+"""Requests from a notebook to its sandbox: valid ones are answered, and invalid ones do no harm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 from typing import Any
 
 import pytest
-from clerk import Clerk, checkpoint
+from fake_actions import FakeActions as Clerk
+from fake_actions import checkpoint
 from guests import LIMIT, scripted_guest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,7 +173,7 @@ async def test_sandbox_error_is_reported_and_any_other_is_only_logged(
 
 
 class Slow(Clerk):
-    """Actions whose savepoints are finished once ``go`` is set."""
+    """A kernel whose requests end only when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()

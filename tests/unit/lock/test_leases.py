@@ -25,7 +25,7 @@ from gcs_server import GCS
 from google.cloud.storage import Client
 from hypothesis import given
 from hypothesis import strategies as st
-from lock_player import SANDBOX, open_leases
+from lease_process import SANDBOX, open_leases
 from memory_store import MemoryStore
 
 from sandbox_provisioner.errors import (
@@ -35,9 +35,8 @@ from sandbox_provisioner.errors import (
     StorageError,
     StorageUnavailableError,
 )
-from sandbox_provisioner.lock.base import Lease, Leases, Owner
+from sandbox_provisioner.lock.base import CLOCK, Lease, Leases, Owner
 from sandbox_provisioner.lock.gcs import GCSLeases
-from sandbox_provisioner.lock.keepalive import CLOCK
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
@@ -74,7 +73,7 @@ class Ground:
         return [path for path in Path(self.place).rglob("*") if path.is_file()]
 
     def objects(self) -> list[str]:
-        """What there is of any lease, but for the drafts of players that were killed while they wrote."""
+        """Return the stored leases, without the temporary files of processes that were killed while they wrote."""
         leases = [path for path in self.files() if path.parent.name != TEMPORARY]
         return [path.name for path in leases if path.name not in ("last-token", ".generation")]
 
@@ -179,7 +178,7 @@ class Players:
     """Processes that want a lease."""
 
     def __init__(self, ground: Ground, count: int, lease: tuple[float, ...] = (LEASE, RENEWAL, POLL)) -> None:
-        program = str(Path(__file__).parents[2] / "support" / "lock_player.py")
+        program = str(Path(__file__).parents[2] / "support" / "lease_process.py")
         self.processes = [
             subprocess.Popen(
                 [sys.executable, program, ground.kind, ground.place, f"player-{number}", *map(str, lease)],
@@ -626,7 +625,7 @@ async def test_link_in_place_of_lease_is_not_followed(tmp_path: Path) -> None:
 
 
 class MoodyStore(MemoryStore):
-    """One that cannot be reached while it is ``away``; what was asked for happens nevertheless, if it is ``late``."""
+    """A store that is unreachable while ``away`` is set. With ``late``, it still executes the requests."""
 
     away = False
     late = False

@@ -36,7 +36,7 @@ def opened(tmp_path: Path, *variables: str, prefix: str = "") -> Stores:
     return open_stores(GCSConfig.from_environment(tmp_path / "default", environ))
 
 
-async def test_with_nothing_set_all_is_in_one_folder_that_only_its_owner_can_read(tmp_path: Path) -> None:
+async def test_default_storage_is_one_private_folder(tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
         stores = opened(tmp_path)
@@ -79,18 +79,18 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("variables", "expected"), CHOICES)
-def test_which_setting_leads_to_which_storage(variables: list[str], expected: tuple[str, ...], tmp_path: Path) -> None:
+def test_settings_select_the_storage(variables: list[str], expected: tuple[str, ...], tmp_path: Path) -> None:
     stores = opened(tmp_path, *variables)
     assert kinds(stores) == expected
     assert stores.kind == stores.metadata.kind
 
 
-def test_files_on_their_way_are_on_a_disk_of_this_machine(tmp_path: Path) -> None:
+def test_staging_is_on_this_machine(tmp_path: Path) -> None:
     stores = opened(tmp_path, METADATA, LOCK, CHECKPOINT_MOUNT)
     assert stores.staging.parent == opened(tmp_path).staging.parent == tmp_path / "default"
 
 
-def test_a_prefix_stands_before_every_name_in_a_bucket_also_where_it_is_mounted(tmp_path: Path) -> None:
+def test_prefix_applies_to_buckets_and_mounted_folders(tmp_path: Path) -> None:
     stores = opened(tmp_path, METADATA, LOCK, CHECKPOINT_MOUNT, prefix="team/1")
     assert stores.metadata.where == "gs://sandbox_metadata_bucket/team/1"
     assert stores.checkpoints is not None
@@ -98,7 +98,7 @@ def test_a_prefix_stands_before_every_name_in_a_bucket_also_where_it_is_mounted(
     assert [path.name for path in (tmp_path / CHECKPOINT_MOUNT / "team" / "1" / "a").iterdir()] == ["b"]
 
 
-async def test_servers_that_share_a_folder_agree_on_who_has_a_lease(tmp_path: Path) -> None:
+async def test_servers_share_the_leases_in_a_folder(tmp_path: Path) -> None:
     one, other = (opened(tmp_path, METADATA_MOUNT, LOCK_MOUNT) for _ in range(2))
     lease = await one.leases.acquire("box", OWNER)
     assert await other.leases.holder("box") == OWNER
@@ -107,13 +107,13 @@ async def test_servers_that_share_a_folder_agree_on_who_has_a_lease(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("variables", "missing"), [([LOCK], METADATA), ([METADATA], LOCK), ([CHECKPOINT], LOCK)])
-def test_a_server_that_cannot_persist_has_no_stores(variables: list[str], missing: str, tmp_path: Path) -> None:
+def test_missing_setting_is_named(variables: list[str], missing: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         opened(tmp_path, *variables)
     assert refusal.value.setting == missing
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError) as refusal:
         open_stores(GCSConfig(folder=tmp_path / "file" / "storage"))
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "file" / "storage") in refusal.value.problem
 
 
-def test_a_server_that_can_only_take_snapshots_has_a_store_for_them(tmp_path: Path) -> None:
+def test_snapshot_store_without_other_storage(tmp_path: Path) -> None:
     settings = GCSConfig.from_environment(tmp_path, {SNAPSHOT_MOUNT: str(tmp_path)})
     snapshots = open_snapshots(settings)
     assert snapshots is not None and snapshots.where == str(tmp_path)
@@ -130,13 +130,13 @@ def test_a_server_that_can_only_take_snapshots_has_a_store_for_them(tmp_path: Pa
     assert open_snapshots(GCSConfig(folder=tmp_path)) is not None
 
 
-def test_nothing_of_googles_is_imported_before_a_bucket_is_set() -> None:
+def test_google_is_imported_only_for_a_bucket() -> None:
     program = "import sys, sandbox_provisioner.persistence.backends; print('google' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
 
 
 @pytest.mark.parametrize("variables", [(METADATA, LOCK_MOUNT), (METADATA_MOUNT, LOCK)])
-def test_a_bucket_without_googles_client_says_how_to_get_it(
+def test_missing_google_client_is_reported_with_the_command(
     variables: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [*sys.modules]:

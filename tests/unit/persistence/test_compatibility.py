@@ -1,4 +1,4 @@
-"""What a checkpoint needs of a machine: files in use are found, known by their bytes, and missed by name.
+"""Files that a checkpoint needs are found, compared by content, and named if they are missing.
 
 The sandbox that says what it uses is hostile here: whatever it says, nothing but the files it was given is opened.
 """
@@ -89,21 +89,19 @@ def recorded(machine: Machine) -> dict[str, FilePrint]:
 # -- what fits and what does not -----------------------------------------------------------------------------------
 
 
-def test_where_nothing_changed_there_is_no_difference(machine: Machine, recorded: dict[str, FilePrint]) -> None:
+def test_unchanged_files_have_no_differences(machine: Machine, recorded: dict[str, FilePrint]) -> None:
     assert set(recorded) == {"/env/lib.so", "/work/data.csv", "/work"}
     assert unsaveable(recorded) == []
     assert machine.differences(recorded) == []
 
 
-def test_a_touched_file_and_a_package_beside_it_are_no_obstacle(
-    machine: Machine, recorded: dict[str, FilePrint]
-) -> None:
+def test_touched_files_and_new_packages_are_ignored(machine: Machine, recorded: dict[str, FilePrint]) -> None:
     os.utime(machine.library, (1, 1))
     machine.library.with_name("another.so").write_bytes(b"new")
     assert machine.differences(recorded) == []
 
 
-def test_the_same_environment_on_another_machine_is_no_obstacle(
+def test_same_environment_on_another_machine_is_accepted(
     machine: Machine, recorded: dict[str, FilePrint], tmp_path: Path
 ) -> None:
     other = Machine(tmp_path / "another machine")
@@ -111,7 +109,7 @@ def test_the_same_environment_on_another_machine_is_no_obstacle(
     assert other.differences(recorded) == []
 
 
-def test_an_upgraded_library_is_an_obstacle_with_a_name(machine: Machine, recorded: dict[str, FilePrint]) -> None:
+def test_upgraded_library_is_named(machine: Machine, recorded: dict[str, FilePrint]) -> None:
     content = machine.library.read_bytes()
     for other in (content[:-1] + b"!", content + b"!", b""):
         machine.library.write_bytes(other)
@@ -120,7 +118,7 @@ def test_an_upgraded_library_is_an_obstacle_with_a_name(machine: Machine, record
     assert machine.differences(recorded) == []
 
 
-def test_what_is_gone_is_an_obstacle_with_a_name(machine: Machine, recorded: dict[str, FilePrint]) -> None:
+def test_missing_file_is_named(machine: Machine, recorded: dict[str, FilePrint]) -> None:
     machine.library.unlink()
     shutil.rmtree(machine.folder / "work")
     assert machine.differences(recorded) == [
@@ -130,14 +128,12 @@ def test_what_is_gone_is_an_obstacle_with_a_name(machine: Machine, recorded: dic
     ]
 
 
-def test_what_the_sandbox_does_not_see_here_is_an_obstacle_with_a_name(
-    machine: Machine, recorded: dict[str, FilePrint]
-) -> None:
+def test_file_outside_the_mounts_is_named(machine: Machine, recorded: dict[str, FilePrint]) -> None:
     blind = replace(machine.spec, mounts=machine.spec.mounts[1:])
     assert differences(recorded, blind, machine.prints) == ["/env/lib.so is in none of the folders that it sees here"]
 
 
-def test_an_open_file_may_change_in_a_folder_that_can_be_written_to_and_not_in_another(machine: Machine) -> None:
+def test_open_file_may_change_only_in_a_writable_folder(machine: Machine) -> None:
     notes = machine.library.with_name("notes")
     notes.write_text("before")
     recorded = machine.examine(("/env/notes", "open", ""), ("/work/data.csv", "open", ""))
@@ -147,7 +143,7 @@ def test_an_open_file_may_change_in_a_folder_that_can_be_written_to_and_not_in_a
     assert machine.differences(recorded) == ["/env/notes is not the same as it was"]
 
 
-def test_a_private_mapping_wants_the_same_bytes_anywhere_and_a_shared_one_follows_the_file(machine: Machine) -> None:
+def test_private_mapping_needs_the_same_bytes_and_a_shared_one_does_not(machine: Machine) -> None:
     private = machine.examine(("/work/data.csv", "mapped", ""), ("/work/data.csv", "open", ""))
     shared = machine.examine(("/work/data.csv", "open", ""), ("/work/data.csv", "shared", ""))
     machine.data.write_text("after")
@@ -162,25 +158,25 @@ def test_only_files_of_the_host_are_recorded(machine: Machine) -> None:
     assert machine.examine(*((path, "mapped", "") for path in (*elsewhere, "/work/masked/file"))) == {}
 
 
-def test_a_library_that_was_replaced_under_a_running_sandbox_cannot_be_saved_nor_restored(machine: Machine) -> None:
+def test_replaced_library_in_use_prevents_saving(machine: Machine) -> None:
     recorded = machine.examine(("/env/lib.so", "mapped", "lost"), ("/env/lib.so", "mapped", ""))
     words = ["/env/lib.so, which it has in memory, was removed or replaced while it ran"]
     assert unsaveable(recorded) == words
     assert machine.differences(recorded) == words
 
 
-def test_what_the_sandbox_itself_deleted_is_not_missed(machine: Machine) -> None:
+def test_file_deleted_by_the_sandbox_is_ignored(machine: Machine) -> None:
     recorded = machine.examine(("/work/gone", "open", "deleted"))
     assert recorded == {"/work/gone": FilePrint("open", "deleted")}
     assert unsaveable(recorded) == machine.differences(recorded) == []
 
 
-def test_what_was_deleted_where_the_sandbox_cannot_delete_is_lost(machine: Machine) -> None:
+def test_file_deleted_in_a_read_only_folder_is_lost(machine: Machine) -> None:
     recorded = machine.examine(("/env/gone", "open", "deleted"))
     assert recorded == {"/env/gone": FilePrint("open", "lost")}
 
 
-def test_a_name_that_would_spoil_a_log_is_quoted(machine: Machine) -> None:
+def test_unprintable_path_is_quoted(machine: Machine) -> None:
     name = os.fsdecode(b"bad\x1b[31m\n\xff")
     machine.library.with_name(name).touch()
     recorded = machine.examine((f"/env/{name}", "mapped", ""))
@@ -244,9 +240,7 @@ sightings = st.tuples(paths, st.sampled_from(compatibility.USES), st.sampled_fro
 
 @slow_fixtures
 @given(st.lists(sightings, max_size=8))
-def test_nothing_outside_the_mounts_is_opened_whatever_the_sandbox_says(
-    trap: Machine, said: list[tuple[str, str, str]]
-) -> None:
+def test_no_report_opens_a_file_outside_the_mounts(trap: Machine, said: list[tuple[str, str, str]]) -> None:
     with watched() as opened:
         found = examine(json.dumps(said).encode(), trap.spec, DigestCache(trap.folder / "none"))
     sources = [os.path.realpath(mount.source) for mount in all_mounts(trap.spec) if mount.source]
@@ -260,7 +254,7 @@ def test_nothing_outside_the_mounts_is_opened_whatever_the_sandbox_says(
     "path", ["/work/to-file", "/work/to-folder/secret", "/work/up/secret", "/work/../outside/secret"]
 )
 @pytest.mark.parametrize("use", compatibility.USES)
-def test_no_way_out_of_a_folder_is_taken(trap: Machine, path: str, use: str) -> None:
+def test_links_and_dots_do_not_lead_out_of_a_mount(trap: Machine, path: str, use: str) -> None:
     assert trap.examine((path, use, "")) == {}
     wanted = {path: FilePrint(use, "", trap.secret.stat().st_size, "0" * 64)}
     with watched() as opened:
@@ -276,7 +270,7 @@ def test_no_way_out_of_a_folder_is_taken(trap: Machine, path: str, use: str) -> 
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     ).map(lambda value: json.dumps(value).encode())
 )
-def test_nonsense_is_an_error_of_ours(trap: Machine, text: bytes) -> None:
+def test_malformed_report_raises_guest_error(trap: Machine, text: bytes) -> None:
     try:
         examine(text, trap.spec, DigestCache(trap.folder / "none"))
     except GuestError:
@@ -284,15 +278,13 @@ def test_nonsense_is_an_error_of_ours(trap: Machine, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"9" * 100_000, b"[" + b"1," * 100_000 + b"1]"])
-def test_overwhelming_nonsense_is_an_error_of_ours(machine: Machine, text: bytes) -> None:
+def test_huge_report_raises_guest_error(machine: Machine, text: bytes) -> None:
     with pytest.raises(GuestError, match="is invalid"):
         examine(text, machine.spec, machine.prints)
 
 
 @pytest.mark.parametrize(("folder", "limit"), [("work", "MOST_WRITABLE_BYTES"), ("env", "MOST_BYTES")])
-def test_a_sandbox_cannot_make_us_read_without_end(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, folder: str, limit: str
-) -> None:
+def test_bytes_to_hash_are_limited(machine: Machine, monkeypatch: pytest.MonkeyPatch, folder: str, limit: str) -> None:
     monkeypatch.setattr(compatibility, limit, 100_000)
     said = []
     for number in range(40):
@@ -311,9 +303,7 @@ def sparse(path: Path, size: int, offset: int = 0, byte: bytes = b"x") -> None:
         file.write(byte)
 
 
-def test_large_files_that_the_sandbox_could_have_made_are_sampled_and_libraries_are_read_whole(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_are_sampled_only_in_writable_folders(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "WHOLE", 1 << 20)
     between = (1 << 16) + 7  # after the first sample and before the second
     for folder in ("work", "env"):
@@ -336,7 +326,7 @@ def test_large_files_that_the_sandbox_could_have_made_are_sampled_and_libraries_
     assert "/work/big is not the same as it was" in machine.differences(recorded)
 
 
-def test_hashing_ends_when_nobody_waits_for_it_any_more(machine: Machine) -> None:
+def test_hashing_ends_when_given_up(machine: Machine) -> None:
     given_up = Event()
     given_up.set()
     said = json.dumps([("/env/lib.so", "mapped", "")]).encode()
@@ -356,7 +346,7 @@ prints = st.builds(
 
 
 @given(st.dictionaries(st.text("ab/\udc80é ", min_size=1).map(lambda text: os.path.normpath("/x" + text)), prints))
-def test_a_document_brings_back_what_was_put_into_it(recorded: dict[str, FilePrint]) -> None:
+def test_prints_survive_storage(recorded: dict[str, FilePrint]) -> None:
     assert from_json(json.loads(json.dumps(to_json(recorded)))) == recorded
 
 
@@ -372,7 +362,7 @@ def test_a_document_brings_back_what_was_put_into_it(recorded: dict[str, FilePri
         max_leaves=12,
     )
 )
-def test_any_other_document_is_refused_in_words(document: object) -> None:
+def test_malformed_prints_raise_metadata_error(document: object) -> None:
     try:
         found = from_json(document)
     except MetadataError as error:
@@ -382,7 +372,7 @@ def test_any_other_document_is_refused_in_words(document: object) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "relative", "/a/../b", "//a", "/a/", "/a\0b", "/\ud800", "/" + "x" * 5000])
-def test_a_path_that_is_none_is_refused(path: str) -> None:
+def test_invalid_path_in_prints_is_refused(path: str) -> None:
     with pytest.raises(MetadataError, match="not a full path"):
         from_json({path: {"use": "open"}})
 
@@ -403,7 +393,7 @@ def test_a_path_that_is_none_is_refused(path: str) -> None:
         None,
     ],
 )
-def test_a_print_that_is_none_is_refused_with_its_path(value: object) -> None:
+def test_invalid_print_is_refused_with_its_path(value: object) -> None:
     with pytest.raises(MetadataError, match="/some/file"):
         from_json({"/some/file": value})
 
@@ -411,7 +401,7 @@ def test_a_print_that_is_none_is_refused_with_its_path(value: object) -> None:
 # -- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def test_this_cpu_lacks_nothing_that_it_has() -> None:
+def test_cpu_has_its_own_features() -> None:
     features = compatibility.cpu_features()
     assert features
     assert list(features) == sorted(features)
@@ -424,10 +414,10 @@ def test_missing_features_and_another_architecture_are_named() -> None:
         "this machine's CPU lacks amx_magic, avx9000"
     ]
     (words,) = compatibility.missing_cpu_features("vax", here)
-    assert words == f"it was made on vax, and this is {os.uname().machine}"
+    assert words == f"it was saved on vax, and this machine is {os.uname().machine}"
 
 
-def test_flags_that_programs_do_not_use_do_not_count(tmp_path: Path) -> None:
+def test_cpu_flags_of_the_kernel_are_ignored(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu rep_good avx2 md_clear sse4_2 ibrs\nbugs\t: spectre_v1\n")
     assert compatibility.cpu_features(cpuinfo) == ("avx2", "sse4_2")
@@ -438,7 +428,7 @@ def test_flags_that_programs_do_not_use_do_not_count(tmp_path: Path) -> None:
 # -- the guest's side ------------------------------------------------------------------------------------------------
 
 
-def test_maps_are_read_whatever_the_files_are_called() -> None:
+def test_mapped_files_with_any_name_are_reported() -> None:
     text = (
         "00063000-00068000 r-xp 00000000 00:00 0                                  [usertrap]\n"
         "55d22cf61000-55d22cf62000 r--p 00000000 00:24 3                          /bin/py thon\n"
@@ -498,7 +488,7 @@ MAPS_AND_OPENS = """
 
 
 @pytest.mark.runsc
-async def test_the_files_that_a_sandbox_uses_are_found(machine: Machine, start: Start) -> None:
+async def test_files_in_use_are_found(machine: Machine, start: Start) -> None:
     sandbox = await start(*machine.spec.mounts)
     before = await inventory(sandbox, machine.prints)
     process = await occupied(sandbox, MAPS_AND_OPENS)
@@ -520,9 +510,7 @@ async def test_the_files_that_a_sandbox_uses_are_found(machine: Machine, start: 
 
 
 @pytest.mark.runsc
-async def test_a_library_that_is_replaced_on_the_host_is_noticed_and_a_data_file_may_be(
-    machine: Machine, start: Start
-) -> None:
+async def test_replaced_library_is_noticed_and_a_replaced_data_file_is_accepted(machine: Machine, start: Start) -> None:
     sandbox = await start(*machine.spec.mounts)
     await occupied(sandbox, MAPS_AND_OPENS)
     for path in (machine.library, machine.data):
@@ -536,7 +524,7 @@ async def test_a_library_that_is_replaced_on_the_host_is_noticed_and_a_data_file
 
 
 @pytest.mark.runsc
-async def test_a_library_that_is_removed_on_the_host_is_noticed(machine: Machine, start: Start) -> None:
+async def test_removed_library_is_noticed(machine: Machine, start: Start) -> None:
     sandbox = await start(*machine.spec.mounts)
     await occupied(sandbox, MAPS_AND_OPENS)
     machine.library.unlink()
@@ -545,9 +533,7 @@ async def test_a_library_that_is_removed_on_the_host_is_noticed(machine: Machine
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_restored_elsewhere_uses_the_same_files_and_is_not_taken_for_changed(
-    machine: Machine, start: Start, tmp_path: Path
-) -> None:
+async def test_sandbox_restored_elsewhere_uses_the_same_files(machine: Machine, start: Start, tmp_path: Path) -> None:
     sandbox = await start(*machine.spec.mounts)
     await occupied(sandbox, MAPS_AND_OPENS.replace("scratch = ", "# "))
     recorded = await inventory(sandbox, machine.prints)
@@ -572,7 +558,7 @@ LIES = {
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_that_lies_about_its_files_gets_an_error_and_no_more(
+async def test_false_report_of_a_sandbox_raises_guest_error(
     machine: Machine, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guest_tool, "STALL", 2.0)

@@ -52,16 +52,14 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_print_is_the_hash_of_all_bytes(file: Path, tmp_path: Path) -> None:
+def test_digest_covers_all_bytes(file: Path, tmp_path: Path) -> None:
     prints = DigestCache(tmp_path)
     assert print_of(file, prints) == hashlib.sha256(file.read_bytes()).hexdigest()
     (tmp_path / "empty").touch()
     assert print_of(tmp_path / "empty", prints) == hashlib.sha256(b"").hexdigest()
 
 
-def test_what_is_remembered_is_not_read_again_in_this_or_another_process(
-    file: Path, tmp_path: Path, settled: None
-) -> None:
+def test_cached_file_is_not_read_again_in_any_process(file: Path, tmp_path: Path, settled: None) -> None:
     folder = tmp_path / "made" / "on demand"
     prints = DigestCache(folder)
     true = print_of(file, prints)
@@ -81,9 +79,7 @@ def test_what_is_remembered_is_not_read_again_in_this_or_another_process(
     ],
     ids=["written to", "touched", "its mode changed", "replaced"],
 )
-def test_a_file_with_which_anything_was_done_is_read_again(
-    file: Path, tmp_path: Path, settled: None, change: object
-) -> None:
+def test_changed_file_is_read_again(file: Path, tmp_path: Path, settled: None, change: object) -> None:
     prints = DigestCache(tmp_path)
     print_of(file, prints)
     prints.save()
@@ -92,16 +88,14 @@ def test_a_file_with_which_anything_was_done_is_read_again(
     assert print_of(file, DigestCache(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def test_a_file_that_was_changed_just_now_is_not_remembered(file: Path, tmp_path: Path) -> None:
+def test_recently_changed_file_is_not_cached(file: Path, tmp_path: Path) -> None:
     prints = DigestCache(tmp_path)
     print_of(file, prints)
     prints.save()
     assert not (tmp_path / NAME).exists()
 
 
-def test_the_memory_is_for_its_owner_only_and_nothing_is_left_beside_it(
-    file: Path, tmp_path: Path, settled: None
-) -> None:
+def test_cache_is_private_and_leaves_no_other_file(file: Path, tmp_path: Path, settled: None) -> None:
     folder = tmp_path / "memory"
     prints = DigestCache(folder)
     print_of(file, prints)
@@ -111,7 +105,7 @@ def test_the_memory_is_for_its_owner_only_and_nothing_is_left_beside_it(
     assert [name for name in os.listdir(folder) if not name.startswith(".")] == [NAME]
 
 
-def test_the_memory_has_an_end_and_the_last_used_stays(
+def test_cache_is_bounded_and_keeps_the_last_used(
     tmp_path: Path, settled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digest_cache, "MOST_ENTRIES", 3)
@@ -127,7 +121,7 @@ def test_the_memory_has_an_end_and_the_last_used_stays(
     assert [print_of(path, after) == UNTRUE for path in files] == [True, False, False, True, True]
 
 
-def test_a_memory_that_cannot_be_written_costs_nothing_but_time(file: Path, tmp_path: Path, settled: None) -> None:
+def test_unwritable_cache_is_ignored(file: Path, tmp_path: Path, settled: None) -> None:
     prints = DigestCache(file / "not a folder")
     assert print_of(file, prints) == hashlib.sha256(file.read_bytes()).hexdigest()
     prints.save()
@@ -141,18 +135,18 @@ def test_a_memory_that_cannot_be_written_costs_nothing_but_time(file: Path, tmp_
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     ).map(lambda value: json.dumps(value).encode())
 )
-def test_a_memory_that_was_damaged_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
+def test_damaged_cache_is_empty(file: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
     assert print_of(file, DigestCache(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b" " * (digest_cache.MOST_BYTES + 1)], ids=["deep", "large"])
-def test_a_memory_that_is_too_much_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
+def test_oversized_cache_is_empty(file: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
     assert print_of(file, DigestCache(tmp_path)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def test_a_huge_file_is_known_by_its_size_and_samples_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
+def test_huge_file_is_identified_by_size_and_samples(tmp_path: Path) -> None:
     path = tmp_path / "huge"
     seen = set()
     for offset, byte, size in (

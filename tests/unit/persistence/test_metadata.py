@@ -76,17 +76,17 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("document", [FULL, BARE], ids=["full", "bare"])
-def test_a_document_survives_storage(document: GCSSandboxMetadata) -> None:
+def test_document_survives_storage(document: GCSSandboxMetadata) -> None:
     assert decode(encode(document), "there", "a") == document
 
 
-def test_an_artifact_and_a_note_survive_storage() -> None:
+def test_artifact_and_note_survive_storage() -> None:
     note = Note("a", "gs://b", SPEC, "systrap", {"process": 1}, 3, "sandboxes/a/checkpoints/1/", "c1")
     assert decode_artifact(encode_artifact(ARTIFACT), "there") == ARTIFACT
     assert decode_note(json.loads(json.dumps(asdict(note))), "there") == note
 
 
-def test_a_document_with_an_empty_file_survives_storage(tmp_path: Path) -> None:
+def test_document_with_an_empty_file_survives_storage(tmp_path: Path) -> None:
     (tmp_path / "pages.img").touch()
     record = LocalStore(tmp_path / "store").upload(tmp_path / "pages.img", "pages.img")
     artifact = replace(ARTIFACT, files={"pages.img": record})
@@ -95,13 +95,13 @@ def test_a_document_with_an_empty_file_survives_storage(tmp_path: Path) -> None:
     assert decode_artifact(encode_artifact(artifact), "there") == artifact
 
 
-def test_a_newer_schema_is_refused_with_what_to_do() -> None:
+def test_newer_schema_is_refused_with_remedy() -> None:
     newer = json.loads(encode(BARE)) | {"schema": SCHEMA + 1}
     with pytest.raises(MetadataError, match=rf"there has schema {SCHEMA + 1}.*Upgrade"):
         decode(json.dumps(newer).encode(), "there", "a")
 
 
-def test_anothers_document_is_refused() -> None:
+def test_document_of_another_sandbox_is_refused() -> None:
     with pytest.raises(MetadataError, match="of sandbox 'a'"):
         decode(encode(BARE), "there", "b")
 
@@ -126,7 +126,7 @@ def test_anothers_document_is_refused() -> None:
         lambda document: document["checkpoint"].update(seconds="long"),
     ],
 )
-def test_what_is_wrong_with_a_document_is_said_with_where_it_is(spoil: Callable[[dict[str, Any]], None]) -> None:
+def test_defect_of_a_document_is_reported_with_its_location(spoil: Callable[[dict[str, Any]], None]) -> None:
     document = json.loads(encode(FULL))
     spoil(document)
     with pytest.raises(MetadataError, match=r"^there cannot be understood: "):
@@ -134,14 +134,14 @@ def test_what_is_wrong_with_a_document_is_said_with_where_it_is(spoil: Callable[
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_but_our_error(data: bytes) -> None:
+def test_any_bytes_raise_only_metadata_error(data: bytes) -> None:
     for decoding in (lambda: decode(data, "there", "a"), lambda: decode_artifact(data, "there")):
         with pytest.raises(MetadataError):
             decoding()
 
 
 @given(st.sampled_from(sorted(json.loads(encode(FULL)))), JSON)
-def test_no_value_in_any_place_raises_anything_but_our_error(name: str, value: Any) -> None:
+def test_any_value_of_a_member_raises_only_metadata_error(name: str, value: Any) -> None:
     document = json.loads(encode(FULL)) | {name: value}
     try:
         decoded = decode(json.dumps(document).encode(), "there", "a")
@@ -151,6 +151,6 @@ def test_no_value_in_any_place_raises_anything_but_our_error(name: str, value: A
 
 
 @given(JSON)
-def test_no_note_raises_anything_but_our_error(value: Any) -> None:
+def test_any_note_raises_only_metadata_error(value: Any) -> None:
     with pytest.raises(MetadataError):
         decode_note(value if isinstance(value, dict) else {"spec": value}, "there")

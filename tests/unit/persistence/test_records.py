@@ -62,11 +62,11 @@ def refusal_of(data: bytes) -> UnreadableRecordError:
 
 
 @given(RECORDS)
-def test_what_is_written_is_read_again(record: SandboxRecord) -> None:
+def test_record_survives_storage(record: SandboxRecord) -> None:
     assert records.decode(records.encode(record), record.id, "") == record
 
 
-def test_times_are_the_same_wherever_they_were_taken() -> None:
+def test_times_are_stored_in_utc() -> None:
     elsewhere = RECORD.created.astimezone(timezone(timedelta(hours=-7)))
     data = document(created=elsewhere.isoformat())
     assert records.decode(data, ID, "").created.isoformat() == RECORD.created.isoformat()
@@ -95,23 +95,23 @@ def test_times_are_the_same_wherever_they_were_taken() -> None:
         (document(where="x" * 1_000_000), "bytes"),
     ],
 )
-def test_what_is_no_record_is_refused_with_the_reason(data: bytes, reason: str) -> None:
+def test_malformed_record_is_refused_with_the_reason(data: bytes, reason: str) -> None:
     assert reason in refusal_of(data).problem
 
 
-def test_a_record_of_a_newer_version_asks_for_an_upgrade() -> None:
+def test_newer_record_is_refused_with_remedy() -> None:
     refusal = refusal_of(document(version=2))
     assert "version 2" in refusal.problem
     assert "Upgrade" in refusal.remedy
 
 
 @given(st.binary() | VALUES.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_are_a_record_or_our_error(data: bytes) -> None:
+def test_any_bytes_are_a_record_or_unreadable(data: bytes) -> None:
     refusal_of(data)
 
 
 @given(st.sampled_from([field.name for field in fields(SandboxRecord)]), VALUES)
-def test_any_value_of_a_field_is_understood_or_our_error(name: str, value: Any) -> None:
+def test_any_value_of_a_field_is_accepted_or_unreadable(name: str, value: Any) -> None:
     try:
         records.decode(document(**{name: value}), ID, "the/file.json")
     except UnreadableRecordError as error:
@@ -119,7 +119,7 @@ def test_any_value_of_a_field_is_understood_or_our_error(name: str, value: Any) 
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, b"bytes"])
-def test_settings_that_json_cannot_hold_are_refused_before_anything_is_written(value: Any) -> None:
+def test_settings_that_are_not_json_are_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         records.encode(SandboxRecord(**{**vars(RECORD), "settings": {"x": value}}))
     assert refusal.value.setting == "settings"

@@ -1,4 +1,4 @@
-"""SandboxHandle: ids and names, and the life of a persistent sandbox from its creation to its end, on real runsc."""
+"""Test SandboxHandle with real sandboxes: create, attach, save, restore, lose the lease, delete."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cell import LONG, local_stores, start_cell, tell
 from documents import put_document
 from hypothesis import given
 from hypothesis import strategies as st
+from value_program import LONG, local_stores, start_program, tell
 
 from sandbox_provisioner.config import user_name
 from sandbox_provisioner.errors import (
@@ -46,36 +46,45 @@ from sandbox_provisioner.sandbox.handle import Identity, SandboxHandle
 from sandbox_provisioner.storage.base import ObjectInfo
 
 GOOD = ["a", "0", "kernel-1", "A_b-C", "5f0c6b1e-8c8e-4a1c-9d3b-3d1f0a1b2c3d", "x" * 128]
+Attach = Callable[..., Awaitable[SandboxHandle]]
+
 BAD = ["", ".", "..", "../x", "a/b", "a\\b", "-a", "_a", "a b", "a\n", "a\0", "é", "x" * 129, "a.b", "٣"]
 
 
 @pytest.mark.parametrize("sandbox_id", GOOD)
-def test_a_good_id_is_itself(sandbox_id: str) -> None:
+def test_valid_id_is_accepted(sandbox_id: str) -> None:
     assert valid_id(sandbox_id) == sandbox_id
 
 
 @pytest.mark.parametrize("sandbox_id", BAD, ids=repr)
-def test_an_id_that_could_leave_its_folder_is_refused(sandbox_id: str) -> None:
+def test_invalid_id_is_refused(sandbox_id: str) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         valid_id(sandbox_id)
     assert refusal.value.setting == "sandbox_id"
     assert repr(sandbox_id) in str(refusal.value)
 
 
-async def test_an_ephemeral_handle_has_a_sandbox_that_is_not_started(spec: BundleSpec, runtime: Path) -> None:
+async def test_ephemeral_sandbox_is_not_started_yet(spec: BundleSpec, runtime: Path) -> None:
     handle = SandboxHandle.create_ephemeral("box-1", spec, Runsc(Path("/nowhere"), ""))
     assert handle.sandbox_id == handle.instance.sandbox_id == "box-1"
     assert handle.instance.state == State.INITIALIZED
     assert list(runtime.iterdir()) == []
 
 
-async def test_the_factory_refuses_a_bad_id(spec: BundleSpec) -> None:
+async def test_factory_refuses_invalid_id(spec: BundleSpec) -> None:
     with pytest.raises(ConfigurationError):
         SandboxHandle.create_ephemeral("../box", spec, Runsc(Path("/nowhere"), ""))
 
 
+async def test_start_before_mounts_are_planned_is_refused(create: Attach) -> None:
+    handle = await create(spec=None)
+    with pytest.raises(SandboxError, match="its mounts are not planned"):
+        await handle.start()
+    assert not handle.metadata.running
+
+
 @given(st.text(max_size=200))
-def test_no_id_or_snapshot_name_leads_out_of_its_prefix(name: str) -> None:
+def test_object_names_stay_below_their_prefix(name: str) -> None:
     try:
         built = [
             names.metadata_name(name),
@@ -92,8 +101,6 @@ def test_no_id_or_snapshot_name_leads_out_of_its_prefix(name: str) -> None:
 
 # -- a persistent sandbox ------------------------------------------------------------------------------------------
 
-Attach = Callable[..., Awaitable[SandboxHandle]]
-
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Stores:
@@ -102,7 +109,7 @@ def stores(tmp_path: Path) -> Stores:
 
 @pytest.fixture
 async def create(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterator[Attach]:
-    """Makes persistent sandboxes, and lets go of them after the test."""
+    """Return a function that creates persistent sandboxes; they are released after the test."""
     made: list[SandboxHandle] = []
 
     async def create(name: str = "box", **given: Any) -> SandboxHandle:
@@ -120,7 +127,7 @@ async def create(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterato
 
 @pytest.fixture
 async def attach(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterator[Attach]:
-    """Attaches to persistent sandboxes, and lets go of them after the test."""
+    """Return a function that attaches to persistent sandboxes; they are released after the test."""
     made: list[SandboxHandle] = []
 
     async def attach(name: str = "box", **given: Any) -> SandboxHandle:
@@ -136,16 +143,16 @@ async def attach(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterato
 
 @pytest.fixture
 async def running(create: Attach) -> SandboxHandle:
-    """A persistent sandbox with a cell in it."""
+    """Return a running persistent sandbox with the program of ``cell``."""
     handle = await create(identity=Identity("python3-sandbox", "a.ipynb", user_name(), {"colour": "blue"}))
     await handle.start()
-    await start_cell(handle)
+    await start_program(handle)
     return handle
 
 
 @pytest.fixture
 async def saved(running: SandboxHandle) -> None:
-    """A persistent sandbox that was checkpointed with the value 1, and that nobody has."""
+    """Save a persistent sandbox with the value 1, and release it."""
     await tell(running, "set 1")
     await running.save()
     await running.release()
@@ -156,7 +163,7 @@ def files(stores: Stores) -> list[str]:
 
 
 @pytest.mark.runsc
-async def test_a_checkpointed_sandbox_is_restored_by_another_handle_as_it_was(saved: None, attach: Attach) -> None:
+async def test_another_handle_restores_a_checkpoint(saved: None, attach: Attach) -> None:
     handle = await attach()
     assert handle.metadata.kernel_name == "python3-sandbox"
     assert handle.metadata.settings == {"colour": "blue"}
@@ -167,7 +174,7 @@ async def test_a_checkpointed_sandbox_is_restored_by_another_handle_as_it_was(sa
 
 
 @pytest.mark.runsc
-async def test_ten_cycles_lose_nothing(running: SandboxHandle, attach: Attach) -> None:
+async def test_repeated_saves_and_restores_lose_no_state(running: SandboxHandle, attach: Attach) -> None:
     handle = running
     for number in range(10):
         await tell(handle, f"set {number}")
@@ -180,27 +187,25 @@ async def test_ten_cycles_lose_nothing(running: SandboxHandle, attach: Attach) -
 
 
 @pytest.mark.runsc
-async def test_a_checkpoint_records_what_it_depends_on(saved: None, stores: Stores, runsc: Runsc) -> None:
+async def test_checkpoint_records_its_dependencies(saved: None, stores: Stores, runsc: Runsc) -> None:
     checkpoint = detached.describe_persistent(stores, "box").checkpoint
     assert checkpoint is not None
     assert (checkpoint.runsc_version, checkpoint.runsc_sha256) == (runsc.version, runsc.sha256)
     assert checkpoint.architecture == os.uname().machine
-    assert checkpoint.contents == {"cell": 1}
+    assert checkpoint.contents == {"program": 1}
     assert any("libc.so" in path for path in checkpoint.files)
     assert set(checkpoint.artifact.files) == {"checkpoint.img", "pages.img", "pages_meta.img"}
     assert checkpoint.size > 1_000_000
 
 
 @pytest.mark.runsc
-async def test_the_image_is_for_this_user_only(saved: None, tmp_path: Path) -> None:
+async def test_stored_files_are_private(saved: None, tmp_path: Path) -> None:
     for path in (tmp_path / "storage").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
 @pytest.mark.runsc
-async def test_the_previous_checkpoint_goes_when_the_new_one_is_proven(
-    running: SandboxHandle, attach: Attach, stores: Stores
-) -> None:
+async def test_restore_deletes_the_previous_checkpoint(running: SandboxHandle, attach: Attach, stores: Stores) -> None:
     first = await running.save()
     await running.restore()
     second = await running.save()
@@ -213,7 +218,7 @@ async def test_the_previous_checkpoint_goes_when_the_new_one_is_proven(
 
 
 @pytest.mark.runsc
-async def test_a_fresh_start_keeps_the_checkpoint_until_the_next(saved: None, attach: Attach) -> None:
+async def test_start_without_restore_keeps_the_checkpoint(saved: None, attach: Attach) -> None:
     handle = await attach()
     await handle.start()
     assert handle.metadata.checkpoint is not None
@@ -221,7 +226,7 @@ async def test_a_fresh_start_keeps_the_checkpoint_until_the_next(saved: None, at
 
 
 @pytest.mark.runsc
-async def test_one_that_was_never_checkpointed_is_attached_and_started(create: Attach, attach: Attach) -> None:
+async def test_attach_and_start_without_checkpoint(create: Attach, attach: Attach) -> None:
     await (await create()).release()
     handle = await attach()
     with pytest.raises(SandboxError, match="no checkpoint"):
@@ -232,7 +237,7 @@ async def test_one_that_was_never_checkpointed_is_attached_and_started(create: A
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-async def test_there_is_one_sandbox_of_an_id(create: Attach, stores: Stores) -> None:
+async def test_existing_id_is_not_created_again(create: Attach, stores: Stores) -> None:
     await (await create()).release()
     before = files(stores)
     with pytest.raises(SandboxExistsError, match="box"):
@@ -240,13 +245,13 @@ async def test_there_is_one_sandbox_of_an_id(create: Attach, stores: Stores) -> 
     assert files(stores) == before
 
 
-async def test_an_unknown_id_is_refused_and_nothing_is_made(attach: Attach, stores: Stores) -> None:
+async def test_attach_to_unknown_id_stores_nothing(attach: Attach, stores: Stores) -> None:
     with pytest.raises(SandboxNotFoundError, match="no sandbox nobody"):
         await attach("nobody")
     assert files(stores) == []
 
 
-async def test_one_in_use_names_its_owner(create: Attach, attach: Attach) -> None:
+async def test_lease_error_names_the_owner(create: Attach, attach: Attach) -> None:
     await create()
     with pytest.raises(LeaseHeldError, match=f"first .process {os.getpid()}"):
         await attach()
@@ -254,9 +259,7 @@ async def test_one_in_use_names_its_owner(create: Attach, attach: Attach) -> Non
         await create()
 
 
-async def test_a_creation_that_fails_leaves_nothing(
-    create: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_creation_leaves_nothing(create: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise StorageUnavailableError("there", "It is raining.")
 
@@ -295,15 +298,15 @@ async def test_cancelled_creation_leaves_nothing(
 
 
 @pytest.mark.runsc
-async def test_another_runsc_is_refused_by_its_version(saved: None, attach: Attach, runsc: Runsc) -> None:
-    with pytest.raises(IncompatibleError, match=f"made by runsc {runsc.version}, and this is 1.0"):
+async def test_checkpoint_of_another_runsc_is_refused(saved: None, attach: Attach, runsc: Runsc) -> None:
+    with pytest.raises(IncompatibleError, match=f"saved by runsc {runsc.version}, and this server has runsc 1.0"):
         await attach(runsc=replace(runsc, version="1.0"))
     handle = await attach()
     await handle.restore()
 
 
 @pytest.mark.runsc
-async def test_a_replaced_library_is_refused_by_name_and_the_same_bytes_are_not(
+async def test_checkpoint_is_refused_if_a_library_changed(
     create: Attach, attach: Attach, spec: BundleSpec, tmp_path: Path
 ) -> None:
     library = tmp_path / "lib" / "thing.bin"
@@ -336,7 +339,7 @@ async def test_a_replaced_library_is_refused_by_name_and_the_same_bytes_are_not(
 
 
 @pytest.mark.runsc
-async def test_restore_refuses_destination_missing_from_present_mounts(
+async def test_checkpoint_is_refused_if_a_mount_is_missing(
     create: Attach, attach: Attach, spec: BundleSpec, tmp_path: Path
 ) -> None:
     shown = replace(spec, mounts=(*spec.mounts, Mount(str(tmp_path), "/extra")))
@@ -349,7 +352,7 @@ async def test_restore_refuses_destination_missing_from_present_mounts(
     await (await attach(spec=shown)).restore()
 
 
-def spoil_a_byte(path: Path) -> None:
+def flip_a_bit(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)
@@ -358,7 +361,7 @@ def spoil_a_byte(path: Path) -> None:
 
 
 DAMAGE = {
-    "a flipped byte": spoil_a_byte,
+    "a flipped byte": flip_a_bit,
     "a truncated file": lambda path: os.truncate(path, path.stat().st_size - 1),
     "a missing file": Path.unlink,
 }
@@ -366,7 +369,7 @@ DAMAGE = {
 
 @pytest.mark.runsc
 @pytest.mark.parametrize("damage", DAMAGE)
-async def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_had(
+async def test_damaged_checkpoint_is_refused_and_can_be_reverted(
     damage: str, running: SandboxHandle, attach: Attach, stores: Stores, tmp_path: Path
 ) -> None:
     await tell(running, "set old")
@@ -390,7 +393,7 @@ async def test_a_damaged_checkpoint_is_refused_and_the_previous_one_can_be_had(
 
 
 @pytest.mark.runsc
-async def test_foreign_metadata_is_refused(saved: None, attach: Attach, stores: Stores) -> None:
+async def test_invalid_document_is_refused(saved: None, attach: Attach, stores: Stores) -> None:
     name = names.metadata_name("box")
     data, _ = stores.metadata.read(name)
     document = decode(data, "there", "box")
@@ -411,14 +414,12 @@ async def test_foreign_metadata_is_refused(saved: None, attach: Attach, stores: 
 
 
 @pytest.mark.runsc
-async def test_a_server_that_lost_its_lease_can_change_nothing(
-    running: SandboxHandle, attach: Attach, stores: Stores
-) -> None:
+async def test_server_without_lease_cannot_save(running: SandboxHandle, attach: Attach, stores: Stores) -> None:
     await tell(running, "set 1")
     await running.save()
     await running.restore()
     await tell(running, "set never seen")
-    await running.lease.release()  # as if it had run out while this server stood still
+    await running.lease.release()  # as if it had expired while this server was suspended
 
     other = await attach()
     await other.restore()
@@ -433,16 +434,16 @@ async def test_a_server_that_lost_its_lease_can_change_nothing(
 
 
 @pytest.mark.runsc
-async def test_a_server_that_stood_still_after_its_commit_deletes_nothing_of_the_next_ones(
+async def test_suspended_server_deletes_no_checkpoint_of_the_next_owner(
     running: SandboxHandle, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     awake, delete = asyncio.Event(), running._stored.delete
 
-    async def stand_still(garbage: set[str]) -> None:
+    async def delete_late(garbage: set[str]) -> None:
         await awake.wait()
         await delete(garbage)
 
-    monkeypatch.setattr(running._stored, "delete", stand_still)
+    monkeypatch.setattr(running._stored, "delete", delete_late)
     checkpoint = asyncio.create_task(running.save())
     while running.instance.state == State.RUNNING:
         await asyncio.sleep(0.01)
@@ -457,14 +458,14 @@ async def test_a_server_that_stood_still_after_its_commit_deletes_nothing_of_the
     assert await tell(other, "get") == "2"
 
 
-async def test_a_deletion_that_stood_still_spares_a_sandbox_that_another_has_taken(
+async def test_suspended_deletion_keeps_a_sandbox_with_a_new_owner(
     create: Attach, attach: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await (await create()).release()
     leases: list[Lease] = []
     acquire, delete, loop = stores.leases.acquire, stores.metadata.delete, asyncio.get_running_loop()
 
-    async def overheard(*given: Any) -> Lease:
+    async def remember_lease(*given: Any) -> Lease:
         leases.append(await acquire(*given))
         return leases[-1]
 
@@ -476,14 +477,14 @@ async def test_a_deletion_that_stood_still_spares_a_sandbox_that_another_has_tak
         asyncio.run_coroutine_threadsafe(take_over(), loop).result()
         return delete(*given)
 
-    monkeypatch.setattr(stores.leases, "acquire", overheard)
+    monkeypatch.setattr(stores.leases, "acquire", remember_lease)
     monkeypatch.setattr(stores.metadata, "delete", late)
     with pytest.raises(ConflictError):
         await detached.destroy_persistent(stores, "box", Owner.here("cleaner"))
     assert detached.describe_persistent(stores, "box").sandbox_id == "box"
 
 
-async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach, stores: Stores) -> None:
+async def test_sandbox_with_damaged_document_can_be_deleted(create: Attach, attach: Attach, stores: Stores) -> None:
     await (await create()).release()
     name = names.metadata_name("box")
     for damaged, error in ((stores.signer.sign(name, b"{}"), MetadataError), (b"{}", SignatureError)):
@@ -496,36 +497,38 @@ async def test_a_damaged_document_can_be_deleted(create: Attach, attach: Attach,
 
 async def test_revert_without_previous_checkpoint_is_refused(create: Attach, stores: Stores) -> None:
     await (await create()).release()
-    with pytest.raises(SandboxError, match="no checkpoint before its last"):
+    with pytest.raises(SandboxError, match="has no previous checkpoint"):
         await detached.revert_persistent(stores, "box", Owner.here("owner"))
 
 
 @pytest.mark.runsc
-async def test_a_lost_lease_is_regained_if_nobody_had_the_sandbox(running: SandboxHandle, attach: Attach) -> None:
+async def test_lost_lease_is_replaced_unless_another_server_took_the_sandbox(
+    running: SandboxHandle, attach: Attach
+) -> None:
     before = running.lease.token
-    await running.regain(Owner.here("first"))
+    await running.memory.stored.replace_lease(Owner.here("first"))
     assert running.lease.token != before
     await running.save()
     await running.release()
     other = await attach()
     with pytest.raises((FencedError, LeaseHeldError)):
-        await running.regain(Owner.here("first"))
+        await running.memory.stored.replace_lease(Owner.here("first"))
     await other.restore()
 
 
 @pytest.mark.runsc
-async def test_a_checkpoint_whose_answer_was_lost_is_made_again(
+async def test_save_is_repeated_after_a_lost_response(
     running: SandboxHandle, attach: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = stores.metadata.write
 
-    def deaf(*given: Any) -> None:
+    def write_without_response(*given: Any) -> None:
         write(*given)
         raise StorageUnavailableError("there", "The line was cut.")
 
     await tell(running, "set 1")
     with monkeypatch.context() as patch:
-        patch.setattr(stores.metadata, "write", deaf)
+        patch.setattr(stores.metadata, "write", write_without_response)
         with pytest.raises(StorageUnavailableError):
             await running.save()
     assert running.instance.state == State.RUNNING
@@ -538,7 +541,7 @@ async def test_a_checkpoint_whose_answer_was_lost_is_made_again(
 
 
 @pytest.mark.runsc
-async def test_a_cancelled_checkpoint_comes_to_its_end(running: SandboxHandle) -> None:
+async def test_cancelled_save_is_completed(running: SandboxHandle) -> None:
     await tell(running, "set 1")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(running.save(), 0.05)
@@ -550,7 +553,7 @@ async def test_a_cancelled_checkpoint_comes_to_its_end(running: SandboxHandle) -
 
 
 @pytest.mark.runsc
-async def test_files_of_any_sandbox_can_be_kept_and_put_into_another(
+async def test_file_snapshot_of_ephemeral_sandbox_is_loaded_into_another(
     spec: BundleSpec, runsc: Runsc, stores: Stores, running: SandboxHandle
 ) -> None:
     ephemeral = SandboxHandle.create_ephemeral("passing", spec, runsc, storage=stores.snapshot_storage)
@@ -571,7 +574,7 @@ async def test_files_of_any_sandbox_can_be_kept_and_put_into_another(
         await running.load_snapshot("passing", "two")
 
 
-async def test_a_server_without_a_place_for_snapshots_says_so(spec: BundleSpec, runsc: Runsc) -> None:
+async def test_snapshot_without_storage_is_refused(spec: BundleSpec, runsc: Runsc) -> None:
     handle = SandboxHandle.create_ephemeral("box", spec, runsc)
     with pytest.raises(ConfigurationError, match="FILESYSTEM_SNAPSHOT_BUCKET"):
         await handle.save_snapshot("one")
@@ -581,7 +584,7 @@ async def test_a_server_without_a_place_for_snapshots_says_so(spec: BundleSpec, 
 
 
 @pytest.mark.runsc
-async def test_a_deleted_sandbox_leaves_nothing(saved: None, stores: Stores, attach: Attach) -> None:
+async def test_deletion_leaves_nothing(saved: None, stores: Stores, attach: Attach) -> None:
     freed = await detached.destroy_persistent(stores, "box", Owner.here("cleaner"))
     assert freed > 1_000_000
     assert files(stores) == []
@@ -598,7 +601,7 @@ async def test_file_snapshots_are_not_deleted_with_an_empty_sandbox(running: San
     assert any("snapshots/one" in str(name) for name in files(stores))
 
 
-async def test_one_in_use_is_not_deleted(create: Attach, stores: Stores) -> None:
+async def test_sandbox_in_use_is_not_deleted(create: Attach, stores: Stores) -> None:
     await create()
     with pytest.raises(LeaseHeldError, match="first"):
         await detached.destroy_persistent(stores, "box", Owner.here("cleaner"))

@@ -1,57 +1,41 @@
-"""SandboxManager: what it refuses before anything exists, and what it does by itself, on real runsc."""
+"""Test SandboxManager with real sandboxes: find or create, refuse, hand over, save idle ones, close and delete."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import pickle
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cell import LONG, close_all, start_cell, tell
-from rescuer import in_child, recover
+from gcs_faults import MUTATIONS
+from gcs_server import GCS
+from value_program import LONG, start_program, tell, until
 
 from sandbox_provisioner.config import GCSConfig, Place
-from sandbox_provisioner.errors import (
-    ConfigurationError,
-    LeaseHeldError,
-    SandboxError,
-    SandboxNotFoundError,
-    StateError,
-)
+from sandbox_provisioner.errors import ConfigurationError, LeaseHeldError, SandboxNotFoundError, StateError
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
-from sandbox_provisioner.gvisor.runtime_dir import kill_processes, read_note, runtime_root, scan
 from sandbox_provisioner.gvisor.state import State
 from sandbox_provisioner.sandbox import supervisor
 from sandbox_provisioner.sandbox.handle import HandleObserver, SandboxHandle
 from sandbox_provisioner.sandbox.manager import SandboxManager
-from sandbox_provisioner.sandbox.start_request import Features
+from sandbox_provisioner.sandbox.registry import PersistentSandboxRegistry
+from sandbox_provisioner.sandbox.start_request import Features, StartRequest
+from sandbox_provisioner.sandbox.user_sandboxes import registry
 
 Serve = Callable[..., SandboxManager]
 
+LIMIT = 20
 
-@pytest.fixture
-async def serve(runsc: Runsc, tmp_path: Path) -> AsyncIterator[Serve]:
-    """Makes managers, each of a server of its own, over the same storage."""
-    made: list[SandboxManager] = []
-
-    def serve(name: str = "first") -> SandboxManager:
-        made.append(SandboxManager(GCSConfig(folder=tmp_path / "storage"), runsc, name))
-        return made[-1]
-
-    yield serve
-    for manager in made:
-        await close_all(manager)
+NOTEBOOK = StartRequest("python3-sandbox", "/work/a.ipynb", user="me")
+MINE = StartRequest("python3-sandbox", "/work/a.ipynb", "mine", user="me")
 
 
 class Observer(HandleObserver):
-    """Answers that a sandbox is busy, and remembers why it is gone."""
+    """Reports the given busy state, and records the reasons passed to ``gone``."""
 
     def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
         self.is_busy = busy
@@ -74,17 +58,11 @@ async def begin(
     handle = await manager.create(name, spec, features=Features(**features))  # type: ignore[arg-type]
     handle.observer = observer or HandleObserver()
     await manager.get(name).start()
-    await start_cell(handle)
+    await start_program(handle)
     return handle
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONG):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-async def test_what_the_server_cannot_do_is_refused_before_anything_exists(
+async def test_unsupported_features_are_refused_before_anything_is_stored(
     runsc: Runsc, spec: BundleSpec, tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"
@@ -100,8 +78,8 @@ async def test_what_the_server_cannot_do_is_refused_before_anything_exists(
 
 
 @pytest.mark.runsc
-async def test_sandbox_without_place_for_checkpoints(runsc: Runsc, spec: BundleSpec, tmp_path: Path) -> None:
-    """It has a lease and a document, runs, and ends with its server; its memory cannot be saved."""
+async def test_sandbox_without_checkpoint_storage(runsc: Runsc, spec: BundleSpec, tmp_path: Path) -> None:
+    """Such a sandbox has a lease and a document. It ends with its server, because its memory cannot be saved."""
     shared = tmp_path / "shared"
     shared.mkdir()
     places = {"metadata": Place("SANDBOX_METADATA", mount=shared), "locks": Place("SANDBOX_LOCK", mount=shared)}
@@ -123,7 +101,7 @@ async def test_sandbox_without_place_for_checkpoints(runsc: Runsc, spec: BundleS
 
 
 @pytest.mark.runsc
-async def test_checkpoint_is_not_ignored_without_place_for_checkpoints(
+async def test_sandbox_with_checkpoint_is_refused_without_checkpoint_storage(
     runsc: Runsc, spec: BundleSpec, tmp_path: Path
 ) -> None:
     """A server that cannot read a sandbox's checkpoint does not start it empty."""
@@ -141,62 +119,23 @@ async def test_checkpoint_is_not_ignored_without_place_for_checkpoints(
     await manager.delete("box")
 
 
-STAGING = """
-import asyncio, sys
-from pathlib import Path
-from sandbox_provisioner.persistence.staging import staging
-
-async def main():
-    async with staging(Path(sys.argv[1])) as folder:
-        (folder / "image").mkdir()
-        (folder / "image" / "pages.img").write_bytes(b"x" * 5000)
-        print(folder, flush=True)
-        sys.stdin.readline()
-
-asyncio.run(main())
-"""
-
-
-def stage(folder: Path) -> subprocess.Popen[str]:
-    """Start a process that stages an image in ``folder``."""
-    command = [sys.executable, "-c", STAGING, str(folder)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-async def test_recovery_removes_staged_images_of_killed_servers(serve: Serve) -> None:
-    manager = serve()
-    servers = [stage(manager.stores.staging) for _ in range(2)]
-    try:
-        folders = [Path(server.stdout.readline().strip()) for server in servers if server.stdout]
-        servers[0].kill()
-        servers[0].wait()
-        assert all((folder / "image" / "pages.img").exists() for folder in folders)
-        await manager.recover()
-        assert [folder.exists() for folder in folders] == [False, True]
-    finally:
-        for server in servers:
-            server.communicate()
-
-
-async def test_a_server_that_can_only_keep_snapshots_has_ephemeral_sandboxes(
-    runsc: Runsc, spec: BundleSpec, tmp_path: Path
-) -> None:
+async def test_ephemeral_sandbox_with_only_snapshot_storage(runsc: Runsc, spec: BundleSpec, tmp_path: Path) -> None:
     config = GCSConfig(tmp_path / "own", snapshots=Place("FILESYSTEM_SNAPSHOT", mount=tmp_path))
     assert SandboxManager(config, runsc).create_ephemeral("box", spec).sandbox_id == "box"
 
 
 @pytest.mark.parametrize("name", ["../box", "", "a/b"])
-async def test_a_bad_id_is_refused(serve: Serve, spec: BundleSpec, name: str) -> None:
+async def test_invalid_id_is_refused(serve: Serve, spec: BundleSpec, name: str) -> None:
     with pytest.raises(ConfigurationError, match="is not a valid sandbox id"):
         await serve().create(name, spec)
 
 
-async def test_one_that_it_does_not_have_is_an_error(serve: Serve) -> None:
+async def test_get_of_unknown_id_is_refused(serve: Serve) -> None:
     with pytest.raises(SandboxNotFoundError, match="no sandbox box in first"):
         serve().get("box")
 
 
-async def test_one_that_it_has_is_not_attached_twice(serve: Serve, spec: BundleSpec) -> None:
+async def test_open_sandbox_is_not_attached_again(serve: Serve, spec: BundleSpec) -> None:
     manager = serve()
     await manager.create("box", spec)
     with pytest.raises(StateError):
@@ -204,7 +143,7 @@ async def test_one_that_it_has_is_not_attached_twice(serve: Serve, spec: BundleS
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_is_created_saved_and_attached_by_another_server(serve: Serve, spec: BundleSpec) -> None:
+async def test_saved_sandbox_is_attached_by_another_server(serve: Serve, spec: BundleSpec) -> None:
     first, second = serve("first"), serve("second")
     handle = await begin(first, spec)
     await tell(handle, "set 1")
@@ -221,7 +160,7 @@ async def test_a_sandbox_is_created_saved_and_attached_by_another_server(serve: 
 
 
 @pytest.mark.runsc
-async def test_one_is_handed_over_to_the_server_that_asks(serve: Serve, spec: BundleSpec) -> None:
+async def test_hand_off_to_another_server(serve: Serve, spec: BundleSpec) -> None:
     first, second = serve("first"), serve("second")
     observer = Observer()
     handle = await begin(first, spec, observer=observer, enable_handoff=True)
@@ -235,7 +174,7 @@ async def test_one_is_handed_over_to_the_server_that_asks(serve: Serve, spec: Bu
 
 
 @pytest.mark.runsc
-async def test_an_idle_one_is_saved_and_a_busy_one_is_not(serve: Serve, spec: BundleSpec) -> None:
+async def test_idle_sandbox_is_saved_and_busy_one_is_not(serve: Serve, spec: BundleSpec) -> None:
     manager = serve()
     busy = True
     handle = await begin(
@@ -252,7 +191,7 @@ async def test_an_idle_one_is_saved_and_a_busy_one_is_not(serve: Serve, spec: Bu
 
 
 @pytest.mark.runsc
-async def test_watch_survives_unexpected_error(
+async def test_supervisor_continues_after_unexpected_errors(
     serve: Serve, spec: BundleSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "PAUSE", 0.1)
@@ -272,7 +211,7 @@ async def test_watch_survives_unexpected_error(
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_that_cannot_be_saved_stays_open_until_it_can(serve: Serve, spec: BundleSpec) -> None:
+async def test_sandbox_stays_open_until_it_can_be_saved(serve: Serve, spec: BundleSpec) -> None:
     first = serve("first")
     for name in ("a", "b", "c"):
         await tell(await begin(first, spec, name), f"set {name}")
@@ -292,7 +231,7 @@ async def test_a_sandbox_that_cannot_be_saved_stays_open_until_it_can(serve: Ser
 
 
 @pytest.mark.runsc
-async def test_files_pass_from_one_sandbox_to_another(serve: Serve, spec: BundleSpec) -> None:
+async def test_snapshot_is_loaded_into_another_sandbox(serve: Serve, spec: BundleSpec) -> None:
     manager = serve()
     one = manager.create_ephemeral("one", spec)
     await manager.get("one").start()
@@ -305,192 +244,176 @@ async def test_files_pass_from_one_sandbox_to_another(serve: Serve, spec: Bundle
     assert (await process.read())[0] == b"kept\n"
 
 
-# -- servers that were killed ----------------------------------------------------------------------------------------
-
-VICTIM = """
-    import asyncio, os, pickle, sys
-    sys.path.insert(0, {tests!r})
-    from cell import start_cell, tell
-    from sandbox_provisioner.config import GCSConfig
-    from sandbox_provisioner.sandbox.manager import SandboxManager
-
-    async def main():
-        spec, runsc, folder = pickle.loads(bytes.fromhex(sys.argv[1]))
-        manager = SandboxManager(GCSConfig(folder=folder), runsc, "victim")
-        for name in sys.argv[2:]:
-            handle = await manager.create(name, spec)
-            await manager.get(name).start()
-            await start_cell(handle)
-            await tell(handle, "set " + name)
-        os.kill(os.getpid(), 9)
-
-    asyncio.run(main())
-"""
+# -- find or create -------------------------------------------------------------------------------------------------
 
 
-def fall_victim(spec: BundleSpec, runsc: Runsc, storage: Path, *names: str) -> None:
-    """Let a server start sandboxes and be killed."""
-    code = textwrap.dedent(VICTIM).format(tests=str(Path(__file__).parents[2] / "support"))
-    given = pickle.dumps((spec, runsc, storage)).hex()
-    ended = subprocess.run([sys.executable, "-c", code, given, *names], capture_output=True, text=True)
-    assert ended.returncode == -9, ended.stderr
+@pytest.fixture
+def move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Return a function that simulates another machine: with another data folder, and so another registry."""
+
+    def move(machine: str) -> None:
+        monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / machine))
+
+    monkeypatch.setenv("LOGNAME", "me")
+    move("here")
+    return move
 
 
-@pytest.mark.runsc
-async def test_a_killed_servers_sandboxes_are_found_saved_and_restored_as_they_were(
-    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
+@pytest.fixture
+async def manager(runsc: Runsc, tmp_path: Path, move: Callable[[str], None]) -> AsyncIterator[SandboxManager]:
+    """Return a manager; its sandboxes are closed after the test."""
+    manager = SandboxManager.shared(GCSConfig(tmp_path / "storage"), runsc, "server")
+    yield manager
+    for handle in list(manager.handles.values()):
+        await manager.close(handle, save=False)
+
+
+async def open_once(manager: SandboxManager, request: StartRequest = NOTEBOOK) -> str:
+    """Open a sandbox, close it and return its id."""
+    handle = await manager.open(request)
+    await manager.close(handle, save=False)
+    return handle.sandbox_id
+
+
+async def test_one_manager_per_loop_and_configuration(manager: SandboxManager, runsc: Runsc, tmp_path: Path) -> None:
+    config = GCSConfig(tmp_path / "storage")
+    assert SandboxManager.shared(config, runsc, "server") is manager
+    assert SandboxManager.shared(GCSConfig(tmp_path / "other"), runsc, "server") is not manager
+
+    async def elsewhere() -> SandboxManager:
+        return SandboxManager.shared(config, runsc, "server")
+
+    assert await asyncio.to_thread(lambda: asyncio.run(elsewhere())) is not manager
+
+
+async def test_notebook_and_kernel_have_the_same_sandbox_on_every_machine(
+    manager: SandboxManager, move: Callable[[str], None]
 ) -> None:
-    fall_victim(spec, runsc, tmp_path / "storage", "a", "b")
-    manager = serve()
-    recovered = await manager.recover()
-    assert {(one.sandbox_id, one.saved, one.problem) for one in recovered} == {("a", True, ""), ("b", True, "")}
-    assert list(runtime.iterdir()) == []
-    for name in ("a", "b"):
-        handle = await manager.attach(name, spec)
-        assert handle.metadata.checkpoint is not None
-        assert handle.metadata.checkpoint.files
-        await manager.get(name).restore()
-        assert await tell(handle, "get") == name
+    first = await open_once(manager)
+    assert await open_once(manager) == first
+    move("elsewhere")
+    assert await open_once(manager) == first
+    assert await open_once(manager, replace(NOTEBOOK, kernel_name="ir-sandbox")) != first
+    assert await open_once(manager, replace(NOTEBOOK, notebook_path="/work/b.ipynb")) != first
+    move("yours")
+    assert await open_once(manager, replace(NOTEBOOK, user="you")) != first
 
 
-@pytest.mark.runsc
-async def test_attaching_to_one_saves_it_first(serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path) -> None:
-    fall_victim(spec, runsc, tmp_path / "storage", "a")
-    manager = serve()
-    handle = await manager.attach("a", spec)
-    await manager.get("a").restore()
-    assert await tell(handle, "get") == "a"
+async def test_open_sandbox_is_not_opened_again(manager: SandboxManager) -> None:
+    handle = await manager.open(MINE)
+    with pytest.raises(LeaseHeldError, match="in use by server"):
+        await manager.open(MINE)
+    assert manager.get("mine") is handle and not handle.closed
 
 
-@pytest.mark.runsc
-async def test_attach_sees_an_orphan_that_another_scan_looks_at(
-    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
+async def test_hand_off_between_kernels_of_one_server(manager: SandboxManager) -> None:
+    class Observer(HandleObserver):
+        reasons: tuple[str, ...] = ()
+
+        def gone(self, reason: str) -> None:
+            self.reasons += (reason,)
+
+    polite, observer = replace(MINE, enable_handoff=True, patience=LIMIT), Observer()
+    first = await manager.open(polite)
+    first.observer = observer
+    second = await manager.open(polite)
+    assert first.closed and observer.reasons == ("another server asked for it",)
+    assert manager.get("mine") is second
+
+
+async def test_failed_open_releases_the_lease(manager: SandboxManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+        full.setattr(PersistentSandboxRegistry, "record", fail)
+        await manager.open(NOTEBOOK)
+    assert manager.handles == {}
+    await manager.open(NOTEBOOK)
+
+
+async def test_cancelled_open_releases_the_lease(manager: SandboxManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(*args: object, **kwargs: object) -> None:
+        reached.set()
+        go_on.wait(LIMIT)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(PersistentSandboxRegistry, "record", wait)
+        opening = asyncio.create_task(manager.open(NOTEBOOK))
+        await asyncio.to_thread(reached.wait, LIMIT)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        go_on.set()
+    assert manager.handles == {}
+    await manager.open(NOTEBOOK)
+
+
+async def test_second_kernel_of_a_notebook_gets_and_keeps_a_new_sandbox(
+    manager: SandboxManager,
 ) -> None:
-    fall_victim(spec, runsc, tmp_path / "storage", "a")
-    manager, looking, go_on = serve(), threading.Event(), threading.Event()
-
-    def look(note: object) -> bool:
-        looking.set()
-        return not go_on.wait(LONG)
-
-    other = asyncio.create_task(asyncio.to_thread(scan, look))
-    await asyncio.to_thread(looking.wait, LONG)
-    attaching = asyncio.create_task(manager.attach("a", spec))
-    await asyncio.wait({attaching}, timeout=1)
-    go_on.set()
-    handle = await attaching
-    assert await other == ([], [])
-    await manager.get("a").restore()
-    assert await tell(handle, "get") == "a"
+    first = await manager.open(NOTEBOOK)
+    second = await manager.open(NOTEBOOK)
+    assert second.sandbox_id != first.sandbox_id
+    await manager.delete(first.sandbox_id)
+    await manager.close(second, save=False)
+    assert await open_once(manager) == second.sandbox_id
 
 
-@pytest.mark.runsc
-async def test_attach_waits_for_a_rescue_by_another(
-    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path
+async def test_renamed_notebook_keeps_its_sandbox(manager: SandboxManager, move: Callable[[str], None]) -> None:
+    handle = await manager.open(NOTEBOOK)
+    await handle.follow("/work/new.ipynb")
+    await manager.close(handle, save=False)
+    new = replace(NOTEBOOK, notebook_path="/work/new.ipynb")
+    assert await open_once(manager, new) == handle.sandbox_id
+    assert await open_once(manager) != handle.sandbox_id
+    move("elsewhere")
+    assert await open_once(manager) != handle.sandbox_id
+
+
+async def test_requested_id_is_used(manager: SandboxManager) -> None:
+    assert await open_once(manager, MINE) == "mine"
+
+
+async def test_missing_gcs_settings_are_refused_before_anything_is_stored(
+    manager: SandboxManager, tmp_path: Path
 ) -> None:
-    """Another thread of this process, as a server has it, or another process."""
-    fall_victim(spec, runsc, tmp_path / "storage", "a", "b")
-    for name, rescuer in (("a", asyncio.to_thread), ("b", in_child)):
-        manager = serve()
-        recovering = asyncio.create_task(rescuer(recover, runsc, tmp_path / "storage", name))  # type: ignore[operator]
-        (runtime,) = (path for path in runtime_root().iterdir() if (read_note(path) or {}).get("sandbox_id") == name)
-        await until(lambda marker=runtime / "rescued": marker.exists())  # type: ignore[misc]
-        handle = await manager.attach(name, spec, patience=LONG)
-        await manager.get(name).restore()
-        assert await tell(handle, "get") == name
-        await recovering
+    with pytest.raises(ConfigurationError) as refusal:
+        await manager.open(StartRequest("python3-sandbox", "", "mine", gcs=True, user="me"))
+    assert refusal.value.setting == "SANDBOX_LOCK_BUCKET"
+    assert not (tmp_path / "storage").exists()
+    assert registry().list().records == []
 
 
-@pytest.mark.runsc
-async def test_one_that_another_server_went_on_without_becomes_a_savepoint(
-    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+async def test_gcs_id_needs_only_lock_and_metadata_buckets(
+    gcs: GCS, runsc: Runsc, tmp_path: Path, move: Callable[[str], None]
 ) -> None:
-    fall_victim(spec, runsc, tmp_path / "storage", "a")
-    with monkeypatch.context() as on_another_machine:
-        on_another_machine.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path / "other"))
-        elsewhere = serve("other")
-        handle = await elsewhere.attach("a", spec)
-        await elsewhere.get("a").start()
-        await start_cell(handle)
-        await tell(handle, "set newer")
-        await elsewhere.get("a").save()
-        await elsewhere.close(elsewhere.get("a"), save=False)
-    manager = serve()
-    (one,) = await manager.recover()
-    assert one.saved and list(runtime.iterdir()) == []
-    handle = await manager.attach("a", spec)
-    await manager.get("a").restore()
-    assert await tell(handle, "get") == "newer"
-    (name,) = handle.metadata.savepoints
-    async with manager.get("a").exclusive():
-        await manager.get("a").rewind_locked(name)
-    assert await tell(handle, "get") == "a"
+    """The lease of a new sandbox is acquired once: Google allows about one change of an object per second."""
+    buckets = {"SANDBOX_LOCK_BUCKET": gcs.bucket, "SANDBOX_METADATA_BUCKET": gcs.bucket}
+    manager = SandboxManager(GCSConfig.from_environment(tmp_path / "own", buckets), runsc, "server")
+    request = StartRequest("python3-sandbox", "", "mine", gcs=True, user="me")
+    for feature in ("enable_handoff", "enable_checkpoint_at_idle"):
+        with pytest.raises(ConfigurationError) as refusal:
+            await manager.open(replace(request, **{feature: True}))
+        assert refusal.value.setting == "SANDBOX_CHECKPOINT_BUCKET"
+    assert [name for _, name in gcs.requests() if name] == []
+    await manager.open(request)
+    changes = [name for operation, name in gcs.requests() if operation in MUTATIONS]
+    assert sorted(changes) == ["sandboxes/mine/lock", "sandboxes/mine/metadata.json"]
+    await manager.delete("mine")
 
 
-@pytest.mark.runsc
-async def test_one_that_cannot_be_saved_runs_on_until_it_can(
-    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
-) -> None:
-    fall_victim(spec, runsc, tmp_path / "storage", "a")
-    checkpoints = tmp_path / "storage" / "sandboxes" / "a" / "checkpoints"
-    checkpoints.write_text("in the way")
-    manager = serve()
-    (one,) = await manager.recover()
-    assert (one.sandbox_id, one.saved, one.runs_on) == ("a", False, True)
-    with pytest.raises(SandboxError, match="runs on since its server was killed, and was not saved"):
-        await manager.attach("a", spec)
-    assert len(list(runtime.iterdir())) == 1
-    checkpoints.unlink()
-    handle = await manager.attach("a", spec)
-    await manager.get("a").restore()
-    assert await tell(handle, "get") == "a"
+async def test_deletion_also_deletes_the_record(manager: SandboxManager) -> None:
+    handle = await manager.open(NOTEBOOK)
+    assert [record.sandbox_id for record in registry().list().records] == [handle.sandbox_id]
+    await manager.delete(handle.sandbox_id)
+    assert registry().list().records == []
+    assert [info.name for info in manager.stores.metadata.list("sandboxes/")] == []
 
 
-async def test_only_what_was_doomed_by_those_who_keep_their_metadata_here_is_garbage(serve: Serve) -> None:
-    manager = serve()
-    store = manager.stores.required_checkpoints()
-    for name, doomed in {"a": manager.stores.metadata.where, "b": "gs://elsewhere/", "c": ""}.items():
-        store.write(f"sandboxes/{name}/checkpoints/one/file", b"left")
-        if doomed:
-            store.write(f"sandboxes/{name}/doomed", doomed.encode())
-    await manager.recover()
-    left = {info.name.split("/")[1] for info in store.list("sandboxes/")}
-    assert left == {"b", "c"}
-
-
-async def test_what_has_a_document_by_now_is_no_garbage(serve: Serve, spec: BundleSpec) -> None:
-    manager = serve()
-    await manager.create("a", spec)
-    await manager.close(manager.get("a"), save=False)
-    store = manager.stores.required_checkpoints()
-    store.write("sandboxes/a/checkpoints/one/file", b"kept")
-    store.write("sandboxes/a/doomed", manager.stores.metadata.where.encode())
-    await manager.recover()
-    left = {info.name for info in store.list("sandboxes/a/")} - {"sandboxes/a/lock"}
-    assert left == {"sandboxes/a/checkpoints/one/file", "sandboxes/a/metadata.json"}
-
-
-@pytest.mark.runsc
-async def test_one_that_died_with_its_server_is_marked(
-    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
-) -> None:
-    fall_victim(spec, runsc, tmp_path / "storage", "a")
-    for folder in runtime.iterdir():
-        kill_processes(folder / "runsc")
-    manager = serve()
-    (one,) = await manager.recover()
-    assert (one.sandbox_id, one.saved) == ("a", False)
-    handle = await manager.attach("a", spec)
-    assert not handle.metadata.running
-    assert list(runtime.iterdir()) == []
-
-
-@pytest.mark.runsc
-async def test_another_storages_sandboxes_are_left_alone(
-    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, runtime: Path
-) -> None:
-    fall_victim(spec, runsc, tmp_path / "elsewhere", "a")
-    assert await serve().recover() == []
-    elsewhere = SandboxManager(GCSConfig(folder=tmp_path / "elsewhere"), runsc)
-    (one,) = await elsewhere.recover()
-    assert one.saved
+async def test_concurrent_opens_get_different_sandboxes(manager: SandboxManager) -> None:
+    first, second = await asyncio.gather(manager.open(NOTEBOOK), manager.open(NOTEBOOK))
+    assert first.sandbox_id != second.sandbox_id
+    assert [handle.lease.wanted.is_set() for handle in (first, second)] == [False, False]

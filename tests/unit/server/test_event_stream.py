@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from sandbox_provisioner.events import EVENT_BUS, Entry, EventKind
-from sandbox_provisioner.server.event_stream import MOST, Subscription
+from sandbox_provisioner.server.event_stream import MAX_QUEUED, Subscription
 
 SOON = 10.0
 
@@ -29,8 +29,10 @@ async def test_take_times_out_without_entries() -> None:
 
 async def test_slow_reader_loses_oldest_entries() -> None:
     with Subscription() as news:
-        await asyncio.to_thread(lambda: [write(str(number)) for number in range(MOST + 10)])
-        assert [entry.sandbox_id for entry in await news.take(SOON)] == [str(number + 10) for number in range(MOST)]
+        await asyncio.to_thread(lambda: [write(str(number)) for number in range(MAX_QUEUED + 10)])
+        assert [entry.sandbox_id for entry in await news.take(SOON)] == [
+            str(number + 10) for number in range(MAX_QUEUED)
+        ]
 
 
 async def test_closed_subscription_receives_nothing() -> None:

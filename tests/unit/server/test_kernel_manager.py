@@ -17,8 +17,7 @@ from notebooks import Notebook, until
 from servers import READY, Server
 
 from sandbox_provisioner.io_thread import IO
-from sandbox_provisioner.lock.base import Owner
-from sandbox_provisioner.lock.keepalive import Clock
+from sandbox_provisioner.lock.base import Clock, Owner
 from sandbox_provisioner.lock.local import LocalAttempt
 from sandbox_provisioner.persistence.backends import LEASES
 from sandbox_provisioner.persistence.names import lock_name
@@ -68,7 +67,7 @@ async def test_a_server_closes_its_connections_to_a_kernel_that_another_server_t
     control = kernel._control_socket
     provisioner: Any = kernel.provisioner
     await IO.run(provisioner._manager.close(provisioner.handle, save=True, reason="another server asked for it"))
-    await manager._look_around()
+    await manager._check_kernels()
     assert [channel for channel, stream in channels.items() if not stream.closed()] == []
     assert control.closed
     assert kernel_id not in manager

@@ -14,6 +14,7 @@ from sandbox_provisioner.events import EventKind
 from sandbox_provisioner.server import openapi
 from sandbox_provisioner.server.handlers import AUTH_RESOURCE, ROUTES, OperationHandler, SandboxHandler
 from sandbox_provisioner.server.openapi import check, read_body, read_query
+from sandbox_provisioner.server.plain_kernels import PlainKernelGuard
 from sandbox_provisioner.server.service import Sandboxes
 
 METHODS = ("get", "head", "post", "put", "patch", "delete")
@@ -49,7 +50,9 @@ def test_every_described_operation_is_served() -> None:
 def test_every_operation_is_a_method_of_the_service() -> None:
     names = {operation["operationId"] for operation in operations()} - {"stream_events"}
     public = {name for name, _ in inspect.getmembers(Sandboxes, inspect.isfunction) if not name.startswith("_")}
-    assert public == names
+    guards = {name for name in names if "plain_notebook" in name}
+    assert public == names - guards
+    assert all(hasattr(PlainKernelGuard, name) for name in guards)
 
 
 def test_handlers_share_one_authorization_resource() -> None:
@@ -175,6 +178,12 @@ def test_boolean_parameter_accepts_only_true_and_false() -> None:
 
 def test_missing_parameter_has_its_default() -> None:
     assert read_query("/api/sandboxes", "get", {}) == {"limit": 100}
+
+
+def test_missing_required_parameter_is_refused() -> None:
+    with pytest.raises(BadRequestError) as raised:
+        read_query("/api/sandboxes/plain-notebooks", "delete", {})
+    assert raised.value.field == "notebook_path"
 
 
 def test_parameters_of_jupyter_are_ignored() -> None:

@@ -233,17 +233,17 @@ async def test_unusable_setting_is_named(
 
 async def test_stores_are_opened_once(kernels: ServerKernels) -> None:
     inventory = Inventory(kernels)
-    opened = ref((await inventory.kept()).stores)
+    opened = ref((await inventory.persistence()).stores)
     gc.collect()
-    assert (await inventory.kept()).stores is opened()
+    assert (await inventory.persistence()).stores is opened()
 
 
 async def test_missing_kernelspec_prevents_start(sandboxes: Sandboxes, keep: Keep) -> None:
     identity = str(keep(kernel_name="no-such").id)
     for asked in (
         sandboxes.wake_sandbox(identity),
-        sandboxes.fork_sandbox(identity, {}),
-        sandboxes.create_sandbox({"sandbox_id": identity}),
+        sandboxes.fork_sandbox(identity),
+        sandboxes.create_sandbox(sandbox_id=identity),
     ):
         with pytest.raises(StateError, match="of kernel 'no-such', which is not installed on this server"):
             await asked
@@ -298,6 +298,6 @@ async def test_missing_setting_is_named(
     for place in has.split():
         monkeypatch.setenv(f"{place}_BUCKET", "bucket")
     with pytest.raises(ConfigurationError) as raised:
-        await sandboxes.create_sandbox(asked)
+        await sandboxes.create_sandbox(**asked)
     assert describe(raised.value)["variable"] == missing
     assert describe(raised.value)["status"] == 400

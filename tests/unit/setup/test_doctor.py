@@ -35,7 +35,7 @@ def uname(system: str = "Linux", release: str = "6.1.0-35-amd64", machine: str =
     return platform.uname_result(system, "host", release, "#1", machine)
 
 
-def test_a_machine_with_nothing(data: Path) -> None:
+def test_empty_machine(data: Path) -> None:
     checks = doctor.examine()
     assert not doctor.can_start(checks)
     bad = {check.name: check.remedy for check in checks if not check.ok}
@@ -43,7 +43,7 @@ def test_a_machine_with_nothing(data: Path) -> None:
     assert "jupyter sandbox setup" in bad["kernels"]
 
 
-def test_a_machine_that_is_ready(data: Path) -> None:
+def test_ready_machine(data: Path) -> None:
     stand_in(data / "sandbox" / "bin" / "runsc")
     (data / "kernels" / "some-sandbox").mkdir(parents=True)
     (data / "kernels" / "some-sandbox" / "kernel.json").write_text(
@@ -55,14 +55,14 @@ def test_a_machine_that_is_ready(data: Path) -> None:
     assert "kernel some-sandbox" in [check.name for check in checks]
 
 
-def test_which_runsc_and_who_named_it(data: Path, tmp_path: Path) -> None:
+def test_finding_names_runsc_and_its_origin(data: Path, tmp_path: Path) -> None:
     named = stand_in(tmp_path / "named", "20260101-aaa")
     (found, age) = doctor.check_runsc("", {"SANDBOX_RUNSC": str(named), "PATH": ""})
     assert (found.ok, age.ok) == (True, True)
     assert found.finding == f"20260101-aaa at {named} (from SANDBOX_RUNSC)"
 
 
-def test_a_runsc_that_is_too_old(data: Path, tmp_path: Path) -> None:
+def test_runsc_that_is_too_old(data: Path, tmp_path: Path) -> None:
     stand_in(tmp_path / "p" / "runsc", OLD)
     found, age = doctor.check_runsc("", {"PATH": str(tmp_path / "p")})
     assert found.ok
@@ -72,7 +72,7 @@ def test_a_runsc_that_is_too_old(data: Path, tmp_path: Path) -> None:
     assert "jupyter sandbox setup" in age.remedy
 
 
-def test_a_runsc_that_was_named_and_is_not_there(data: Path) -> None:
+def test_configured_runsc_is_missing(data: Path) -> None:
     (found,) = doctor.check_runsc("/not/there", {"PATH": ""})
     assert not found.ok
     assert "/not/there" in found.finding
@@ -94,7 +94,7 @@ def test_age_is_advice(version: str, ok: bool, words: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_platforms_that_will_do(machine: str) -> None:
+def test_supported_platforms(machine: str) -> None:
     assert doctor.check_platform(uname(machine=machine), "systrap").ok
 
 
@@ -107,19 +107,19 @@ def test_platforms_that_will_do(machine: str) -> None:
         (uname(), "magic", "'magic'"),
     ],
 )
-def test_platforms_that_will_not_do(system: platform.uname_result, chosen: str, words: str) -> None:
+def test_unsupported_platforms(system: platform.uname_result, chosen: str, words: str) -> None:
     check = doctor.check_platform(system, chosen)
     assert not check.ok
     assert words in check.finding
     assert check.remedy
 
 
-def test_this_machine_will_do() -> None:
+def test_this_machine_is_supported() -> None:
     assert doctor.check_platform(platform.uname(), "systrap").ok
     assert doctor.check_namespaces().ok
 
 
-def test_who_we_are(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_is_reported(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.check_user()
     assert check.ok
     assert ("root" if os.geteuid() == 0 else f"uid {os.geteuid()}") in check.finding
@@ -131,32 +131,32 @@ def test_who_we_are(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("most", "ok"), [(1024, False), (4096, True), (resource.RLIM_INFINITY, True)])
-def test_too_few_open_files_are_named_with_what_raises_them(most: int, ok: bool) -> None:
+def test_limit_of_open_files_that_is_too_low(most: int, ok: bool) -> None:
     check = doctor.check_open_files(most)
     assert check.ok is ok
     assert ("LimitNOFILE" in check.remedy) is not ok
 
 
-def test_a_folder_with_room(tmp_path: Path) -> None:
+def test_folder_with_enough_space(tmp_path: Path) -> None:
     check = doctor.check_folder("x", tmp_path / "not" / "yet", 1, "X")
     assert check.ok
     assert "free" in check.finding
 
 
-def test_a_folder_without_room(tmp_path: Path) -> None:
+def test_folder_without_enough_space(tmp_path: Path) -> None:
     check = doctor.check_folder("x", tmp_path, 1 << 40, "SOME_DIR")
     assert not check.ok
     assert "SOME_DIR" in check.remedy
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_read_only_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check = doctor.check_folder("x", tmp_path / "file" / "folder", 1, "SOME_DIR")
     assert not check.ok
     assert "SOME_DIR" in check.remedy
 
 
-def test_a_home_of_somebody_else(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_of_another_user(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0)
     for name in ("HOME", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
@@ -165,7 +165,7 @@ def test_a_home_of_somebody_else(data: Path, tmp_path: Path, monkeypatch: pytest
     assert by_name["data folder"].ok == (os.geteuid() == 0)
 
 
-def test_a_runtime_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path / "shared"))
@@ -174,7 +174,7 @@ def test_a_runtime_folder_that_others_can_write(tmp_path: Path, monkeypatch: pyt
     assert "SANDBOX_RUNTIME_DIR" in check.remedy
 
 
-def test_a_runtime_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_folder_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SANDBOX_RUNTIME_DIR", str(tmp_path / "file" / "folder"))
     check = doctor.check_runtime_root()
@@ -183,26 +183,26 @@ def test_a_runtime_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("program", ["python", "python3", sys.executable, "sh", "{resource_dir}/sh"])
-def test_kernels_whose_program_is_there(program: str) -> None:
+def test_kernel_with_its_program(program: str) -> None:
     (check,) = doctor.check_kernels([sandboxed([program])], {})
     assert check.ok
 
 
 @pytest.mark.parametrize("argv", [["/no/such/python"], ["no-such-command"], []])
-def test_kernels_whose_program_is_gone(argv: list[str]) -> None:
+def test_kernel_without_its_program(argv: list[str]) -> None:
     (check,) = doctor.check_kernels([sandboxed(argv)], {})
     assert not check.ok
     assert check.remedy == "`jupyter kernelspec remove some` removes it."
 
 
-def test_a_kernel_with_a_runsc_of_its_own(tmp_path: Path) -> None:
+def test_kernel_with_its_own_runsc(tmp_path: Path) -> None:
     (check,) = doctor.check_kernels([sandboxed(["sh"], runsc=str(stand_in(tmp_path / "new")))], {})
     assert check.ok
     (check,) = doctor.check_kernels([sandboxed(["sh"], runsc=str(stand_in(tmp_path / "old", OLD)))], {})
     assert not check.ok
 
 
-def test_no_sandboxed_kernel_is_no_problem_where_all_are_sandboxed() -> None:
+def test_no_twin_is_needed_if_all_kernels_are_sandboxed() -> None:
     plain = Kernel("plain", Path("/kernels/plain"), {"argv": ["sh"]})
     (check,) = doctor.check_kernels([plain], {"JUPYTER_DEFAULT_PROVISIONER_NAME": "sandbox-provisioner"})
     assert check.ok
@@ -223,7 +223,7 @@ def table(encoding: str) -> list[str]:
     return raw.getvalue().decode(encoding).splitlines()
 
 
-def test_the_table_is_aligned_and_a_remedy_is_never_broken() -> None:
+def test_table_is_aligned_and_remedies_are_not_wrapped() -> None:
     lines = table("utf-8")
     assert lines[:3] == ["✓  runsc  good", "!  age    old", "          `do this`"]
     assert lines[3].startswith("✗  disk   word word")
@@ -231,19 +231,19 @@ def test_the_table_is_aligned_and_a_remedy_is_never_broken() -> None:
     assert lines[-1].startswith("A sandboxed kernel cannot start")
 
 
-def test_the_table_in_ascii() -> None:
+def test_table_in_ascii() -> None:
     lines = table("ascii")
     assert lines[0] == "ok runsc  good"
     assert lines[3].startswith("NO disk   word")
 
 
-def test_own_folders_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_own_folders_that_kernels_cannot_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")
     assert [check.ok for check in doctor.check_own_folders({})] == [True]
 
 
-def test_storage_in_the_present_folder_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_storage_in_current_folder_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")
     storage = tmp_path / "notebooks" / ".storage"
@@ -260,7 +260,7 @@ def test_writable_storage_is_refused(variable: str, tmp_path: Path) -> None:
     assert str(tmp_path) in check.finding and "SANDBOX_STORAGE_DIR" in check.finding
 
 
-def test_refused_runsc_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_refused_runsc_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refused = stand_in(tmp_path / "notebooks" / "runsc")
     monkeypatch.chdir(refused.parent)
     (check,) = [check for check in doctor.check_refused({"PATH": str(refused.parent)}) if str(refused) in check.finding]

@@ -50,7 +50,7 @@ def install(name: str, folder: Path) -> kernelspecs.Kernel:
     return kernelspecs.install_twin(origin, folder)
 
 
-def test_a_twin_says_all_that_the_original_says_in_a_sandbox(folder: Path) -> None:
+def test_twin_copies_kernelspec_and_sets_provisioner(folder: Path) -> None:
     add(folder, "some")
     twin = install("some", folder)
     assert twin.name == "some-sandbox"
@@ -88,7 +88,7 @@ def test_resources_are_copied(folder: Path) -> None:
     assert not (twin / "dangling").is_symlink()
 
 
-def test_a_twin_of_a_read_only_original_can_be_refreshed_and_removed(folder: Path) -> None:
+def test_twin_of_read_only_original_can_be_refreshed_and_removed(folder: Path) -> None:
     place = add(folder, "some")
     (place / "more").mkdir()
     (place / "more" / "file").touch(mode=0o444)
@@ -101,7 +101,7 @@ def test_a_twin_of_a_read_only_original_can_be_refreshed_and_removed(folder: Pat
     (place / "more").chmod(0o755)
 
 
-def test_again_refreshes_and_keeps_the_settings_of_a_person(folder: Path) -> None:
+def test_refresh_keeps_the_users_settings(folder: Path) -> None:
     place = add(folder, "some")
     (place / "old.png").touch()
     install("some", folder)
@@ -125,9 +125,7 @@ def test_again_refreshes_and_keeps_the_settings_of_a_person(folder: Path) -> Non
         (0.0, {"enable_checkpoint_at_idle": False}),
     ],
 )
-def test_how_long_a_kernel_may_be_idle_is_for_the_person_to_say(
-    folder: Path, seconds: float | None, settings: dict[str, Any]
-) -> None:
+def test_idle_timeout_is_set_by_the_user(folder: Path, seconds: float | None, settings: dict[str, Any]) -> None:
     add(folder, "some")
     (origin,) = kernelspecs.origins(["some"])
     twin = kernelspecs.install_twin(origin, folder, kernelspecs.idle_settings(seconds))
@@ -142,7 +140,7 @@ def test_nothing_else_is_left_in_the_data_folder(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["some", "some-sandbox"]
 
 
-def test_a_kernelspec_of_a_person_is_not_overwritten(folder: Path) -> None:
+def test_handwritten_kernelspec_is_not_overwritten(folder: Path) -> None:
     add(folder, "some")
     mine = add(folder, "some-sandbox", display_name="Mine")
     with pytest.raises(SandboxError, match="was not made by `jupyter sandbox setup`"):
@@ -150,14 +148,14 @@ def test_a_kernelspec_of_a_person_is_not_overwritten(folder: Path) -> None:
     assert read(mine)["display_name"] == "Mine"
 
 
-def test_a_folder_that_cannot_be_written_is_a_plain_error(folder: Path, tmp_path: Path) -> None:
+def test_read_only_folder_is_an_error(folder: Path, tmp_path: Path) -> None:
     add(folder, "some")
     (tmp_path / "file").touch()
     with pytest.raises(SandboxError, match="could not be written"):
         install("some", tmp_path / "file" / "kernels")
 
 
-def test_a_failed_refresh_leaves_the_twin_as_it_was(folder: Path) -> None:
+def test_failed_refresh_keeps_the_old_twin(folder: Path) -> None:
     place = add(folder, "some")
     install("some", folder)
     os.mkfifo(place / "pipe")
@@ -180,7 +178,7 @@ def test_sandboxed_and_foreign_kernels_get_no_twin(folder: Path) -> None:
         kernelspecs.origins(["far"])
 
 
-def test_pythons_own_kernel_gets_a_twin_also_without_a_kernelspec(folder: Path) -> None:
+def test_twin_of_built_in_python_kernel(folder: Path) -> None:
     twin = install("python3", folder)
     argv = twin.spec["argv"]
     assert argv[1:3] == ["-m", "ipykernel_launcher"]
@@ -188,7 +186,7 @@ def test_pythons_own_kernel_gets_a_twin_also_without_a_kernelspec(folder: Path) 
     assert (folder / "python3-sandbox" / "logo-64x64.png").is_file()
 
 
-def test_an_unknown_kernel_is_an_error_that_names_the_known(folder: Path) -> None:
+def test_unknown_kernel_is_an_error_that_lists_known_kernels(folder: Path) -> None:
     add(folder, "some")
     with pytest.raises(SandboxError, match="no kernel named other") as caught:
         kernelspecs.origins(["some", "other"])
@@ -196,7 +194,7 @@ def test_an_unknown_kernel_is_an_error_that_names_the_known(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"metadata": 1}', '{"metadata": {"kernel_provisioner": 1}}'])
-def test_a_broken_kernelspec_disturbs_nobody(folder: Path, content: str) -> None:
+def test_broken_kernelspec_is_skipped(folder: Path, content: str) -> None:
     add(folder, "some")
     (add(folder, "broken") / "kernel.json").write_text(content)
     assert "some" in {kernel.name for kernel in kernelspecs.origins()}
@@ -215,16 +213,16 @@ def test_only_twins_are_removed(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["by-hand-sandbox", "other", "some"]
 
 
-def test_a_twin_can_be_removed_by_its_own_name(folder: Path) -> None:
+def test_twin_can_be_removed_by_its_own_name(folder: Path) -> None:
     add(folder, "some")
     install("some", folder)
     assert kernelspecs.remove_twins(folder, ["some-sandbox"]) == [folder / "some-sandbox"]
 
 
-def test_removing_where_nothing_is(folder: Path) -> None:
+def test_removing_from_empty_folder(folder: Path) -> None:
     assert kernelspecs.remove_twins(folder / "nowhere") == []
 
 
-def test_where_twins_go(folder: Path) -> None:
+def test_kernels_folder(folder: Path) -> None:
     assert kernelspecs.kernels_folder(sys_prefix=False) == folder
     assert kernelspecs.kernels_folder(sys_prefix=True) == Path(sys.prefix, "share", "jupyter", "kernels")

@@ -1,4 +1,4 @@
-"""What is shown of long steps, on a terminal and in a log."""
+"""Progress of long steps is shown on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class Watched(Utf8):
         return written
 
 
-def test_a_short_step_is_one_line() -> None:
+def test_short_step_is_one_line() -> None:
     log = Utf8()
     with Progress(log).step("Working") as step:
         step.result = "well"
     assert log.getvalue() == "✓ Working: well\n"
 
 
-def test_a_failed_step_is_one_line_with_the_reason() -> None:
+def test_failed_step_is_one_line_with_the_reason() -> None:
     log = Utf8()
     with pytest.raises(SandboxError), Progress(log).step("Working"):
         raise SandboxError("it broke.", "mend it.")
     assert log.getvalue() == "✗ Working: it broke.\n"
 
 
-def test_an_interrupted_step_says_so() -> None:
+def test_interrupted_step_is_reported() -> None:
     log = Utf8()
     with pytest.raises(KeyboardInterrupt), Progress(log).step("Working"):
         raise KeyboardInterrupt
     assert log.getvalue() == "✗ Working: interrupted\n"
 
 
-def test_a_long_step_shows_in_a_log_that_it_is_alive() -> None:
+def test_long_step_prints_regular_lines_in_a_log() -> None:
     log = Watched()
     with Progress(log, log_interval=0.01).step("Working") as step:
         step.note("on\nthis")
@@ -59,7 +59,7 @@ def test_a_long_step_shows_in_a_log_that_it_is_alive() -> None:
     assert re.match(r"  Working, \d+ s - on this\n", log.getvalue())
 
 
-def test_a_terminal_shows_a_moving_line_and_then_the_outcome() -> None:
+def test_terminal_shows_a_moving_line_and_then_the_outcome() -> None:
     ours, theirs = os.openpty()
     with open(theirs, "w", encoding="utf-8") as terminal, open(ours, "rb", buffering=0) as screen:
         with Progress(terminal).step("Working"):

@@ -176,7 +176,7 @@ def test_release_needs_a_version_and_a_digest(version: str, digest: str) -> None
         ReleaseSource(version, digest)
 
 
-def test_the_first_source_that_delivers_is_taken(folder: Path) -> None:
+def test_first_source_that_succeeds_is_used(folder: Path) -> None:
     said = io.StringIO()
     sources = [Shelf(reason="it is empty"), Shelf(binary(OLD)), Shelf(b"junk"), Shelf(binary()), Shelf(reason="no")]
     assert install(sources, folder, Progress(said)).version == NEW
@@ -186,7 +186,7 @@ def test_the_first_source_that_delivers_is_taken(folder: Path) -> None:
     assert nothing_lies_about(folder)
 
 
-def test_when_no_source_delivers_every_reason_is_given(folder: Path) -> None:
+def test_error_has_the_reason_of_every_source(folder: Path) -> None:
     with pytest.raises(RunscNotFoundError) as caught:
         install([Shelf(reason="it is empty"), Shelf(reason="it is locked")], folder, quiet())
     assert "shelf: it is empty" in str(caught.value)
@@ -194,7 +194,7 @@ def test_when_no_source_delivers_every_reason_is_given(folder: Path) -> None:
     assert "SANDBOX_RUNSC" in caught.value.remedy
 
 
-def test_what_was_there_stays_when_the_new_one_will_not_do(folder: Path) -> None:
+def test_old_runsc_stays_if_the_new_one_is_unusable(folder: Path) -> None:
     stand_in(folder / "runsc", "20250101-aaa")
     with pytest.raises(RunscNotFoundError):
         install([Shelf(b"#!/bin/sh\nexit 1\n")], folder, quiet())
@@ -202,7 +202,7 @@ def test_what_was_there_stays_when_the_new_one_will_not_do(folder: Path) -> None
     assert nothing_lies_about(folder)
 
 
-def test_a_relative_folder_will_do(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     asked = '[ "$1" = env ] && exec echo go1.99\n[ "$1" = build ] || exit 0\n'
@@ -213,7 +213,7 @@ def test_a_relative_folder_will_do(folder: Path, tmp_path: Path, monkeypatch: py
     assert install([GoSource()], Path("here"), quiet()).path == tmp_path / "work" / "here" / "runsc"
 
 
-def test_an_interrupted_fetch_leaves_nothing(folder: Path) -> None:
+def test_interrupted_download_leaves_no_files(folder: Path) -> None:
     class Interrupted(Shelf):
         def obtain(self, target: Path, workspace: Path, note: Note) -> None:
             super().obtain(target, workspace, note)
@@ -225,7 +225,7 @@ def test_an_interrupted_fetch_leaves_nothing(folder: Path) -> None:
     assert nothing_lies_about(folder)
 
 
-def test_what_a_killed_setup_left_is_removed(folder: Path) -> None:
+def test_files_of_a_killed_setup_are_removed(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / ".runsc-abandoned").touch()
     os.utime(folder / ".runsc-abandoned", (0, 0))
@@ -233,7 +233,7 @@ def test_what_a_killed_setup_left_is_removed(folder: Path) -> None:
     assert nothing_lies_about(folder)
 
 
-def test_a_folder_that_cannot_be_made_is_a_plain_error(folder: Path, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_an_error(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunscNotFoundError, match="Not a directory"):
         install([Shelf(binary())], tmp_path / "file" / "bin", quiet())
@@ -249,14 +249,14 @@ def test_sources_by_name() -> None:
     assert [source.name for source in runsc_install.choose("go")] == ["go"]
 
 
-def test_the_pinned_version_and_go_of_the_module() -> None:
+def test_pinned_version_and_go_version() -> None:
     day, commit = pinned_version(GO_MOD).split("-")
     assert re.search(rf"gvisor v0\.0\.0-{day}\d{{6}}-{commit}$", GO_MOD, re.MULTILINE)
     assert f"\ngo {go_line(GO_MOD)}\n" in GO_MOD
 
 
 @pytest.mark.parametrize("function", [pinned_version, go_line])
-def test_a_module_that_pins_nothing_is_refused(function: object) -> None:
+def test_module_without_pinned_version_is_refused(function: object) -> None:
     with pytest.raises(SandboxError, match=r"go\.mod"):
         function("module x\n")  # type: ignore[operator]
 
@@ -264,7 +264,7 @@ def test_a_module_that_pins_nothing_is_refused(function: object) -> None:
 @pytest.mark.parametrize(
     ("version", "good"), [("go1.26.3", True), ("go1.27rc1", True), ("go1.26.2", False), ("go1.3", False), ("", False)]
 )
-def test_a_go_on_the_machine_must_be_new_enough(
+def test_go_on_the_machine_must_be_new_enough(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, good: bool
 ) -> None:
     go = script(tmp_path / "go", f"echo {version}")
@@ -272,14 +272,14 @@ def test_a_go_on_the_machine_must_be_new_enough(
     assert go_on_machine("1.26.3", "/nowhere") == (str(go) if good else None)
 
 
-def test_a_go_in_the_usual_folder_is_found_behind_an_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_go_in_the_usual_folder_is_found_after_an_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script(tmp_path / "old" / "go", "echo go1.19")
     usual = script(tmp_path / "usual" / "go", "echo go1.27.1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'old'}:/bin")
     assert go_on_machine("1.26.3", str(usual.parent)) == str(usual)
 
 
-def test_a_build_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+def test_failed_build_reports_the_reason(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
     script(tmp_path / "go" / "go", '[ "$1" = env ] && exec echo go1.99\necho "no space left on device" >&2\nexit 1')
     monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
     with pytest.raises(RunscNotFoundError, match="go failed: no space left on device"):
@@ -291,7 +291,7 @@ COMPILED_BEFOREHAND = (b'Platform="systrap" HostNetwork=false', b"UDSCreateEnabl
 """Parts of the names by which runsc finds its seccomp programs; those that it does not find, it compiles each time."""
 
 
-def test_a_runsc_of_the_pinned_source_has_its_filters_compiled() -> None:
+def test_runsc_of_the_pinned_source_has_compiled_filters() -> None:
     found = find()
     text = found.path.read_bytes()
     assert found.version != pinned_version(GO_MOD) or all(name in text for name in COMPILED_BEFOREHAND)
@@ -299,7 +299,7 @@ def test_a_runsc_of_the_pinned_source_has_its_filters_compiled() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_pinned_source_is_built_with_the_go_from_pypi(folder: Path) -> None:
+def test_pinned_source_is_built_with_go_from_pypi(folder: Path) -> None:
     found = install([GoSource(usual_folder="/nowhere")], folder, quiet())
     assert found.version == pinned_version(GO_MOD)
     assert all(filters in found.path.read_bytes() for filters in COMPILED_BEFOREHAND)
@@ -320,7 +320,7 @@ def apt_of_its_own(monkeypatch: pytest.MonkeyPatch, folder: Path, entries: str) 
     monkeypatch.setenv("APT_CONFIG", str(folder / "apt.conf"))
 
 
-def test_the_package_comes_from_the_mirror_of_the_machine(folder: Path) -> None:
+def test_package_comes_from_the_machines_mirror(folder: Path) -> None:
     lists = Path("/var/lib/apt/lists")
     before = {path.name: path.stat().st_mtime_ns for path in lists.iterdir()}
     found = install([DebianSource()], folder, quiet())
@@ -330,7 +330,7 @@ def test_the_package_comes_from_the_mirror_of_the_machine(folder: Path) -> None:
     assert nothing_lies_about(folder)
 
 
-def test_a_mirror_that_is_not_there(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+def test_unreachable_mirror(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         mirror = f"http://127.0.0.1:{free.getsockname()[1]}/debian"
@@ -340,19 +340,19 @@ def test_a_mirror_that_is_not_there(monkeypatch: pytest.MonkeyPatch, folder: Pat
     assert nothing_lies_about(folder)
 
 
-def test_a_machine_without_any_mirror(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+def test_machine_without_mirrors(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
     apt_of_its_own(monkeypatch, tmp_path, "")
     with pytest.raises(RunscNotFoundError, match="this machine's suites: no package runsc"):
         install([DebianSource()], folder, quiet())
 
 
-def test_a_machine_without_apt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_machine_without_apt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RunscNotFoundError, match="no apt-get"):
         install([DebianSource()], folder, quiet())
 
 
-def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_command_over_its_limit_is_killed_with_its_children(tmp_path: Path) -> None:
     """The sleeping child holds the pipe that is read to its end: the call returns only when the child is gone."""
     with pytest.raises(SandboxError, match=r"sh was stopped after 0 s: started"):
         run(["sh", "-c", "sleep 1000 & echo started; wait"], print, cwd=tmp_path, limit=0.5)

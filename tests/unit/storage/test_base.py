@@ -56,7 +56,7 @@ def stored_part(store: ObjectStore, name: str, number: int = 0) -> str:
     return f"{name}/{number:05d}" if store.kind == "gcs" else name
 
 
-def test_what_was_written_is_read_with_its_generation(store: ObjectStore) -> None:
+def test_written_object_is_read_with_its_generation(store: ObjectStore) -> None:
     written = store.write("sandboxes/a/metadata.json", b"hello")
     assert store.read("sandboxes/a/metadata.json") == (b"hello", written)
     assert store.info("sandboxes/a/metadata.json") == written
@@ -65,12 +65,12 @@ def test_what_was_written_is_read_with_its_generation(store: ObjectStore) -> Non
     assert written.updated > 1_600_000_000
 
 
-def test_an_object_can_be_empty(store: ObjectStore) -> None:
+def test_empty_object(store: ObjectStore) -> None:
     assert store.write("empty", b"").size == 0
     assert store.read("empty")[0] == b""
 
 
-def test_what_is_not_there_is_an_error_that_names_it(store: ObjectStore) -> None:
+def test_missing_object_is_named_in_the_error(store: ObjectStore) -> None:
     store.write("folder/other", b"")
     for ask in (store.read, store.info):
         for name in ("absent", "folder", "folder/absent", "folder/other/below"):
@@ -79,7 +79,7 @@ def test_what_is_not_there_is_an_error_that_names_it(store: ObjectStore) -> None
             assert (caught.value.name, caught.value.where) == (name, store.where)
 
 
-def test_each_write_has_a_higher_generation_even_of_an_object_made_anew(store: ObjectStore) -> None:
+def test_generation_grows_with_each_write_and_after_a_delete(store: ObjectStore) -> None:
     seen = []
     for number in range(10):
         seen.append(store.write("name", bytes([number])).generation)
@@ -88,7 +88,7 @@ def test_each_write_has_a_higher_generation_even_of_an_object_made_anew(store: O
     assert seen == sorted(set(seen))
 
 
-def test_a_write_that_creates_fails_where_there_is_an_object(store: ObjectStore) -> None:
+def test_creation_of_an_existing_object_is_a_conflict(store: ObjectStore) -> None:
     first = store.write("name", b"1", NEW)
     with pytest.raises(ConflictError, match="already exists") as caught:
         store.write("name", b"2", NEW)
@@ -96,7 +96,7 @@ def test_a_write_that_creates_fails_where_there_is_an_object(store: ObjectStore)
     assert store.read("name") == (b"1", first)
 
 
-def test_a_conditional_write_needs_the_generation_that_is_there(store: ObjectStore) -> None:
+def test_write_with_another_generation_is_a_conflict(store: ObjectStore) -> None:
     first = store.write("name", b"1")
     second = store.write("name", b"2", first.generation)
     with pytest.raises(ConflictError, match=str(first.generation)):
@@ -108,7 +108,7 @@ def test_a_conditional_write_needs_the_generation_that_is_there(store: ObjectSto
     assert store.list("") == []
 
 
-def test_a_conditional_delete_needs_the_generation_that_is_there(store: ObjectStore) -> None:
+def test_delete_with_another_generation_is_a_conflict(store: ObjectStore) -> None:
     first = store.write("name", b"1")
     second = store.write("name", b"2")
     with pytest.raises(ConflictError):
@@ -119,7 +119,7 @@ def test_a_conditional_delete_needs_the_generation_that_is_there(store: ObjectSt
     assert not store.delete("folder/absent")
 
 
-def test_a_list_has_the_objects_below_a_prefix_by_name(store: ObjectStore) -> None:
+def test_list_is_sorted_and_below_the_prefix(store: ObjectStore) -> None:
     for name in ("b/2", "a/1", "b/c/3", "bb/4", "b.txt"):
         store.write(name, name.encode())
     assert [info.name for info in store.list("")] == ["a/1", "b.txt", "b/2", "b/c/3", "bb/4"]
@@ -132,7 +132,7 @@ def test_a_list_has_the_objects_below_a_prefix_by_name(store: ObjectStore) -> No
             store.list(prefix)
 
 
-def test_a_file_comes_back_as_it_was_with_progress(
+def test_uploaded_file_is_downloaded_with_progress(
     store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path
 ) -> None:
     data = os.urandom(33 * MIB + 5)
@@ -146,13 +146,13 @@ def test_a_file_comes_back_as_it_was_with_progress(
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_empty_file_is_a_file(store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path) -> None:
+def test_empty_file(store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path) -> None:
     record = store.upload(a_file(b""), "empty.img")
     store.download("empty.img", record, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == b""
 
 
-def test_an_upload_of_the_same_file_again_succeeds_and_of_another_does_not(
+def test_only_the_same_file_can_be_uploaded_again(
     store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path
 ) -> None:
     record = store.upload(a_file(b"same"), "name")
@@ -164,7 +164,7 @@ def test_an_upload_of_the_same_file_again_succeeds_and_of_another_does_not(
     assert (tmp_path / "copy").read_bytes() == b"same"
 
 
-def test_a_file_that_cannot_be_read_is_an_error_of_ours(store: ObjectStore, tmp_path: Path) -> None:
+def test_upload_of_an_unreadable_file_raises_storage_error(store: ObjectStore, tmp_path: Path) -> None:
     for source in (tmp_path / "absent", tmp_path):
         with pytest.raises(SandboxError):
             store.upload(source, "name")
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_ours(store: ObjectStore, tmp_
 
 
 @pytest.mark.parametrize("damage", ["flipped byte", "truncated", "longer", "missing"])
-def test_damage_is_found_and_leaves_no_target(
+def test_download_of_a_damaged_file_leaves_no_target(
     store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path, damage: str
 ) -> None:
     data = os.urandom(33 * MIB)
@@ -190,9 +190,7 @@ def test_damage_is_found_and_leaves_no_target(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_record_that_contradicts_itself_is_refused(
-    store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path
-) -> None:
+def test_inconsistent_record_is_refused(store: ObjectStore, a_file: Callable[[bytes], Path], tmp_path: Path) -> None:
     record = store.upload(a_file(b"data"), "name")
     wrong: list[FileRecord] = [
         replace(record, size=-1),
@@ -230,7 +228,7 @@ def test_records_without_digests_are_read(store: ObjectStore, a_file: Callable[[
     assert (tmp_path / "copy").read_bytes() == b"data"
 
 
-def test_all_below_a_prefix_is_deleted_and_nothing_else(store: ObjectStore, a_file: Callable[[bytes], Path]) -> None:
+def test_delete_all_deletes_only_below_the_prefix(store: ObjectStore, a_file: Callable[[bytes], Path]) -> None:
     store.write("a/1", b"12345")
     store.write("a/b/2", b"123")
     store.write("a.b", b"1")
@@ -245,9 +243,7 @@ def test_all_below_a_prefix_is_deleted_and_nothing_else(store: ObjectStore, a_fi
             store.delete_all(prefix)
 
 
-def test_a_file_can_be_used_in_place_where_the_store_is_a_folder(
-    store: ObjectStore, a_file: Callable[[bytes], Path]
-) -> None:
+def test_folder_stores_allow_use_in_place(store: ObjectStore, a_file: Callable[[bytes], Path]) -> None:
     record = store.upload(a_file(b"data"), "checkpoints/1/file")
     path = store.in_place("checkpoints/1/file", record)
     assert (path is not None) == (store.kind in ("local", "mounted"))
@@ -270,7 +266,7 @@ def test_file_that_others_can_change_is_copied_instead(
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_name_is_refused_by_every_method(
+def test_every_method_refuses_hostile_names(
     store: ObjectStore, name: str, a_file: Callable[[bytes], Path], tmp_path: Path
 ) -> None:
     record = FileRecord(4, MIB, (0,))
@@ -299,7 +295,7 @@ NAMES = st.one_of(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=NAMES)
 @example(name="a/b")
-def test_whatever_the_name_nothing_lands_outside(store: ObjectStore, tmp_path: Path, name: str) -> None:
+def test_no_name_leads_out_of_the_store(store: ObjectStore, tmp_path: Path, name: str) -> None:
     try:
         store.write(name, name.encode(errors="replace"))
     except StorageError:
@@ -311,7 +307,7 @@ def test_whatever_the_name_nothing_lands_outside(store: ObjectStore, tmp_path: P
     assert not outer.exists() or [path.name for path in outer.iterdir()] == ["store"]
 
 
-def test_threads_that_change_one_object_lose_nothing(store: ObjectStore) -> None:
+def test_threads_lose_no_change_of_one_object(store: ObjectStore) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: append(store, str(number)), range(24)))
     assert sorted(map(int, store.read("lines")[0].split())) == list(range(24))
@@ -319,7 +315,7 @@ def test_threads_that_change_one_object_lose_nothing(store: ObjectStore) -> None
 
 @pytest.mark.user
 @pytest.mark.parametrize("store", ["local", "mounted", "gcs"], indirect=True)
-def test_processes_that_change_one_object_lose_nothing(store: ObjectStore, request: pytest.FixtureRequest) -> None:
+def test_processes_lose_no_change_of_one_object(store: ObjectStore, request: pytest.FixtureRequest) -> None:
     place = request.getfixturevalue("gcs").bucket if store.kind == "gcs" else store.where
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=append_many, args=(store.kind, place, worker, 8)) for worker in range(4)]
@@ -332,7 +328,7 @@ def test_processes_that_change_one_object_lose_nothing(store: ObjectStore, reque
     assert sorted(lines) == sorted(f"{worker}-{number}".encode() for worker in range(4) for number in range(8))
 
 
-def test_one_of_many_who_create_at_once_wins(store: ObjectStore) -> None:
+def test_only_one_of_several_simultaneous_creations_succeeds(store: ObjectStore) -> None:
     start = threading.Barrier(6)
 
     def create(number: int) -> bool:
@@ -348,7 +344,7 @@ def test_one_of_many_who_create_at_once_wins(store: ObjectStore) -> None:
     assert [store.read("lock")[0]] == [str(number).encode() for number in won]
 
 
-def test_a_reader_never_sees_half_a_write(store: ObjectStore) -> None:
+def test_reader_sees_only_complete_writes(store: ObjectStore) -> None:
     store.write("name", b"a" * 5000)
     done = threading.Event()
 

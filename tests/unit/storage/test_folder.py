@@ -61,7 +61,7 @@ def age(path: Path) -> None:
         os.utime(entry, (0, time.time() - ABANDONED - 1))
 
 
-def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new(store: FolderStore) -> None:
+def test_killed_write_leaves_the_old_or_the_new_object(store: FolderStore) -> None:
     store.write("a/name", b"old")
     step, lived, outcomes = 0, False, set()
     while not lived:
@@ -79,7 +79,7 @@ def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new(store: FolderStor
     assert list((store.root / ".tmp").iterdir()) == []
 
 
-def test_a_deleter_killed_at_any_step_leaves_all_or_nothing_to_be_seen(store: FolderStore) -> None:
+def test_killed_delete_leaves_all_objects_or_none(store: FolderStore) -> None:
     step, lived = 0, False
     while not lived:
         step += 1
@@ -93,7 +93,7 @@ def test_a_deleter_killed_at_any_step_leaves_all_or_nothing_to_be_seen(store: Fo
     assert list((store.root / ".tmp").iterdir()) == []
 
 
-def test_an_upload_killed_at_any_step_can_be_made_again(store: FolderStore, tmp_path: Path) -> None:
+def test_killed_upload_can_be_repeated(store: FolderStore, tmp_path: Path) -> None:
     step, lived = 0, False
     while not lived:
         step += 1
@@ -105,7 +105,7 @@ def test_an_upload_killed_at_any_step_can_be_made_again(store: FolderStore, tmp_
         assert store.read(f"file{step}")[0] == b"data"
 
 
-def test_only_the_owner_can_read_or_list_anything(store: FolderStore, tmp_path: Path) -> None:
+def test_files_and_folders_are_private(store: FolderStore, tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         store.write("a/b/name", b"secret")
@@ -120,7 +120,7 @@ def test_only_the_owner_can_read_or_list_anything(store: FolderStore, tmp_path: 
     assert {path for path, mode in found.items() if mode not in (0o600, 0o700)} == set()
 
 
-def test_a_link_is_never_followed(store: FolderStore, tmp_path: Path) -> None:
+def test_links_are_not_followed(store: FolderStore, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"secret")
@@ -143,7 +143,7 @@ def test_a_link_is_never_followed(store: FolderStore, tmp_path: Path) -> None:
     assert (outside / "secret").read_bytes() == b"secret"
 
 
-def test_an_object_cannot_be_below_another(store: FolderStore) -> None:
+def test_object_below_another_is_refused(store: FolderStore) -> None:
     store.write("a", b"")
     with pytest.raises(StorageError):
         store.write("a/b", b"")
@@ -155,14 +155,14 @@ def test_an_object_cannot_be_below_another(store: FolderStore) -> None:
     assert [info.name for info in store.list("")] == ["a", "c/d"]
 
 
-def test_folders_that_became_empty_are_removed(store: FolderStore) -> None:
+def test_empty_folders_are_removed(store: FolderStore) -> None:
     store.write("a/b/c/name", b"")
     store.write("a/other", b"")
     store.delete("a/b/c/name")
     assert [path.name for path in (store.root / "a").iterdir()] == ["other"]
 
 
-def test_generations_grow_when_the_clock_goes_back(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_grow_after_the_clock_is_set_back(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first = store.write("name", b"1")
     store.delete("name")
     monkeypatch.setattr(folder.time, "time_ns", lambda: first.generation - 10**15)
@@ -171,7 +171,7 @@ def test_generations_grow_when_the_clock_goes_back(store: FolderStore, monkeypat
     assert first.generation < second.generation < third.generation
 
 
-def test_generations_grow_on_a_disk_that_counts_in_seconds(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_grow_with_times_in_whole_seconds(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.utime
 
     def coarse(path: Any, ns: tuple[int, int]) -> None:
@@ -183,7 +183,7 @@ def test_generations_grow_on_a_disk_that_counts_in_seconds(store: FolderStore, m
     assert store.info("name").generation == written[-1]
 
 
-def test_a_file_on_the_same_disk_is_taken_and_not_copied(store: FolderStore, tmp_path: Path) -> None:
+def test_file_on_the_same_disk_is_moved(store: FolderStore, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"data")
     number = source.stat().st_ino
@@ -192,7 +192,7 @@ def test_a_file_on_the_same_disk_is_taken_and_not_copied(store: FolderStore, tmp
     assert (store.root / "file").stat().st_ino == number
 
 
-def test_a_file_that_has_another_name_or_disk_is_copied(
+def test_file_with_two_names_or_on_another_disk_is_copied(
     store: FolderStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source"
@@ -218,7 +218,7 @@ def test_a_file_that_has_another_name_or_disk_is_copied(
     assert sum(moved) == record.size
 
 
-def test_a_full_disk_is_said_to_be_full_and_nothing_is_left(
+def test_full_disk_is_reported_and_leaves_no_file(
     store: FolderStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("name", b"old")
@@ -234,20 +234,20 @@ def test_a_full_disk_is_said_to_be_full_and_nothing_is_left(
     assert list((store.root / ".tmp").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_ours(store: FolderStore) -> None:
+def test_unusable_folder_raises_storage_error(store: FolderStore) -> None:
     store.root.write_text("a file is in its place")
     with pytest.raises(StorageError, match="Could not write name"):
         store.write("name", b"")
 
 
-def test_a_reader_makes_nothing(store: FolderStore) -> None:
+def test_reading_creates_no_folder(store: FolderStore) -> None:
     assert store.list("") == []
     assert not store.delete("name")
     assert store.delete_all("a/") == 0
     assert not store.root.exists()
 
 
-def test_a_writer_that_was_stopped_in_its_turn_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_stopped_writer_is_waited_for_until_patience_ends(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store", patience=0.1)
     written = store.write("name", b"1")
     with (store.root / ".generation").open() as other:
@@ -258,7 +258,7 @@ def test_a_writer_that_was_stopped_in_its_turn_is_not_waited_for_for_ever(tmp_pa
     store.write("name", b"2", written.generation)
 
 
-def test_a_mounted_writer_that_was_paused_until_its_lock_was_broken_changes_nothing(tmp_path: Path) -> None:
+def test_paused_writer_whose_lock_was_broken_changes_nothing(tmp_path: Path) -> None:
     store = MountedStore(tmp_path / "store", stale=0.05)
     written = store.write("name", b"1")
     child = os.fork()

@@ -47,7 +47,7 @@ def parts_sent(gcs: GCS) -> Counter[str]:
 
 
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: str(fault.get("code", fault["kind"])))
-def test_what_passes_is_not_noticed(gcs: GCS, store: GCSStore, tmp_path: Path, fault: dict[str, object]) -> None:
+def test_temporary_failures_are_retried(gcs: GCS, store: GCSStore, tmp_path: Path, fault: dict[str, object]) -> None:
     (tmp_path / "source").write_bytes(os.urandom(9 * MIB))
     gcs.fault(**{"times": None, "every": 2, **fault})  # type: ignore[arg-type]
     first = store.write("name", b"1", NEW)
@@ -68,7 +68,7 @@ def test_what_passes_is_not_noticed(gcs: GCS, store: GCSStore, tmp_path: Path, f
 
 @pytest.mark.parametrize("kind", ["short", "end"])
 @pytest.mark.parametrize("operation", ["insert", "get", "media", "list"])
-def test_answer_cut_short_is_asked_for_again(gcs: GCS, store: GCSStore, operation: str, kind: Kind) -> None:
+def test_truncated_response_is_retried(gcs: GCS, store: GCSStore, operation: str, kind: Kind) -> None:
     gcs.fault(kind, operation=operation, times=2)
     written = store.write("name", b"four bytes and more", NEW)
     assert store.read("name") == (b"four bytes and more", written)
@@ -76,7 +76,7 @@ def test_answer_cut_short_is_asked_for_again(gcs: GCS, store: GCSStore, operatio
     assert gcs.faults()[0]["struck"] == 2
 
 
-def test_download_cut_short_is_asked_for_again(gcs: GCS, store: GCSStore, tmp_path: Path) -> None:
+def test_truncated_download_is_retried(gcs: GCS, store: GCSStore, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(os.urandom(MIB))
     record = store.upload(tmp_path / "source", "file")
     gcs.fault("short", operation="media", times=2)
@@ -85,7 +85,7 @@ def test_download_cut_short_is_asked_for_again(gcs: GCS, store: GCSStore, tmp_pa
     assert gcs.faults()[0]["struck"] == 2
 
 
-def test_a_write_whose_answer_was_lost_is_not_a_conflict_with_itself(gcs: GCS, store: GCSStore) -> None:
+def test_write_with_lost_response_does_not_conflict_with_itself(gcs: GCS, store: GCSStore) -> None:
     gcs.fault("lose", operation="insert")
     created = store.write("name", b"1", NEW)
     assert created == store.info("name")
@@ -106,7 +106,7 @@ def test_mutation_limit_delays_writes_of_one_name(gcs: GCS, store: GCSStore) -> 
     assert gcs.refused_mutations() > 0
 
 
-def test_a_write_by_another_is_a_conflict_even_after_a_lost_answer(gcs: GCS, store: GCSStore) -> None:
+def test_write_by_another_is_a_conflict_after_a_lost_response(gcs: GCS, store: GCSStore) -> None:
     created = store.write("name", b"1")
     GCSStore(gcs.bucket, "prefix").write("name", b"same bytes")
     gcs.fault("cut", operation="insert")
@@ -118,7 +118,7 @@ def test_a_write_by_another_is_a_conflict_even_after_a_lost_answer(gcs: GCS, sto
         store.write("name", b"same bytes", created.generation)
 
 
-def test_a_delete_whose_answer_was_lost_has_deleted(gcs: GCS, store: GCSStore) -> None:
+def test_delete_with_lost_response_returns_true(gcs: GCS, store: GCSStore) -> None:
     written = store.write("name", b"1")
     gcs.fault("lose", operation="delete")
     assert store.delete("name", written.generation)
@@ -126,7 +126,7 @@ def test_a_delete_whose_answer_was_lost_has_deleted(gcs: GCS, store: GCSStore) -
 
 
 @pytest.mark.user
-def test_processes_under_faults_lose_nothing_and_do_nothing_twice(gcs: GCS) -> None:
+def test_processes_lose_and_repeat_no_change_despite_failures(gcs: GCS) -> None:
     for fault in PASSING:
         gcs.fault(**{"times": None, "probability": 0.05, **fault})  # type: ignore[arg-type]
     spawn = multiprocessing.get_context("spawn")
@@ -140,7 +140,7 @@ def test_processes_under_faults_lose_nothing_and_do_nothing_twice(gcs: GCS) -> N
     assert sorted(lines) == sorted(f"{worker}-{number}".encode() for worker in range(4) for number in range(8))
 
 
-def test_a_bucket_that_does_not_answer_is_given_up_after_a_while(gcs: GCS) -> None:
+def test_unreachable_bucket_is_an_error_after_patience(gcs: GCS) -> None:
     gcs.fault("status", code=503, times=None)
     store = GCSStore(gcs.bucket, patience=0.3)
     for ask in (lambda: store.read("name"), lambda: store.write("name", b""), lambda: store.list("")):
@@ -149,31 +149,31 @@ def test_a_bucket_that_does_not_answer_is_given_up_after_a_while(gcs: GCS) -> No
 
 
 @pytest.mark.parametrize("code", [401, 403])
-def test_a_refusal_names_the_bucket_and_what_to_check(gcs: GCS, store: GCSStore, code: int) -> None:
+def test_denied_request_names_the_bucket_and_the_role(gcs: GCS, store: GCSStore, code: int) -> None:
     gcs.fault("status", code=code)
     with pytest.raises(StorageError, match=rf"{gcs.bucket}.*GOOGLE_APPLICATION_CREDENTIALS"):
         store.write("name", b"")
 
 
-def test_a_request_that_google_does_not_accept_is_an_error_of_ours(gcs: GCS, store: GCSStore) -> None:
+def test_rejected_request_raises_storage_error(gcs: GCS, store: GCSStore) -> None:
     gcs.fault("status", code=400)
     with pytest.raises(StorageError, match=gcs.bucket):
         store.write("name", b"")
 
 
-def test_an_address_that_is_none_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_address_raises_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "no address")
     with pytest.raises(StorageError, match="the-bucket"):
         GCSStore("the-bucket").read("name")
 
 
 @pytest.mark.parametrize("bucket", ["", "..", "a/b", "../../x", "Bucket", "a?b", "x\n"])
-def test_a_hostile_bucket_is_refused(bucket: str) -> None:
+def test_invalid_bucket_name_is_refused(bucket: str) -> None:
     with pytest.raises(StorageError, match="is not a valid bucket name"):
         GCSStore(bucket)
 
 
-def test_a_bucket_that_does_not_exist_is_named(gcs: GCS, tmp_path: Path) -> None:
+def test_missing_bucket_is_named(gcs: GCS, tmp_path: Path) -> None:
     store = GCSStore("no-such-bucket")
     (tmp_path / "source").write_bytes(b"1")
     for ask in (
@@ -186,16 +186,14 @@ def test_a_bucket_that_does_not_exist_is_named(gcs: GCS, tmp_path: Path) -> None
             ask()
 
 
-def test_no_credentials_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/file")
     with pytest.raises(StorageError, match="GOOGLE_APPLICATION_CREDENTIALS"):
         GCSStore("bucket").read("name")
 
 
-def test_an_interrupted_upload_goes_on_with_the_parts_that_are_missing(
-    gcs: GCS, store: GCSStore, source: Path, tmp_path: Path
-) -> None:
+def test_interrupted_upload_sends_only_missing_parts(gcs: GCS, store: GCSStore, source: Path, tmp_path: Path) -> None:
     gcs.fault("status", code=403, operation="start", name=".*/00001", times=None)
     with pytest.raises(StorageError):
         store.upload(source, "file")
@@ -210,7 +208,7 @@ def test_an_interrupted_upload_goes_on_with_the_parts_that_are_missing(
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
 
-def test_an_interrupted_download_fetches_only_what_is_missing(
+def test_interrupted_download_fetches_only_missing_parts(
     gcs: GCS, store: GCSStore, source: Path, tmp_path: Path
 ) -> None:
     record = store.upload(source, "file")
@@ -228,9 +226,7 @@ def test_an_interrupted_download_fetches_only_what_is_missing(
     assert {path.name for path in tmp_path.iterdir()} == {"source", "copy"}
 
 
-def test_an_upload_that_was_interrupted_by_another_files_parts_is_a_conflict(
-    store: GCSStore, source: Path, tmp_path: Path
-) -> None:
+def test_upload_over_parts_of_another_file_is_a_conflict(store: GCSStore, source: Path, tmp_path: Path) -> None:
     store.write("file/00001", b"other")
     with pytest.raises(ConflictError):
         store.upload(source, "file")
@@ -240,7 +236,7 @@ def test_an_upload_that_was_interrupted_by_another_files_parts_is_a_conflict(
         store.upload(source, "file")
 
 
-def test_a_part_that_is_gone_before_it_is_fetched_is_damage(gcs: GCS, store: GCSStore, tmp_path: Path) -> None:
+def test_part_deleted_during_a_download_is_reported_as_missing(gcs: GCS, store: GCSStore, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"data")
     record = store.upload(tmp_path / "source", "file")
     gcs.fault("status", code=404, operation="media")
@@ -248,7 +244,7 @@ def test_a_part_that_is_gone_before_it_is_fetched_is_damage(gcs: GCS, store: GCS
         store.download("file", record, tmp_path / "copy")
 
 
-def test_a_store_sees_what_is_below_its_prefix_and_has_a_name_of_ours(gcs: GCS, store: GCSStore) -> None:
+def test_store_lists_only_valid_names_below_its_prefix(gcs: GCS, store: GCSStore) -> None:
     bucket = storage.Client().bucket(gcs.bucket)
     for name in ("prefix/ours", "prefix/not ours", "prefix/.hidden", "prefix//x", "prefixed/x", "other"):
         bucket.blob(name).upload_from_string("x")

@@ -44,7 +44,7 @@ def put(gcs: GCS, name: str, data: bytes = b"data", conditions: str = "") -> tup
     return status, json.loads(body or b"{}")
 
 
-def test_an_object_is_written_read_patched_and_deleted_by_the_real_client(bucket: storage.Bucket) -> None:
+def test_real_client_writes_reads_patches_and_deletes(bucket: storage.Bucket) -> None:
     blob = bucket.blob("folder/name with ü.txt")
     blob.metadata = {"a": "1", "b": "2"}
     blob.upload_from_string(b"hello", checksum="crc32c")
@@ -68,14 +68,14 @@ def test_an_object_is_written_read_patched_and_deleted_by_the_real_client(bucket
         blob.download_as_bytes()
 
 
-def test_a_large_upload_is_resumable_and_whole(bucket: storage.Bucket) -> None:
+def test_large_upload_is_resumable(bucket: storage.Bucket) -> None:
     data = os.urandom(3 * MIB + 17)
     blob = bucket.blob("large", chunk_size=MIB)
     blob.upload_from_file(io.BytesIO(data), size=len(data), checksum="crc32c")
     assert bucket.blob("large").download_as_bytes() == data
 
 
-def test_objects_are_composed_in_order_under_conditions(bucket: storage.Bucket) -> None:
+def test_objects_are_composed_in_order_with_conditions(bucket: storage.Bucket) -> None:
     parts = [bucket.blob(f"part{number}") for number in range(3)]
     for number, part in enumerate(parts):
         part.upload_from_string(str(number))
@@ -88,7 +88,7 @@ def test_objects_are_composed_in_order_under_conditions(bucket: storage.Bucket) 
         bucket.blob("other").compose(parts, if_source_generation_match=[1, 1, 1])
 
 
-def test_an_object_is_copied_within_and_between_buckets(gcs: GCS, bucket: storage.Bucket) -> None:
+def test_object_is_copied_within_and_between_buckets(gcs: GCS, bucket: storage.Bucket) -> None:
     blob = bucket.blob("one")
     blob.upload_from_string(b"1")
     other = storage.Client().bucket(gcs.new_bucket())
@@ -98,7 +98,7 @@ def test_an_object_is_copied_within_and_between_buckets(gcs: GCS, bucket: storag
         bucket.copy_blob(blob, other, "two", if_generation_match=0)
 
 
-def test_a_list_has_pages_prefixes_and_an_order(bucket: storage.Bucket) -> None:
+def test_list_has_pages_prefixes_and_order(bucket: storage.Bucket) -> None:
     for name in ("a/1", "a/2", "a/b/3", "b/4", "c"):
         bucket.blob(name).upload_from_string(name)
     assert [blob.name for blob in bucket.list_blobs(page_size=2)] == ["a/1", "a/2", "a/b/3", "b/4", "c"]
@@ -108,20 +108,20 @@ def test_a_list_has_pages_prefixes_and_an_order(bucket: storage.Bucket) -> None:
     assert [blob.name for blob in bucket.list_blobs(start_offset="a/b", end_offset="c")] == ["a/b/3", "b/4"]
 
 
-def test_a_list_can_be_cut_short(bucket: storage.Bucket) -> None:
+def test_list_can_be_truncated(bucket: storage.Bucket) -> None:
     for name in ("a", "b", "c"):
         bucket.blob(name).upload_from_string(name)
     assert [blob.name for blob in bucket.list_blobs(max_results=2)] == ["a", "b"]
 
 
-def test_a_composed_object_has_a_count_of_components_and_no_md5(bucket: storage.Bucket) -> None:
+def test_composed_object_has_component_count_and_no_md5(bucket: storage.Bucket) -> None:
     bucket.blob("part").upload_from_string("x")
     whole = bucket.blob("whole")
     whole.compose([bucket.blob("part")] * 3)
     assert (whole.component_count, whole.md5_hash) == (3, None)
 
 
-def test_buckets_are_made_found_and_removed_when_empty(gcs: GCS) -> None:
+def test_buckets_are_created_found_and_deleted_when_empty(gcs: GCS) -> None:
     client, name = storage.Client(), f"{gcs.bucket}-made-by-the-client"
     bucket = client.create_bucket(name)
     assert client.lookup_bucket(name) is not None
@@ -135,7 +135,7 @@ def test_buckets_are_made_found_and_removed_when_empty(gcs: GCS) -> None:
         bucket.blob("x").upload_from_string("x")
 
 
-def test_generations_only_grow_even_when_an_object_is_made_again(gcs: GCS) -> None:
+def test_generations_grow_after_a_delete(gcs: GCS) -> None:
     seen = []
     for _ in range(5):
         status, resource = put(gcs, "name", conditions="&ifGenerationMatch=0")
@@ -145,7 +145,7 @@ def test_generations_only_grow_even_when_an_object_is_made_again(gcs: GCS) -> No
     assert seen == sorted(set(seen))
 
 
-def test_every_verb_heeds_every_condition(gcs: GCS) -> None:
+def test_every_request_checks_every_condition(gcs: GCS) -> None:
     generation = put(gcs, "name")[1]["generation"]
     path = f"/storage/v1/b/{gcs.bucket}/o/name"
     verbs: list[tuple[str, str, bytes | None]] = [
@@ -173,14 +173,14 @@ def test_every_verb_heeds_every_condition(gcs: GCS) -> None:
         assert raw(gcs, method, f"{url}&{met}", body)[0] in (200, 204), (method, url)
 
 
-def test_a_condition_on_an_object_that_is_not_there_is_a_404_except_for_a_write(gcs: GCS) -> None:
+def test_condition_on_a_missing_object_is_404_except_for_a_write(gcs: GCS) -> None:
     path = f"/storage/v1/b/{gcs.bucket}/o/name"
     for method, body in (("GET", None), ("DELETE", None), ("PATCH", b"{}")):
         assert raw(gcs, method, f"{path}?ifGenerationMatch=5", body)[0] == 404
     assert put(gcs, "name", conditions="&ifGenerationMatch=5")[0] == 412
 
 
-def test_an_error_is_worded_as_google_words_it(gcs: GCS) -> None:
+def test_errors_have_googles_format(gcs: GCS) -> None:
     answers = [put(gcs, "name", conditions=f"&ifGenerationMatch={value}")[1]["error"] for value in ("5", "x")]
     assert [(answer["code"], answer["errors"][0]["reason"]) for answer in answers] == [
         (412, "conditionNotMet"),
@@ -189,7 +189,7 @@ def test_an_error_is_worded_as_google_words_it(gcs: GCS) -> None:
     assert all(answer["message"] == answer["errors"][0]["message"] for answer in answers)
 
 
-def test_a_resumable_upload_says_how_far_it_is_and_can_go_on_or_be_cancelled(gcs: GCS) -> None:
+def test_resumable_upload_reports_progress_and_can_be_cancelled(gcs: GCS) -> None:
     start = f"/upload/storage/v1/b/{gcs.bucket}/o?uploadType=resumable&name=big&ifGenerationMatch=0"
     location = raw(gcs, "POST", start, b"{}")[1]["Location"].removeprefix(gcs.url)
     data = os.urandom(600 * 1024)
@@ -211,14 +211,14 @@ def test_a_resumable_upload_says_how_far_it_is_and_can_go_on_or_be_cancelled(gcs
     assert raw(gcs, "PUT", late, b"x", {"Content-Range": "bytes 0-0/1"})[0] == 404
 
 
-def test_a_resumable_upload_keeps_multiples_of_256_kib_until_the_last_byte(gcs: GCS) -> None:
+def test_resumable_upload_keeps_multiples_of_256_kib(gcs: GCS) -> None:
     start = f"/upload/storage/v1/b/{gcs.bucket}/o?uploadType=resumable&name=big"
     location = raw(gcs, "POST", start, b"{}")[1]["Location"].removeprefix(gcs.url)
     status, headers, _ = raw(gcs, "PUT", location, b"x" * 300_000, {"Content-Range": "bytes 0-299999/600000"})
     assert (status, headers["Range"]) == (308, "bytes=0-262143")
 
 
-def test_a_wrong_checksum_is_refused_and_nothing_is_stored(bucket: storage.Bucket) -> None:
+def test_wrong_checksum_is_refused(bucket: storage.Bucket) -> None:
     for checksums in ({"crc32c": "AAAAAA=="}, {"md5_hash": "AAAAAAAAAAAAAAAAAAAAAA=="}):
         blob = bucket.blob("name")
         for key, value in checksums.items():
@@ -228,14 +228,14 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_stored(bucket: storage.Bucke
     assert not bucket.blob("name").exists()
 
 
-def test_a_wrong_checksum_in_a_header_is_refused_as_well(gcs: GCS) -> None:
+def test_wrong_checksum_in_a_header_is_refused(gcs: GCS) -> None:
     path = f"/upload/storage/v1/b/{gcs.bucket}/o?uploadType=media&name=x"
     for hashes in ("crc32c=AAAAAA==", "md5=AAAAAAAAAAAAAAAAAAAAAA=="):
         assert raw(gcs, "POST", path, b"hello", {"X-Goog-Hash": hashes})[0] == 400
     assert raw(gcs, "GET", f"/storage/v1/b/{gcs.bucket}/o/x")[0] == 404
 
 
-def test_a_part_of_an_object_is_had_by_range(gcs: GCS) -> None:
+def test_range_returns_part_of_an_object(gcs: GCS) -> None:
     put(gcs, "name", b"0123456789")
     path = f"/storage/v1/b/{gcs.bucket}/o/name?alt=media"
     for wish, status, body in (("2-4", 206, b"234"), ("7-", 206, b"789"), ("-2", 206, b"89"), ("8-99", 206, b"89")):
@@ -244,7 +244,7 @@ def test_a_part_of_an_object_is_had_by_range(gcs: GCS) -> None:
     assert raw(gcs, "GET", path, headers={"Range": "bytes=10-"})[0] == 416
 
 
-def test_faults_strike_as_told(gcs: GCS) -> None:
+def test_faults_are_injected_as_configured(gcs: GCS) -> None:
     gcs.fault("status", code=429, operation="insert", name="a.*", skip=1, every=2, times=2)
     assert [put(gcs, "a1")[0] for _ in range(7)] == [200, 200, 429, 200, 429, 200, 200]
     assert put(gcs, "b")[0] == 200
@@ -264,7 +264,7 @@ def test_faults_strike_as_told(gcs: GCS) -> None:
     assert gcs.requests()[-1] == ("media", "long")
 
 
-def test_the_clock_can_be_set_ahead(gcs: GCS) -> None:
+def test_clock_can_be_set_ahead(gcs: GCS) -> None:
     before = put(gcs, "name")[1]
     gcs.set_clock(3600)
     after = put(gcs, "name")[1]
@@ -273,7 +273,7 @@ def test_the_clock_can_be_set_ahead(gcs: GCS) -> None:
     assert passed >= timedelta(hours=1)
 
 
-def test_mutation_limit_answers_as_google_does(gcs: GCS) -> None:
+def test_mutation_limit_responds_like_google(gcs: GCS) -> None:
     gcs.limit_mutations(rate=0.001, burst=2.0)
     assert [put(gcs, "a")[0], put(gcs, "a")[0], put(gcs, "b")[0]] == [200, 200, 200]
     message = (

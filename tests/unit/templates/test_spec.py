@@ -1,4 +1,4 @@
-"""What a template depends on, as data: when two starts are of one template, and when a folder is in the way."""
+"""Two starts share a template if all data that the template depends on is equal, and no folder prevents it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandbox_provisioner.guest.capabilities import CARRIED
 from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts, config, visible_mounts
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.kernel.kernel import Start
-from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, carrying, frozen_part, recipe, suits
+from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, frozen_part, recipe, suits
 
 INSIDE = "/run/jupyter/kernel-1.json"
 ARGV = ["/usr/bin/python3", "/.sandbox/entrypoint.py", "ipykernel_launcher", "-f", INSIDE]
@@ -46,7 +46,7 @@ def made(bare: BundleSpec, binary: Runsc, begun: Start | None = None, **changes:
     return found
 
 
-def test_only_what_interpreters_read_when_they_start_is_frozen() -> None:
+def test_only_variables_read_at_start_are_frozen() -> None:
     assert frozen_part(ENV | {"OMP_NUM_THREADS": "2", "AWS_KEY": "x", "JPY_SESSION_NAME": "n"}) == {
         "HOME": "/home/ada",
         "LANG": "C.UTF-8",
@@ -55,14 +55,14 @@ def test_only_what_interpreters_read_when_they_start_is_frozen() -> None:
     }
 
 
-def test_nothing_of_one_start_is_in_the_recipe(bare: BundleSpec, binary: Runsc) -> None:
+def test_recipe_contains_no_key_secret_or_connection_file(bare: BundleSpec, binary: Runsc) -> None:
     found = made(bare, binary)
     text = json.dumps(found.to_json())
     assert "a key" not in text and "SECRET" not in text and "kernel-1" not in text and CONNECTION_FILE in text
     assert found.connection["key"] == ""
 
 
-def test_two_starts_that_differ_in_what_is_given_to_copies_are_of_one_template(bare: BundleSpec, binary: Runsc) -> None:
+def test_values_given_to_each_copy_do_not_change_the_key(bare: BundleSpec, binary: Runsc) -> None:
     other = start(
         env=ENV | {"SECRET": "y", "PATH": "/usr/bin"},
         cwd="/elsewhere",
@@ -84,13 +84,11 @@ def test_two_starts_that_differ_in_what_is_given_to_copies_are_of_one_template(b
     ],
     ids=str,
 )
-def test_whatever_was_frozen_makes_another_template(bare: BundleSpec, binary: Runsc, changes: dict[str, Any]) -> None:
+def test_frozen_values_change_the_key(bare: BundleSpec, binary: Runsc, changes: dict[str, Any]) -> None:
     assert made(bare, binary).key != made(bare, binary, **changes).key
 
 
-def test_another_runsc_of_the_same_version_and_another_mount_make_another_template(
-    bare: BundleSpec, binary: Runsc
-) -> None:
+def test_mounts_and_runsc_build_change_the_key(bare: BundleSpec, binary: Runsc) -> None:
     before = made(bare, binary).key
     assert made(replace(bare, mounts=(Mount("/opt", "/opt"),)), binary).key != before
     binary.path.write_bytes(b"another build")
@@ -106,24 +104,24 @@ def test_another_runsc_of_the_same_version_and_another_mount_make_another_templa
     ],
     ids=["not Python's", "a profile", "encrypted"],
 )
-def test_what_cannot_be_frozen_has_no_recipe(bare: BundleSpec, binary: Runsc, changes: dict[str, Any]) -> None:
+def test_unfreezable_kernel_has_no_recipe(bare: BundleSpec, binary: Runsc, changes: dict[str, Any]) -> None:
     assert recipe("k", start(**changes), bare, "systrap", binary, (), {}) is None
 
 
-def test_who_sees_a_profile_of_the_hosts_has_no_recipe(bare: BundleSpec, binary: Runsc) -> None:
+def test_kernel_with_user_profile_has_no_recipe(bare: BundleSpec, binary: Runsc) -> None:
     seen = replace(bare, mounts=(Mount("/srv/ada/.ipython", "/home/ada/.ipython", True),))
     assert recipe("k", start(), seen, "systrap", binary, (), {}) is None
 
 
-def test_a_recipe_survives_the_way_to_another_process(bare: BundleSpec, binary: Runsc) -> None:
+def test_recipe_survives_json(bare: BundleSpec, binary: Runsc) -> None:
     found = made(bare, binary, preload=("numpy",))
     again = Recipe.from_json(json.loads(json.dumps(found.to_json())))
     assert (again, again.key) == (found, found.key)
 
 
 @pytest.mark.parametrize("value", [{}, {"runsc": 1}, {"runsc": ["a", "b"], "argv": [], "preload": [], "spec": {}}])
-def test_what_is_no_recipe_is_refused(value: dict[str, Any]) -> None:
-    with pytest.raises(MetadataError, match="no recipe"):
+def test_invalid_recipe_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(MetadataError, match="Invalid recipe"):
         Recipe.from_json(value)
 
 
@@ -136,7 +134,7 @@ def test_what_is_no_recipe_is_refused(value: dict[str, Any]) -> None:
         ((Mount("", "/w/hidden", True),), False),
     ],
 )
-def test_a_folder_with_something_in_it_that_is_kept_from_the_kernel_is_not_for_copies(
+def test_folder_with_mounts_inside_does_not_suit_copies(
     bare: BundleSpec, more: tuple[Mount, ...], suitable: bool
 ) -> None:
     folder = Mount("/srv/w", "/w", True)
@@ -144,14 +142,14 @@ def test_a_folder_with_something_in_it_that_is_kept_from_the_kernel_is_not_for_c
     assert suits(bare, replace(bare, mounts=(*more, folder)), folder) is suitable
 
 
-def test_a_shield_that_only_the_folder_needs_is_not_for_copies(bare: BundleSpec) -> None:
+def test_folder_with_protected_part_does_not_suit_copies(bare: BundleSpec) -> None:
     folder = Mount("/srv/w", "/w", True)
     assert not suits(bare, replace(bare, mounts=(folder, Mount("/srv/w/etc", "/w/etc"))), folder)
 
 
-def test_a_copys_folder_is_mounted_where_every_copys_is_and_seen_where_it_belongs(bare: BundleSpec) -> None:
+def test_carried_folder_is_mounted_at_the_place_for_all_copies(bare: BundleSpec) -> None:
     folder = Mount("/srv/w", "/w", True)
-    spec = carrying(bare, folder)
+    spec = replace(bare, carried=folder)
     assert Mount("/srv/w", CARRIED, True) in all_mounts(spec) and folder not in all_mounts(spec)
     assert folder in visible_mounts(spec)
     process = config(spec)["process"]

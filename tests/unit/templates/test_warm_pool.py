@@ -1,4 +1,4 @@
-"""Copies of templates that stand by: taken by the next start, for one folder, and never in the way."""
+"""Test the warm pool with real kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sandboxed = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
-    """Nothing stands by after a test."""
+    """Empty the pool after each test."""
     yield
     asyncio.run(WARM_POOL.end())
 
@@ -38,7 +38,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_a_start_takes_what_stands_by_and_another_takes_its_place(
+def test_start_takes_a_copy_and_the_pool_is_refilled(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name = sandboxed(standby=1)
@@ -55,7 +55,7 @@ def test_a_start_takes_what_stands_by_and_another_takes_its_place(
     assert WARM_POOL.copies[0].sandbox is not waiting
 
 
-def test_a_notebooks_kernel_from_standby_is_kept(open_notebook: Start) -> None:
+def test_copy_from_the_pool_can_be_persistent(open_notebook: Start) -> None:
     open_notebook("a.ipynb", standby=1)
     until(lambda: len(WARM_POOL.copies) == 1)
     waiting = WARM_POOL.copies[0].sandbox
@@ -66,7 +66,7 @@ def test_a_notebooks_kernel_from_standby_is_kept(open_notebook: Start) -> None:
     assert notebook.run("x") == "1"
 
 
-def test_what_stands_by_is_for_the_folder_of_the_last_start(
+def test_pool_follows_the_folder_of_the_last_start(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name = sandboxed(standby=2)
@@ -79,7 +79,7 @@ def test_what_stands_by_is_for_the_folder_of_the_last_start(
     until(lambda: [copy.match.spec.carried.source for copy in WARM_POOL.copies] == [str(other)] * 2)  # type: ignore[union-attr]
 
 
-def test_one_that_died_is_not_taken_and_its_template_stays(
+def test_dead_copy_is_not_taken_and_template_is_kept(
     start_kernel: Start, sandboxed: Sandboxed, shelf: TemplateShelf
 ) -> None:
     name = sandboxed(standby=1)
@@ -93,7 +93,7 @@ def test_one_that_died_is_not_taken_and_its_template_stays(
     assert shelf.get(name) is not None
 
 
-def test_one_whose_folder_was_made_anew_is_not_taken(
+def test_copy_with_replaced_folder_is_not_taken(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name, folder = sandboxed(standby=1), notebook_folder / "again"
@@ -109,9 +109,7 @@ def test_one_whose_folder_was_made_anew_is_not_taken(
     assert (folder / "made").read_text() == "inside"
 
 
-def test_one_that_sees_another_folder_than_is_mounted_now_is_not_taken(
-    start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path
-) -> None:
+def test_copy_with_changed_mount_source_is_not_taken(start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path) -> None:
     first, second, current = tmp_path / "first", tmp_path / "second", tmp_path / "current"
     for folder in (first, second):
         folder.mkdir()
@@ -126,7 +124,7 @@ def test_one_that_sees_another_folder_than_is_mounted_now_is_not_taken(
     assert run(kc, "open('/data/name').read()") == "'second'"
 
 
-def test_nothing_stands_by_when_memory_is_scarce(
+def test_pool_is_emptied_when_memory_is_scarce(
     start_kernel: Start, sandboxed: Sandboxed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warm_pool, "LOOK_EVERY", 0.1)
@@ -149,7 +147,7 @@ def test_nothing_stands_by_when_memory_is_scarce(
         (900, "1000", 100, 0, False),
     ],
 )
-def test_memory_is_scarce_by_the_machine_or_by_a_control_group(
+def test_scarce_memory_of_machine_or_control_group(
     tmp_path: Path, available: int, limit: str, used: int, cached: int, expected: bool
 ) -> None:
     own = tmp_path / "groups" / "above" / "own"
@@ -163,7 +161,7 @@ def test_memory_is_scarce_by_the_machine_or_by_a_control_group(
     assert scarce(tmp_path, tmp_path / "groups") is expected
 
 
-def test_a_server_lists_what_stands_by_counts_it_and_ends_with_it(
+def test_server_lists_and_deletes_copies_and_ends_them_at_stop(
     serve: Callable[..., Server], sandboxed: Sandboxed, runtime: Path
 ) -> None:
     name = sandboxed(standby=1, persistent=False)

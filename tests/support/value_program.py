@@ -1,8 +1,9 @@
-"""A small program with a state, run in a sandbox: tests set its value and read it again."""
+"""A small program that keeps a value in memory. Tests run it in a sandbox, set the value and read it again."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from sandbox_provisioner.config import GCSConfig
@@ -10,7 +11,7 @@ from sandbox_provisioner.persistence.backends import Stores, open_stores
 from sandbox_provisioner.sandbox.handle import SandboxHandle
 from sandbox_provisioner.sandbox.manager import SandboxManager
 
-CODE = """
+PROGRAM = """
 import sys
 value = "nothing"
 for line in sys.stdin:
@@ -23,20 +24,20 @@ LONG = 60
 
 
 def local_stores(folder: Path) -> Stores:
-    """The stores of a server that keeps everything in ``folder``."""
+    """Return the stores of a server that stores everything in ``folder``."""
     return open_stores(GCSConfig(folder=folder))
 
 
-async def start_cell(handle: SandboxHandle) -> None:
+async def start_program(handle: SandboxHandle) -> None:
     """Start the program in a running sandbox."""
-    process = await handle.instance.execute([handle.instance.spec.python, "-u", "-c", CODE])
-    handle.describe({"cell": process.number})
+    process = await handle.instance.execute([handle.instance.spec.python, "-u", "-c", PROGRAM])
+    handle.describe({"program": process.number})
 
 
 async def tell(handle: SandboxHandle, line: str) -> str:
-    """Send ``line`` to the program. Return its value afterwards."""
-    process = handle.instance.connection.process(handle.contents["cell"])
-    assert process is not None, "the cell has ended"
+    """Send ``line`` to the program: ``set VALUE``, or anything else. Return the program's value afterwards."""
+    process = handle.instance.connection.process(handle.contents["program"])
+    assert process is not None, "the program has ended"
     await process.write(f"{line}\n".encode())
     answer = b""
     async with asyncio.timeout(LONG):
@@ -45,6 +46,13 @@ async def tell(handle: SandboxHandle, line: str) -> str:
             assert piece.stream == "stdout", piece.data
             answer += piece.data
     return answer.decode().strip()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` returns True."""
+    async with asyncio.timeout(LONG):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 async def close_all(manager: SandboxManager) -> None:

@@ -1,8 +1,8 @@
-"""Measure the cost of the relay's host side alone, with a small message to an echo process and back.
+"""Measure the cost of the relay's host side: the round trip of a small message to an echo process.
 
-The echo stands in the guest's place: a process that returns the connection's frames. In turns, a message goes through
-the relay (client's socket, relay, pipe, echo, and all the way back) and straight through an echo's pipes; what the
-first takes longer is the relay's.
+The echo process replaces the guest: it returns all frames. A message is sent alternately through the relay (client's
+socket, relay, pipe, echo process, and back) and directly through the pipes of another echo process. The difference of
+the two times is the delay that the relay adds.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from sandbox_provisioner.io_thread import IO
 from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
 from sandbox_provisioner.mux.connection import GuestConnection
 
-MOST = 2000
-MESSAGE = b"x" * (WINDOW // MOST)
-"""The echo never renews the connection's credit, so that one run may bounce this MOST times."""
+MAX_ROUND_TRIPS = 2000
+MESSAGE = b"x" * (WINDOW // MAX_ROUND_TRIPS)
+"""Small, because the echo process never renews the connection's credit: one run can send this message 2000 times."""
 
 
 def relay_cpu_time() -> float:
-    """The CPU seconds that the thread of all sandbox I/O has used."""
+    """Return the CPU seconds that the I/O thread has used."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "sandbox-io")
     assert thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 def measure(count: int) -> tuple[float, float]:
-    """Seconds that the relay adds to a message's way there and back (median), and its CPU seconds for that."""
+    """Return the seconds that the relay adds to a round trip (median), and its CPU seconds for each round trip."""
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        Straight() as straight,
-        Relayed(Path(folder)) as relayed,
+        DirectEcho() as direct,
+        RelayedEcho(Path(folder)) as relayed,
     ):
-        times: dict[Echo, list[float]] = {straight: [], relayed: []}
+        times: dict[Echo, list[float]] = {direct: [], relayed: []}
         before = relay_cpu_time()
         for _ in range(count):
-            for way, samples in times.items():
+            for echo, samples in times.items():
                 begin = time.perf_counter()
-                way.bounce()
+                echo.round_trip()
                 samples.append(time.perf_counter() - begin)
         cpu = relay_cpu_time() - before
-    return statistics.median(times[relayed]) - statistics.median(times[straight]), cpu / count
+    return statistics.median(times[relayed]) - statistics.median(times[direct]), cpu / count
 
 
 class Echo(ABC):
-    """A process that returns what it gets, and our ends of its pipes."""
+    """An echo process and the ends of its pipes."""
 
     def __enter__(self) -> Self:
         self._child = subprocess.Popen(
@@ -71,15 +71,15 @@ class Echo(ABC):
         self._child.communicate()
 
     @abstractmethod
-    def bounce(self) -> None:
-        """Send a message and wait until it is back."""
+    def round_trip(self) -> None:
+        """Send a message and wait until it is returned."""
 
 
-class Straight(Echo):
-    """An echo without a relay."""
+class DirectEcho(Echo):
+    """An echo process without a relay."""
 
-    def bounce(self) -> None:
-        """Through the pipes alone."""
+    def round_trip(self) -> None:
+        """Use the pipes directly."""
         frame = encode(DATA, 1, MESSAGE)
         os.write(self._to_echo, frame)
         missing = len(frame)
@@ -87,8 +87,8 @@ class Straight(Echo):
             missing -= len(os.read(self._from_echo, missing))
 
 
-class Relayed(Echo):
-    """An echo behind a relay, and a client's connection to it."""
+class RelayedEcho(Echo):
+    """An echo process behind a relay, and a client's connection to the relay."""
 
     def __init__(self, folder: Path) -> None:
         self._paths = {channel: str(folder / channel) for channel in CHANNELS}
@@ -121,8 +121,8 @@ class Relayed(Echo):
         await self._relay.close()
         self._connection.detach()
 
-    def bounce(self) -> None:
-        """Through the client's socket, the relay, the pipes, and back."""
+    def round_trip(self) -> None:
+        """Use the client's socket, the relay and the pipes."""
         self._client.sendall(MESSAGE)
         missing = len(MESSAGE)
         while missing:
@@ -130,7 +130,7 @@ class Relayed(Echo):
 
 
 def serve() -> None:
-    """Be the echo: return bytes and control messages, which is enough for a connection to greet itself."""
+    """Run the echo process. It returns data and control frames: the returned hello completes the handshake."""
     decoder = Decoder()
     while data := os.read(0, MAX_PAYLOAD):
         for kind, stream, payload in decoder.feed(data):

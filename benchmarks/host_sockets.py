@@ -1,7 +1,7 @@
-"""gVisor without a relay, to compare with: the kernel is PID 1 and binds ipc sockets in a folder of the host.
+"""A provisioner that runs kernels in gVisor without a relay: the kernel is PID 1, and binds sockets in a host folder.
 
-The bundle, its mounts and runsc's flags are the product's own, so that what differs is the data path. runsc could
-not checkpoint such a sandbox ("Cannot save endpoint with bound host socket"): that is why there is a relay.
+Bundle, mounts and flags of runsc are those of sandbox-provisioner, so that only the data path differs. runsc cannot
+checkpoint such a sandbox ("Cannot save endpoint with bound host socket"), so sandbox-provisioner needs a relay.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PASSED_ON = ("LANG", "LC_ALL", "PATH")
 
 
 class HostSocketProvisioner(LocalProvisioner):
-    """Starts the kernel's command under ``runsc run``; needs a KernelManager with the ipc transport."""
+    """Runs the kernel's command with ``runsc run``. The KernelManager must use the transport ipc."""
 
     _folder: RuntimeFolder | None = None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
-        """Write the bundle, and put ``runsc run`` in place of the kernel's command."""
+        """Write the bundle, and replace the kernel's command with ``runsc run``."""
         assert self.parent is not None
         binary = runsc.find()
         kwargs = await super().pre_launch(**kwargs)
@@ -52,14 +52,14 @@ class HostSocketProvisioner(LocalProvisioner):
         return kwargs | {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
     async def send_signal(self, signum: int) -> None:
-        """Nothing but the end is ever asked of this kernel, and ``kill`` brings it."""
+        """Ignore signals. The benchmark only ends kernels, and ``kill`` does that."""
 
     async def kill(self, restart: bool = False) -> None:
-        """End the sandbox, and remove its folder with everything in it."""
+        """End the sandbox and remove its folder."""
         if self._folder:
             await asyncio.to_thread(self._folder.remove)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """The same for a sandbox whose start was broken off."""
+        """Remove a sandbox whose start failed."""
         await self.kill()
         await super().cleanup(restart)

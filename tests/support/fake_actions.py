@@ -1,4 +1,4 @@
-"""A replacement for ``NotebookActions`` that returns what a test tells it to."""
+"""A replacement for ``NotebookActions`` that returns values from a test, and needs no kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from sandbox_provisioner.storage.base import FileRecord
 
 
 def checkpoint(size: int = 123_000_000, created: str = "2026-11-16T15:50:00.000+00:00") -> Checkpoint:
+    """Return the description of a checkpoint that does not exist."""
     artifact = GCSArtifact("checkpoints/1/", created, {"image": FileRecord(size, size, ())})
     spec = BundleSpec("/usr/bin/python3", "/home/me", "me")
     return Checkpoint(artifact, "1", "2", "systrap", "x86_64", (), spec, {}, {}, 0.4)
 
 
-class Clerk:
-    """The actions of a notebook without a kernel; ``made`` and ``rewound`` record the calls."""
+class FakeActions:
+    """The actions of a notebook without a kernel. ``made`` and ``rewound`` record calls.
+
+    ``ephemeral`` is the reason why nothing of the kernel is saved, or empty. ``savepoint`` raises ``error`` if set.
+    """
 
     def __init__(self, ephemeral: str = "") -> None:
         self.ephemeral = ephemeral

@@ -25,7 +25,7 @@ from sandbox_provisioner.gvisor import guest_tool
 from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
-from sandbox_provisioner.persistence import archive
+from sandbox_provisioner.persistence import snapshots
 
 LONG = 60
 ENOUGH = 1 << 28
@@ -117,17 +117,17 @@ LOOK = """
 
 
 @pytest.mark.runsc
-async def test_what_a_sandbox_wrote_comes_back_in_another_with_another_home(start: Start, tmp_path: Path) -> None:
+async def test_files_are_unpacked_in_a_sandbox_with_another_home(start: Start, tmp_path: Path) -> None:
     first = await start()
     target = tmp_path / "snapshot.tar"
     await python(first, f"HOME = {first.spec.home!r}\n" + textwrap.dedent(WRITE))
     before = await python(first, f"HOME = {first.spec.home!r}\n" + textwrap.dedent(LOOK))
-    size = await archive.save(first, target, ENOUGH)
+    size = await snapshots.pack(first, target, ENOUGH)
     assert size == target.stat().st_size
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == [target.name]
     second = await start(home="/home/another")
-    await archive.load(second, target)
+    await snapshots.unpack(second, target)
     after = await python(second, "HOME = '/home/another'\n" + textwrap.dedent(LOOK))
     for place in before:
         assert stat.S_ISFIFO(place.pop("'pipe'")[0])
@@ -136,42 +136,40 @@ async def test_what_a_sandbox_wrote_comes_back_in_another_with_another_home(star
 
 
 @pytest.mark.runsc
-async def test_of_what_was_there_from_the_beginning_only_what_was_changed_is_in_it(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_only_changed_files_are_packed(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
-    assert await archive.save(sandbox, tmp_path / "empty", ENOUGH)
+    assert await snapshots.pack(sandbox, tmp_path / "empty", ENOUGH)
     assert [name for name in contents(tmp_path / "empty") if not name.startswith("root/etc")] == []
     await python(sandbox, "open('/etc/hosts', 'a').write('10.0.0.1 friend'); open('/run/x', 'w').close()")
     await python(sandbox, "os.unlink('/etc/passwd'); os.symlink('/etc/group', '/etc/passwd')")
-    await archive.save(sandbox, tmp_path / "changed", ENOUGH)
+    await snapshots.pack(sandbox, tmp_path / "changed", ENOUGH)
     changed = set(contents(tmp_path / "changed")) - set(contents(tmp_path / "empty"))
     assert changed == {"root/etc/hosts", "root/etc/passwd"}
     other = await start()
-    await archive.load(other, tmp_path / "changed")
+    await snapshots.unpack(other, tmp_path / "changed")
     look = "print(json.dumps([open('/etc/hosts').read()[-6:], os.readlink('/etc/passwd')]))"
     assert await python(other, look) == ["friend", "/etc/group"]
 
 
 @pytest.mark.runsc
-async def test_a_very_deep_folder_comes_back(start: Start, tmp_path: Path) -> None:
+async def test_very_deep_folder_is_unpacked(start: Start, tmp_path: Path) -> None:
     first = await start()
     deep = "/home/tester" + "/d" * 200
     await python(first, f"os.makedirs({deep!r}); open({deep!r} + '/file', 'w').close()")
-    await archive.save(first, tmp_path / "snapshot", ENOUGH)
+    await snapshots.pack(first, tmp_path / "snapshot", ENOUGH)
     second = await start()
-    await archive.load(second, tmp_path / "snapshot")
+    await snapshots.unpack(second, tmp_path / "snapshot")
     assert await python(second, f"print(json.dumps(os.listdir({deep!r})))") == ["file"]
 
 
 @pytest.mark.runsc
-async def test_a_restored_sandbox_can_be_packed_like_any_other(start: Start, tmp_path: Path) -> None:
+async def test_restored_sandbox_can_be_packed(start: Start, tmp_path: Path) -> None:
     first = await start()
     await python(first, "open('/home/tester/kept', 'w').close(); open('/etc/hosts', 'a').close(); os.mkdir('/new')")
-    await archive.save(first, tmp_path / "before", ENOUGH)
+    await snapshots.pack(first, tmp_path / "before", ENOUGH)
     await first.checkpoint(tmp_path / "image")
     second = await start(restore=tmp_path / "image")
-    await archive.save(second, tmp_path / "after", ENOUGH)
+    await snapshots.pack(second, tmp_path / "after", ENOUGH)
     assert contents(tmp_path / "after") == contents(tmp_path / "before")
     assert {"home/kept", "root/new"} < set(contents(tmp_path / "after"))
 
@@ -191,24 +189,24 @@ def mounts_of(host: Path) -> list[Mount]:
 
 
 @pytest.mark.runsc
-async def test_folders_and_files_of_the_host_are_not_packed(start: Start, host: Path, tmp_path: Path) -> None:
+async def test_mounted_folders_and_files_are_not_packed(start: Start, host: Path, tmp_path: Path) -> None:
     sandbox = await start(*mounts_of(host))
     await python(sandbox, "open('/tmp/deep/own', 'w').close(); open('/srv/own', 'w').close()")
-    await archive.save(sandbox, tmp_path / "snapshot", ENOUGH)
+    await snapshots.pack(sandbox, tmp_path / "snapshot", ENOUGH)
     names = contents(tmp_path / "snapshot")
     assert {"tmp/deep/own", "root/srv/own"} <= set(names)
     assert [name for name in names if "data" in name or name.endswith("file")] == []
 
 
 @pytest.mark.runsc
-async def test_a_home_that_is_the_hosts_is_neither_packed_nor_unpacked(
+async def test_mounted_home_is_neither_packed_nor_unpacked(
     start: Start, host: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandbox = await start(Mount(str(host), "/home/tester", True))
-    await archive.save(sandbox, tmp_path / "snapshot", ENOUGH)
+    await snapshots.pack(sandbox, tmp_path / "snapshot", ENOUGH)
     assert [name for name in contents(tmp_path / "snapshot") if name.startswith("home")] == []
     (tmp_path / "other").write_bytes(tar_of(member("home/file", data=b"!"), member("root/opt/file", data=b"!")))
-    await archive.load(sandbox, tmp_path / "other")
+    await snapshots.unpack(sandbox, tmp_path / "other")
     assert (host / "file").read_text() == "the host's"
     assert await python(sandbox, "print(json.dumps(open('/opt/file').read()))") == "!"
     assert "home/file" in caplog.text
@@ -218,7 +216,7 @@ async def test_a_home_that_is_the_hosts_is_neither_packed_nor_unpacked(
 
 
 @pytest.mark.runsc
-async def test_files_that_change_while_they_are_read_do_not_break_it(
+async def test_files_may_change_while_they_are_packed(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandbox = await start()
@@ -238,12 +236,12 @@ async def test_files_that_change_while_they_are_read_do_not_break_it(
     async for _ in process.stream():
         break
     for _ in range(5):
-        await archive.save(sandbox, tmp_path / "snapshot", ENOUGH)
+        await snapshots.pack(sandbox, tmp_path / "snapshot", ENOUGH)
     await process.stop(grace=0)
-    await archive.load(await start(), tmp_path / "snapshot")
+    await snapshots.unpack(await start(), tmp_path / "snapshot")
 
 
-def test_a_file_that_shrinks_is_filled_up_and_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shrinking_file_is_filled_up_and_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
@@ -262,11 +260,11 @@ def test_a_file_that_shrinks_is_filled_up_and_noted_once(capsys: pytest.CaptureF
 
 
 @pytest.mark.runsc
-async def test_too_much_is_refused_and_leaves_no_file(start: Start, tmp_path: Path) -> None:
+async def test_oversized_snapshot_is_refused_and_leaves_no_file(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     await python(sandbox, "file = open('/tmp/sparse', 'wb'); file.truncate(1 << 40)")
     with pytest.raises(SnapshotError, match=r"box-0 is larger than 3,000,000 bytes.*Delete"):
-        await asyncio.wait_for(archive.save(sandbox, tmp_path / "snapshot", 3_000_000), LONG)
+        await asyncio.wait_for(snapshots.pack(sandbox, tmp_path / "snapshot", 3_000_000), LONG)
     assert os.listdir(tmp_path) == []
     assert sandbox.connection._processes == {}
     assert await python(sandbox, "print(json.dumps('usable'))") == "usable"
@@ -285,7 +283,7 @@ LIES = {
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_that_sends_something_else_gets_an_error_and_leaves_no_file(
+async def test_malformed_tar_from_a_sandbox_is_refused_and_leaves_no_file(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guest_tool, "STALL", 2.0)
@@ -293,19 +291,19 @@ async def test_a_sandbox_that_sends_something_else_gets_an_error_and_leaves_no_f
     for code, kind, words in LIES.values():
         await replace_script(sandbox, code)
         with pytest.raises(kind, match=words):
-            await asyncio.wait_for(archive.save(sandbox, tmp_path / "snapshot", ENOUGH), LONG)
+            await asyncio.wait_for(snapshots.pack(sandbox, tmp_path / "snapshot", ENOUGH), LONG)
         assert os.listdir(tmp_path) == []
     assert sandbox.connection._processes == {}
 
 
 @pytest.mark.runsc
-async def test_a_sandbox_that_ends_meanwhile_and_a_cancelled_save_leave_no_file(start: Start, tmp_path: Path) -> None:
+async def test_interrupted_save_leaves_no_file(start: Start, tmp_path: Path) -> None:
     for end in ("cancel", "delete"):
         sandbox = await start()
         await replace_script(
             sandbox, "import sys, time; sys.stdout.write('\\0' * 512); sys.stdout.flush(); time.sleep(1000)"
         )
-        saving = asyncio.create_task(archive.save(sandbox, tmp_path / "snapshot", ENOUGH))
+        saving = asyncio.create_task(snapshots.pack(sandbox, tmp_path / "snapshot", ENOUGH))
         while not os.listdir(tmp_path):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -319,34 +317,34 @@ async def test_a_sandbox_that_ends_meanwhile_and_a_cancelled_save_leave_no_file(
 
 
 @pytest.mark.runsc
-async def test_a_disk_that_is_full_or_not_there_is_an_error_of_ours(start: Start, tmp_path: Path) -> None:
+async def test_full_or_missing_disk_raises_sandbox_error(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     with pytest.raises(SnapshotError, match=f"{tmp_path}/no/such.*No such file"):
-        await archive.save(sandbox, tmp_path / "no" / "such", ENOUGH)
+        await snapshots.pack(sandbox, tmp_path / "no" / "such", ENOUGH)
     with pytest.raises(SnapshotError, match=f"{tmp_path}/nothing.*No such file"):
-        await archive.load(sandbox, tmp_path / "nothing")
+        await snapshots.unpack(sandbox, tmp_path / "nothing")
 
 
-def test_no_room_is_said_to_be_that() -> None:
+def test_full_disk_is_reported() -> None:
     with (
         pytest.raises(DiskFullError),
-        archive._disk_errors(Path("target")),
+        snapshots._disk_errors(Path("target")),
         open("/dev/full", "wb", buffering=0) as full,
     ):
-        archive._write(full, b"x")
+        snapshots._write(full, b"x")
 
 
 # -- a hostile tar ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.runsc
-async def test_a_damaged_snapshot_is_refused(start: Start, tmp_path: Path) -> None:
+async def test_damaged_snapshot_is_refused(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     whole = tar_of(member("home/a", data=bytes(100_000)), member("home/b", data=b"b"))
     for damaged in (b"", b"junk" * 1000, whole[:50_000], whole[:-9000], b"\1" + whole[1:]):
         (tmp_path / "snapshot").write_bytes(damaged)
         with pytest.raises((SnapshotError, GuestError)) as failure:
-            await asyncio.wait_for(archive.load(sandbox, tmp_path / "snapshot"), LONG)
+            await asyncio.wait_for(snapshots.unpack(sandbox, tmp_path / "snapshot"), LONG)
         assert len(str(failure.value)) < 500
     assert sandbox.connection._processes == {}
 
@@ -380,10 +378,10 @@ WAYS_OUT = [
 
 
 @pytest.mark.runsc
-async def test_a_hostile_tar_reaches_nothing_of_the_host_and_the_rest_of_it_comes_back(
+async def test_hostile_members_of_a_tar_do_not_reach_the_host(
     start: Start, host: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "TarCheck", Lenient)
+    monkeypatch.setattr(snapshots, "TarCheck", Lenient)
     caplog.set_level(logging.WARNING)
     sandbox = await start(*mounts_of(host))
     odd = tarfile.TarInfo("home/odd")
@@ -391,7 +389,7 @@ async def test_a_hostile_tar_reaches_nothing_of_the_host_and_the_rest_of_it_come
     after = (odd, b""), member("home/after", data=b"after")
     (tmp_path / "snapshot").write_bytes(tar_of(*WAYS_OUT, *after))
     before = {path: path.stat() for path in (host, *host.rglob("*"))}
-    await asyncio.wait_for(archive.load(sandbox, tmp_path / "snapshot"), LONG)
+    await asyncio.wait_for(snapshots.unpack(sandbox, tmp_path / "snapshot"), LONG)
     assert {path: path.stat() for path in (host, *host.rglob("*"))} == before
     assert (host / "file").read_text() == "the host's"
     assert await python(sandbox, "print(json.dumps(open('/home/tester/after').read()))") == "after"
@@ -420,7 +418,7 @@ hostile = st.builds(
 @pytest.mark.runsc
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(hostile, min_size=150, max_size=250))
-def test_no_tar_of_any_kind_reaches_the_host(
+def test_no_generated_tar_reaches_the_host(
     spec: BundleSpec,
     runsc: Runsc,
     tmp_path_factory: pytest.TempPathFactory,
@@ -437,7 +435,7 @@ def test_no_tar_of_any_kind_reaches_the_host(
         sandbox = GVisorSandbox("box", replace(spec, mounts=(*spec.mounts, *mounts_of(host))), runsc)
         await sandbox.start()
         try:
-            await asyncio.wait_for(archive.load(sandbox, folder / "snapshot"), LONG)
+            await asyncio.wait_for(snapshots.unpack(sandbox, folder / "snapshot"), LONG)
         finally:
             await sandbox.delete()
 
@@ -446,12 +444,12 @@ def test_no_tar_of_any_kind_reaches_the_host(
 
 
 @pytest.mark.runsc
-async def test_why_a_snapshot_could_not_be_put_in_place_is_said(start: Start, tmp_path: Path) -> None:
+async def test_failure_to_unpack_is_reported_with_the_reason(start: Start, tmp_path: Path) -> None:
     sandbox = await start()
     await replace_script(sandbox, "raise SystemExit('OSError: No space left on device')")
     (tmp_path / "snapshot").write_bytes(tar_of(member("home/large", data=bytes(5_000_000))))
     with pytest.raises(GuestError, match="failed in the sandbox: OSError: No space left on device"):
-        await asyncio.wait_for(archive.load(sandbox, tmp_path / "snapshot"), LONG)
+        await asyncio.wait_for(snapshots.unpack(sandbox, tmp_path / "snapshot"), LONG)
     await sandbox.delete()
     with pytest.raises(SandboxError, match="stopped"):
-        await archive.load(sandbox, tmp_path / "snapshot")
+        await snapshots.unpack(sandbox, tmp_path / "snapshot")

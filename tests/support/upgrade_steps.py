@@ -1,4 +1,7 @@
-"""Start, save and reopen a kernel with the sandbox_provisioner on the path: save|reopen|start FOLDER."""
+"""Start, save and reopen a kernel with the version of sandbox_provisioner that is on PYTHONPATH.
+
+upgrade_steps.py save|reopen|start FOLDER
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from jupyter_client.manager import AsyncKernelManager
 
 
 async def run(client: Any, code: str) -> str:
-    """Execute a cell; return what it prints."""
+    """Execute a cell. Return its printed output."""
     printed: list[str] = []
 
-    def note(message: dict[str, Any]) -> None:
+    def collect(message: dict[str, Any]) -> None:
         if message["msg_type"] == "stream":
             printed.append(message["content"]["text"])
 
-    reply = await client.execute_interactive(code, timeout=60, output_hook=note)
+    reply = await client.execute_interactive(code, timeout=60, output_hook=collect)
     assert reply["content"]["status"] == "ok", reply["content"]
     return "".join(printed)
 
@@ -34,8 +37,8 @@ async def start(folder: Path, notebook: str) -> tuple[Any, Any]:
     return manager, client
 
 
-async def keep(manager: Any, client: Any) -> None:
-    """Save the kernel as a server does that stops."""
+async def stop(manager: Any, client: Any) -> None:
+    """Save and end the kernel as a stopping server does."""
     await manager.provisioner.hibernate()
     manager.provisioner.keep_state()
     client.stop_channels()
@@ -43,17 +46,17 @@ async def keep(manager: Any, client: Any) -> None:
 
 
 async def save(folder: Path) -> None:
-    """Leave a saved kernel with a savepoint and a generator that was begun."""
+    """Save a kernel with a savepoint, a file and a started generator."""
     manager, client = await start(folder, "a.ipynb")
     await run(client, "x = 41; steps = iter(range(100)); next(steps)")
     await run(client, "open('/tmp/kept', 'w').write('in the home of the kernel')")
     await run(client, "%sandbox savepoint before")
     await run(client, "x = 0")
-    await keep(manager, client)
+    await stop(manager, client)
 
 
 async def reopen(folder: Path) -> None:
-    """Use everything that the older version saved."""
+    """Reopen the kernel, and use all of its saved state."""
     manager, client = await start(folder, "a.ipynb")
     assert await run(client, "print(x, next(steps), open('/tmp/kept').read())") == "0 1 in the home of the kernel\n"
     await manager.provisioner.hibernate()
@@ -65,11 +68,11 @@ async def reopen(folder: Path) -> None:
     client.start_channels()
     await client.wait_for_ready(timeout=60)
     assert await run(client, "print(x)") == "41\n"
-    await keep(manager, client)
+    await stop(manager, client)
 
 
-async def copy(folder: Path) -> None:
-    """Start another notebook's kernel, from a template if there is one that fits."""
+async def start_another(folder: Path) -> None:
+    """Start another notebook's kernel, from a template if one matches."""
     manager, client = await start(folder, "b.ipynb")
     assert await run(client, "print(6 * 7)") == "42\n"
     client.stop_channels()
@@ -77,4 +80,4 @@ async def copy(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run({"save": save, "reopen": reopen, "start": copy}[sys.argv[1]](Path(sys.argv[2])))
+    asyncio.run({"save": save, "reopen": reopen, "start": start_another}[sys.argv[1]](Path(sys.argv[2])))

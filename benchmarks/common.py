@@ -1,4 +1,4 @@
-"""What every benchmark is framed by: the machine, its load, a place that is clean afterwards, and an exit status."""
+"""Common parts of the benchmarks: describe the machine, use a temporary folder, and set the exit status."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sandbox_provisioner.gvisor import runsc
 from sandbox_provisioner.gvisor.runtime_dir import left_behind
 
 
-def framed(measure: Callable[[], None], *packages: str) -> int:
-    """Measure, between what a reader must know of this machine and its load; returns the exit status."""
-    signal.signal(signal.SIGTERM, _end_politely)
+def run_benchmark(measure: Callable[[], None], *packages: str) -> int:
+    """Print the machine and the versions of ``packages``, call ``measure``, and return the exit status."""
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         load = _describe_load()
         print(_describe_machine(packages), flush=True)
@@ -35,8 +35,8 @@ def framed(measure: Callable[[], None], *packages: str) -> int:
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
-    """A new folder for everything that sandboxes keep or leave, of which nothing stays, nor runs on."""
+def temporary_storage() -> Iterator[Path]:
+    """Keep all files of sandboxes in a new folder, and yield it. At the end, remove it and all running sandboxes."""
     binary = str(runsc.find().path)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         places = {"JUPYTER_DATA_DIR": f"{folder}/data", "SANDBOX_STORAGE_DIR": f"{folder}/storage"}
@@ -49,12 +49,12 @@ def scratch() -> Iterator[Path]:
 
 
 def readable(seconds: float) -> str:
-    """A time in three digits."""
+    """Return a duration with three digits."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def verdict(reached: bool) -> str:
-    """What is said of a goal."""
+    """Return the mark of a row with a goal."""
     return "PASS" if reached else "over"
 
 
@@ -66,9 +66,9 @@ def _describe_machine(packages: tuple[str, ...]) -> str:
 
 def _describe_load() -> str:
     load = os.getloadavg()[0]
-    advice = " The machine was busy: run it again when it is quiet." if load > 1 else ""
+    advice = " The machine was busy: repeat the benchmark when it is idle." if load > 1 else ""
     return f"\nLoad before the run: {load:.1f}.{advice}"
 
 
-def _end_politely(signum: int, frame: FrameType | None) -> None:
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
     sys.exit(128 + signum)

@@ -1,4 +1,9 @@
-"""A process that acquires and releases a lease as its standard input says, and prints the results as JSON."""
+"""A server process that acquires and releases a lease, as commanded on its standard input.
+
+    lease_process.py KIND PLACE NAME [TIMES...]
+
+It reads the commands ``acquire SECONDS`` and ``release``, and prints each result as a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_provisioner.errors import LeaseHeldError, StorageUnavailableError
-from sandbox_provisioner.lock.base import Lease, Leases, Owner
-from sandbox_provisioner.lock.keepalive import CLOCK, Clock
+from sandbox_provisioner.lock.base import CLOCK, Clock, Lease, Leases, Owner
 
 SANDBOX = "sandboxes/a/lock"
 
 
 def open_leases(kind: str, place: str, lease_time: float, renewal: float, poll: float, clock: Clock = CLOCK) -> Leases:
-    """The leases of one server; ``place`` is a folder or a bucket."""
+    """Return the leases of one server. ``place`` is a folder, or the name of a bucket."""
     if kind == "local":
         from sandbox_provisioner.lock.local import LocalLeases
 
@@ -31,12 +35,12 @@ def open_leases(kind: str, place: str, lease_time: float, renewal: float, poll: 
     return GCSLeases(place, "servers", lease_time, renewal, poll, clock)
 
 
-def tell(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def report(**result: Any) -> None:
+    print(json.dumps(result), flush=True)
 
 
-class Player:
-    """One server with one lease at most."""
+class Server:
+    """A server with at most one lease."""
 
     def __init__(self, leases: Leases, name: str) -> None:
         self.leases = leases
@@ -47,26 +51,26 @@ class Player:
         try:
             self.lease = await self.leases.acquire(SANDBOX, Owner.here(self.name), patience)
         except LeaseHeldError as error:
-            tell(held=str(error))
+            report(held=str(error))
             return
         except StorageUnavailableError as error:
-            tell(unreachable=str(error))
+            report(unreachable=str(error))
             return
-        self.lease.lost.add_done_callback(lambda lost: None if lost.cancelled() else tell(lost=lost.result()))
-        tell(token=self.lease.token)
+        self.lease.lost.add_done_callback(lambda lost: None if lost.cancelled() else report(lost=lost.result()))
+        report(token=self.lease.token)
 
     async def release(self) -> None:
         assert self.lease is not None
         await self.lease.release()
-        tell(released=True)
+        report(released=True)
 
 
 async def main(kind: str, place: str, name: str, *times: str) -> None:
-    player = Player(open_leases(kind, place, *map(float, times)), name)
-    tell(ready=True)
+    server = Server(open_leases(kind, place, *map(float, times)), name)
+    report(ready=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         action, *arguments = line.split()
-        await getattr(player, action)(*map(float, arguments))
+        await getattr(server, action)(*map(float, arguments))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from sandbox_provisioner.setup import apt_entries
+from sandbox_provisioner.setup.runsc_install import debian
 
 RELEASE = platform.freedesktop_os_release().get("VERSION_CODENAME", "stable")
 DEB822 = f"""\
@@ -37,7 +37,7 @@ Components: main contrib
 
 def test_backports_of_stanzas() -> None:
     assert (
-        apt_entries.backports_deb822(DEB822)
+        debian.backports_deb822(DEB822)
         == f"""\
 Types: deb deb-src
 URIs: http://mirror.example/debian
@@ -62,7 +62,7 @@ deb-src http://mirror.example/debian {RELEASE} main
 deb http://mirror.example/security {RELEASE}-security main
 deb http://mirror.example/flat ./
 """
-    assert apt_entries.backports_one_line(text) == (
+    assert debian.backports_one_line(text) == (
         f"deb http://mirror.example/debian {RELEASE}-backports main contrib\n"
         "deb [arch=amd64 signed-by=/k.gpg] http://mirror.example/more stable-backports main\n"
     )

@@ -1,4 +1,7 @@
-"""Drop a kernel's malformed messages, which would end Jupyter Server's watch on its activity."""
+"""Bound the effects of a kernel's messages on Jupyter Server.
+
+A malformed message would end the watch on the kernel's activity, and all messages for a client that left would be kept.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from .._text import excerpt
 EXECUTION_STATES = ("starting", "busy", "idle", "restarting", "autorestarting", "terminating", "dead", "unknown")
 """The values of a kernel's ``execution_state``; any other is a kernel's own text, of any size."""
 
+MOST_KEPT = 256 << 20
+"""Bytes of messages to keep for a client that left, or that reads more slowly than its kernel sends."""
+
 Record = Callable[[list[bytes]], None]
 
 
@@ -21,7 +27,7 @@ def tolerant(kernel: Any, record: Record, log: Logger) -> Record:
     """
     malformed = False
 
-    def hear(frames: list[bytes]) -> None:
+    def receive(frames: list[bytes]) -> None:
         nonlocal malformed
         before = kernel.execution_state
         try:
@@ -33,4 +39,17 @@ def tolerant(kernel: Any, record: Record, log: Logger) -> Record:
         if kernel.execution_state not in EXECUTION_STATES:
             kernel.execution_state = before
 
-    return hear
+    return receive
+
+
+class OfflineMessages(list[Any]):
+    """The messages for a client that left, as pairs of a channel and frames; those that do not fit are dropped."""
+
+    size = 0
+
+    def append(self, entry: Any) -> None:
+        """Add a pair. Called by Jupyter Server."""
+        size = sum(map(len, entry[1]))
+        if self.size + size <= MOST_KEPT:
+            self.size += size
+            super().append(entry)

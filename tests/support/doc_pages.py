@@ -1,16 +1,20 @@
-"""The commands of a page of the documentation, in a form in which a test can run them.
+"""Read the commands and documented outputs of a documentation page, so that a test can run and compare them.
 
-What a reader does not see is in HTML comments before a block:
+HTML comments in the page are instructions for the test. These precede a code block:
 
-    not run: WHY                    it is not run
-    not run: WHY; instead: COMMAND  that is run in its place
-    fails: STATUS                   its last command ends with this status
-    cell: NOTEBOOK                  it is run there, in the server that was started last
-    output                          it is what the block before says
-    browser NOTEBOOK: CODE -> SEEN  stands alone: somebody runs a cell in the server that was started last
-    meanwhile: COMMAND              stands alone: what a reader does otherwise, such as Ctrl-C
-    before: a kernel                stands alone: there is a sandboxed kernel; with "before: a server", a server too
-    slow                            stands alone: the page's test takes long
+    not run: REASON                   do not run the block
+    not run: REASON; instead: COMMAND run COMMAND instead of the block
+    fails: STATUS                     the block's last command has this exit status
+    cell: NOTEBOOK                    run the block as a cell of this notebook, in the server that was started last
+    output                            the block is the output of the block before
+
+These stand alone:
+
+    browser NOTEBOOK: CODE -> OUTPUT  run a cell in the server that was started last; OUTPUT is optional
+    meanwhile: COMMAND                run a command that stands for an action of the reader, such as Ctrl-C
+    before: a kernel                  the page needs an installed sandboxed kernel
+    before: a server                  the page needs a sandboxed kernel and a running server
+    slow                              run the page's test only with the slow tests
 """
 
 from __future__ import annotations
@@ -21,23 +25,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN = ("console", "sh", "python")
+"""Languages of the blocks that are run."""
 SHOWN = ("text", "json", "yaml", "{include} ", "{toctree}", "{figure} ", "ini")
+"""Languages of the blocks that are not run."""
 ALONE = ("browser ", "meanwhile: ", "before: ", "slow")
 FENCE = re.compile(r"(?P<fence>```+)(?P<language>.*)")
 COMMENT = re.compile(r"<!-- (?P<text>.*?) -->")
-LOOSE = re.compile(
+VARIABLE = re.compile(
     r"(?P<anything>\.\.\.)"
     r"|(?P<id>\b[0-9a-f]{8}(?:[0-9a-f-]*[0-9a-f])?\b)"
     r"|(?P<number>\b\d[\d.]*(?= (?:[kMGT]?B|s)\b)|\b\d{4}[\dT:.+-]*\d|\b\d\d:\d\d[\d:.]*)"
     r"|(?P<space>\s+)"
 )
-"""In an output: what is left out, an id, an amount of bytes or seconds or a large number or a time, and white space."""
-ANY = {"anything": r".*", "id": r"[0-9a-f-]+", "number": r"\d[\dT:.+-]*", "space": r"\s+"}
+"""Parts of a documented output that may differ: omitted text, ids, sizes, durations, dates, times and white space."""
+PATTERNS = {"anything": r".*", "id": r"[0-9a-f-]+", "number": r"\d[\dT:.+-]*", "space": r"\s+"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command of a shell, and what it must say, if that is shown. ``kind`` is "sh", "python" or "browser"."""
+    """A command, its documented output (None: not documented) and exit status. The kind is sh, python or browser."""
 
     line: int
     kind: str
@@ -48,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or a comment that stands alone, which has no language."""
+    """A fenced code block with the comments before it, or a comment that stands alone. The latter has no language."""
 
     line: int
     language: str
@@ -56,18 +62,18 @@ class Block:
     marks: tuple[str, ...] = ()
 
     @property
-    def excuse(self) -> str:
-        """Why it is not run; empty if it is."""
+    def not_run(self) -> str:
+        """The reason why the block is not run. Empty if it is run."""
         return next((mark.removeprefix("not run: ") for mark in self.marks if mark.startswith("not run: ")), "")
 
     @property
     def status(self) -> int:
-        """How it ends."""
+        """The expected exit status of the last command."""
         return next((int(mark.removeprefix("fails: ")) for mark in self.marks if mark.startswith("fails: ")), 0)
 
 
 def blocks(page: Path) -> list[Block]:
-    """All of a page, in order; a comment that does not stand alone belongs to the block that follows it."""
+    """Return the blocks of a page, in order."""
     found: list[Block] = []
     marks: list[str] = []
     inside: tuple[int, str, str, list[str]] | None = None
@@ -84,18 +90,18 @@ def blocks(page: Path) -> list[Block]:
         elif match:
             marks.append(match["text"])
         else:
-            assert not (marks and line.strip()), f"{page}:{number}: no block follows {marks}"
-    assert inside is None and not marks, f"{page} ends too early"
+            assert not (marks and line.strip()), f"{page}:{number}: no block follows the comments {marks}"
+    assert inside is None and not marks, f"{page}: the last block is not closed, or no block follows {marks}"
     return found
 
 
 def steps(found: list[Block]) -> Iterator[Step]:
-    """Return the steps of a page, in order."""
+    """Yield the steps of a page, in order."""
     for number, block in enumerate(found):
-        instead = block.excuse.partition("; instead: ")[2]
+        instead = block.not_run.partition("; instead: ")[2]
         if instead:
             yield Step(block.line, "sh", instead)
-        elif block.excuse:
+        elif block.not_run:
             continue
         elif block.language == "console":
             yield from _console(block)
@@ -115,9 +121,9 @@ def steps(found: list[Block]) -> Iterator[Step]:
 
 
 def _console(block: Block) -> Iterator[Step]:
-    """Each line that begins with a prompt is a command, with what follows as its output."""
+    """Yield a step for each line with a prompt. The lines after it are its output."""
     parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
-    assert parts[0] == "" and len(parts) > 1, f"the console in line {block.line} begins with no prompt"
+    assert parts[0] == "" and len(parts) > 1, f"the console block in line {block.line} does not begin with a prompt"
     for number, part in enumerate(parts[1:], 1):
         lines = part.splitlines()
         count = 1 + next(i for i, line in enumerate(lines) if not line.endswith("\\"))
@@ -125,11 +131,11 @@ def _console(block: Block) -> Iterator[Step]:
         yield Step(block.line, "sh", "\n".join(lines[:count]), "\n".join(lines[count:]), status)
 
 
-def fits(shown: str, seen: str) -> bool:
-    """Return True if an output matches the page, apart from values that depend on the machine or the time."""
-    shown, pattern, at = shown.strip(), "", 0
-    for match in LOOSE.finditer(shown):
+def matches(shown: str, output: str) -> bool:
+    """Return True if an output matches the documented one, apart from values that depend on machine or time."""
+    shown, pattern, position = shown.strip(), "", 0
+    for match in VARIABLE.finditer(shown):
         assert match.lastgroup
-        pattern += re.escape(shown[at : match.start()]) + ANY[match.lastgroup]
-        at = match.end()
-    return re.fullmatch(pattern + re.escape(shown[at:]), seen.strip(), re.DOTALL) is not None
+        pattern += re.escape(shown[position : match.start()]) + PATTERNS[match.lastgroup]
+        position = match.end()
+    return re.fullmatch(pattern + re.escape(shown[position:]), output.strip(), re.DOTALL) is not None

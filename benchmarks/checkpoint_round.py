@@ -1,8 +1,8 @@
-"""The server of one round, in a process of its own: a sandbox full of memory, saved and brought back once.
+"""One round of persistence.py: fill a sandbox with SIZE bytes, save it, and restore it.
 
-    hoarder.py FOLDER SIZE [BUCKET]
+    checkpoint_round.py FOLDER SIZE [BUCKET]
 
-Prints what it saw as one line of JSON. Its memory is its own, so the peak that it reports is of the work alone.
+Prints the measurements as one line of JSON. It runs in its own process, so that its peak memory is that of one round.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from sandbox_provisioner.gvisor.interpreter import visible
 from sandbox_provisioner.mux.process import GuestProcess
 from sandbox_provisioner.sandbox.manager import SandboxManager
 
-SANDBOX_ID = "hoard"
+SANDBOX_ID = "bench"
 PIECE = 1 << 20
-HOARD = f"""
+PROGRAM = f"""
 import os, sys, zlib
-hoard = bytearray(int(sys.argv[1]))
-for start in range(0, len(hoard), {PIECE}):
-    end = min(start + {PIECE}, len(hoard))
-    hoard[start:end] = os.urandom(end - start)
+data = bytearray(int(sys.argv[1]))
+for start in range(0, len(data), {PIECE}):
+    end = min(start + {PIECE}, len(data))
+    data[start:end] = os.urandom(end - start)
 for line in sys.stdin:
-    print(zlib.crc32(hoard) if line == "sum\\n" else "here", flush=True)
+    print(zlib.crc32(data) if line == "checksum\\n" else "ready", flush=True)
 """
+"""Runs in the sandbox: fills its memory with random bytes, and answers requests for their checksum."""
 
 
 def main(folder: Path, size: int, bucket: str = "") -> None:
-    seen = asyncio.run(hoard(SandboxManager(settings(folder, bucket), runsc.find()), size, folder, not bucket))
-    print(json.dumps(seen), flush=True)
+    manager = SandboxManager(settings(folder, bucket), runsc.find())
+    print(json.dumps(asyncio.run(measure_round(manager, size, folder, local=not bucket))), flush=True)
 
 
 def settings(folder: Path, bucket: str) -> GCSConfig:
-    """All in ``folder``; or all in ``bucket``, and in the folder what is on its way."""
+    """Return settings that store everything in ``bucket`` if it is given, otherwise in ``folder``."""
     if not bucket:
         return GCSConfig(folder)
     metadata, locks, checkpoints = (
@@ -53,31 +54,31 @@ def settings(folder: Path, bucket: str) -> GCSConfig:
     return GCSConfig(folder, metadata=metadata, locks=locks, checkpoints=checkpoints)
 
 
-async def hoard(manager: SandboxManager, size: int, folder: Path, local: bool) -> dict[str, float]:
-    """Fill a sandbox with ``size`` bytes, save it, copy the image if it is ``local``, and bring the sandbox back."""
+async def measure_round(manager: SandboxManager, size: int, folder: Path, local: bool) -> dict[str, float]:
+    """Save and restore a sandbox with ``size`` random bytes. If its image is local, also time a copy of the image."""
     python = os.path.realpath(sys.executable)
     environment = {"PATH": os.defpath}
     spec = BundleSpec(python, "/home/me", "me", tuple(visible([python], environment)), environment=environment)
     handle = await manager.create(SANDBOX_ID, spec)
     try:
         await handle.start()
-        process = await handle.instance.execute([python, "-c", HOARD, str(size)])
-        before = await ask(process, "sum")
+        process = await handle.instance.execute([python, "-c", PROGRAM, str(size)])
+        before = await ask(process, "checksum")
 
         async def restore() -> None:
             await handle.restore()
-            await ask(process, "are you there?")
+            await ask(process, "ready?")
 
-        seen = await watch("checkpoint", handle.save)
+        measured = await measure("checkpoint", handle.save)
         saved = handle.metadata.checkpoint
         assert saved is not None
-        seen["size"] = saved.size
+        measured["size"] = saved.size
         if local:
-            seen["cat"] = copy(folder / saved.artifact.name, folder / "copy")
-        seen |= await watch("restore", restore)
-        if await ask(process, "sum") != before:
-            raise SandboxError("The sandbox's memory is not what it was.")
-        return seen
+            measured["cat"] = time_copy(folder / saved.artifact.name, folder / "copy")
+        measured |= await measure("restore", restore)
+        if await ask(process, "checksum") != before:
+            raise SandboxError("The restored memory differs from the saved memory.")
+        return measured
     finally:
         await manager.delete(SANDBOX_ID)
 
@@ -91,28 +92,28 @@ async def ask(process: GuestProcess, question: str) -> str:
     return piece.data.decode()
 
 
-async def watch(name: str, action: Callable[[], Awaitable[object]]) -> dict[str, float]:
-    """Return the seconds that ``action`` takes, and by how much this process's memory peaks above its value before."""
-    forget_peak()
-    idle, begun = memory("VmRSS"), time.perf_counter()
+async def measure(name: str, action: Callable[[], Awaitable[object]]) -> dict[str, float]:
+    """Return the duration of ``action``, and its peak of this process's memory minus the memory before."""
+    reset_peak_memory()
+    before, begun = memory("VmRSS"), time.perf_counter()
     await action()
-    return {name: time.perf_counter() - begun, f"{name} memory": memory("VmHWM") - idle}
+    return {name: time.perf_counter() - begun, f"{name} memory": memory("VmHWM") - before}
 
 
-def forget_peak() -> None:
-    """Reset VmHWM. Where that is not allowed, it stays the peak since the process started, which is no lower."""
+def reset_peak_memory() -> None:
+    """Reset VmHWM. If that is not allowed, VmHWM stays the peak since the start, and the result is an upper bound."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(field: str) -> int:
-    """A field of this process's status, in bytes."""
+    """Return a field of this process's status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def copy(image: Path, target: Path) -> float:
-    """How long `cat` takes for an image's files, until the copy is on the disk."""
+def time_copy(image: Path, target: Path) -> float:
+    """Return the seconds in which `cat` copies an image's files, until the copy is written to the disk."""
     begun = time.perf_counter()
     subprocess.run(["sh", "-c", 'cat "$@" > "$0" && sync "$0"', target, *sorted(image.iterdir())], check=True)
     seconds = time.perf_counter() - begun

@@ -79,17 +79,19 @@ class Kernel:
             self._manager.cleanup_resources()
 
 
-class Story:
-    """Print observations, and record whether all claims hold."""
+class Report:
+    """Prints observations, and records whether all claims hold."""
 
     def __init__(self) -> None:
         self.held = True
 
     def row(self, what: str, plain: str, sandboxed: str, holds: bool) -> None:
+        """Print the results of the same action in a plain and a sandboxed kernel."""
         self.held = self.held and holds
         print(f"  {'✓' if holds else '✗'} {what:<42} {plain[:26]:<28} {sandboxed[:40]}", flush=True)
 
     def event(self, what: str, took: str, seen: str, holds: bool) -> None:
+        """Print the result of a step, with its duration or an empty string."""
         self.held = self.held and holds
         print(f"  {'✓' if holds else '✗'} {what:<42} {took:>8}   {seen}", flush=True)
 
@@ -113,8 +115,8 @@ def listener() -> Iterator[int]:
         server.close()
 
 
-def compare(story: Story, plain: Kernel, sandboxed: Kernel, folder: Path, secret: Path, port: int) -> None:
-    """Run the same cells in both kernels."""
+def compare(report: Report, plain: Kernel, sandboxed: Kernel, folder: Path, secret: Path, port: int) -> None:
+    """Run the same cells in both kernels, and print their results."""
     elsewhere = secret.with_name(f"{secret.name}-written")
     cells = [
         ("reads a secret of the server's environment", ENVIRONMENT.format(variable=VARIABLE), SECRET),
@@ -124,22 +126,23 @@ def compare(story: Story, plain: Kernel, sandboxed: Kernel, folder: Path, secret
         ("lists this machine's processes", PROCESSES, ""),
     ]
     print(f"\n    {'the kernel ...':<42} {plain.title:<28} {sandboxed.title}\n    {'-' * 96}")
-    story.row("is ready after", f"{plain.seconds:.2f} s", f"{sandboxed.seconds:.2f} s", True)
-    for what, code, prize in cells:
-        seen, kept = plain.run(code), sandboxed.run(code)
-        fewer = int(kept.split()[0]) < int(seen.split()[0]) if not prize else prize not in kept
-        story.row(what, seen, kept, fewer)
-    seen = plain.run(WRITE.format(path=str(elsewhere)))
+    report.row("is ready after", f"{plain.seconds:.2f} s", f"{sandboxed.seconds:.2f} s", True)
+    for what, code, accessed in cells:
+        plain_result, result = plain.run(code), sandboxed.run(code)
+        holds = accessed not in result if accessed else int(result.split()[0]) < int(plain_result.split()[0])
+        report.row(what, plain_result, result, holds)
+    plain_result = plain.run(WRITE.format(path=str(elsewhere)))
     elsewhere.unlink(missing_ok=True)
-    kept = sandboxed.run(WRITE.format(path=str(elsewhere)))
+    result = sandboxed.run(WRITE.format(path=str(elsewhere)))
     untouched = not elsewhere.exists()
     elsewhere.unlink(missing_ok=True)
-    story.row("writes a file into your home", seen, f"{kept}, in its own memory" * untouched, untouched)
-    seen, kept = plain.run(SHARE), sandboxed.run(SHARE)
-    story.row("writes a file into the notebook's folder", seen, kept, (folder / "note.txt").read_text() == "hello")
+    report.row("writes a file into your home", plain_result, f"{result}, in its own memory" * untouched, untouched)
+    plain_result, result = plain.run(SHARE), sandboxed.run(SHARE)
+    written = (folder / "note.txt").read_text() == "hello"
+    report.row("writes a file into the notebook's folder", plain_result, result, written)
 
 
-def side_by_side(story: Story, notebooks: Path) -> None:
+def compare_kernels(report: Report, notebooks: Path) -> None:
     """Put a secret into the home and the environment, start a kernel of each kind, and compare them."""
     os.environ[VARIABLE] = SECRET
     handle, name = tempfile.mkstemp(prefix=".sandbox-demo-", dir=Path.home(), text=True)
@@ -153,4 +156,4 @@ def side_by_side(story: Story, notebooks: Path) -> None:
         for kernel in (plain, sandboxed):
             stack.callback(kernel.close)
             kernel.start(notebooks)
-        compare(story, plain, sandboxed, notebooks, Path(name), port)
+        compare(report, plain, sandboxed, notebooks, Path(name), port)

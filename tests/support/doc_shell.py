@@ -14,16 +14,17 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from doc_pages import Step
 from kernels import run
-from pages import Step
-from servers import READY, connect, hears
+from servers import READY, answers, connect
 
 from sandbox_provisioner.gvisor.runsc import Runsc
 
-NAME, MACHINE = "ada", "laptop"
+USER, MACHINE = "ada", "laptop"
+"""Names of the user and the machine in the documented outputs."""
 MARK = "\x1e"
 CONFIG = "c.ServerApp.allow_root = True\nc.ServerApp.open_browser = False\n"
-"""What a reader need not know: tests may run as root, and there is no browser."""
+"""Needed only in tests, which may run as root and have no browser."""
 FUNCTIONS = """
 serve() {
     jupyter server "$@" >> "$HOME/${LOG:-server}.log" 2>&1 &
@@ -32,15 +33,15 @@ serve() {
 }
 stop() { kill "${1:-$SERVER}"; wait "${1:-$SERVER}"; }
 """
-"""What stands in for a person who starts a server, and stops it with Ctrl-C."""
-READY_MADE = """
+"""Start a server in the background, and stop it. They replace `jupyter lab` and Ctrl-C in the pages."""
+INSTALL_KERNEL = """
 from sandbox_provisioner.setup import kernelspecs
 kernelspecs.install_twin(kernelspecs.origins(["python3"])[0], kernelspecs.kernels_folder(False), kernelspecs.DEFAULTS)
 """
 
 
-class Reader:
-    """A new user with an empty home."""
+class DocShell:
+    """A shell of a new user with an empty home."""
 
     def __init__(self, folder: Path, runsc: Runsc) -> None:
         self.home = folder / "home"
@@ -57,61 +58,59 @@ class Reader:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.do(Step(0, "sh", FUNCTIONS))
+        self.run(Step(0, "sh", FUNCTIONS))
 
     def _environment(self, runsc: Runsc) -> dict[str, str]:
         programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         kept = {name: os.environ[name] for name in ("LANG", "TMPDIR", "SANDBOX_RUNTIME_DIR") if name in os.environ}
-        who = {
+        own = {
             "HOME": str(self.home),
-            "USER": NAME,
-            "LOGNAME": NAME,
+            "USER": USER,
+            "LOGNAME": USER,
             "PATH": programs,
             "SANDBOX_RUNSC": str(runsc.path),
         }
-        return {**kept, **who, "JUPYTER_PORT": "0", "COLUMNS": "160"}
+        return {**kept, **own, "JUPYTER_PORT": "0", "COLUMNS": "160"}
 
     def prepare(self, server: bool) -> None:
-        """Have a sandboxed kernel, be in the folder ``notebooks``, and have a server there if that is wanted."""
-        self.do(Step(0, "python", READY_MADE))
-        self.do(Step(0, "sh", "mkdir notebooks; cd notebooks"))
+        """Install a sandboxed kernel, go to a new folder ``notebooks``, and start a server there if ``server``."""
+        self.run(Step(0, "python", INSTALL_KERNEL))
+        self.run(Step(0, "sh", "mkdir notebooks; cd notebooks"))
         if server:
-            self.do(Step(0, "sh", "serve"))
+            self.run(Step(0, "sh", "serve"))
 
-    def do(self, step: Step) -> str:
-        """Do it; returns what was seen, as it would look on a machine that is theirs."""
+    def run(self, step: Step) -> str:
+        """Run a step. Return its output, with the user and machine of the pages. Fails on another exit status."""
         if step.kind == "browser":
-            return self._browse(step.command)
+            return self._run_cell(step.command)
         assert self._shell.stdin and self._shell.stdout
         self._script.write_text(step.command + "\n")
-        strictly = "set -e; " if step.status == 0 else ""
-        command = f"python {self._script}" if step.kind == "python" else f"{strictly}. {self._script}"
+        stop_at_error = "set -e; " if step.status == 0 else ""
+        command = f"python {self._script}" if step.kind == "python" else f"{stop_at_error}. {self._script}"
         self._shell.stdin.write(f"{command} < /dev/null; printf '{MARK}%d{MARK}' $?; set +e\n".encode())
         self._shell.stdin.flush()
-        seen = self._read()
-        status = int(seen[-1]) if len(seen) > 1 else self._shell.wait()
-        said = self._as_theirs(seen[0])
-        assert status == step.status, f"{step.command}\nended with {status}: {said}\n{self.logs()}"
-        return said
+        parts = self._read()
+        status = int(parts[-1]) if len(parts) > 1 else self._shell.wait()
+        output = self._with_documented_names(parts[0])
+        assert status == step.status, f"{step.command}\nended with {status}: {output}\n{self.logs()}"
+        return output
 
     def _read(self) -> list[str]:
+        """Return the output and the exit status of the last command; only the output if the shell has ended."""
         assert self._shell.stdout
         data = b""
         while data.count(MARK.encode()) < 2 and (piece := os.read(self._shell.stdout.fileno(), 1 << 16)):
             data += piece
         return data.decode(errors="replace").split(MARK)[:2]
 
-    def _as_theirs(self, text: str) -> str:
-        known = {str(self.home): f"/home/{NAME}", socket.gethostname(): MACHINE}
-        for here, theirs in known.items():
-            text = text.replace(here, theirs)
-        return text
+    def _with_documented_names(self, text: str) -> str:
+        return text.replace(str(self.home), f"/home/{USER}").replace(socket.gethostname(), MACHINE)
 
     # -- in the browser ------------------------------------------------------------------------------------------------
 
-    def _browse(self, what: str) -> str:
-        """``NOTEBOOK: CODE``: open the notebook in the server that was started last, and run a cell."""
-        notebook, _, code = what.partition(": ")
+    def _run_cell(self, command: str) -> str:
+        """Open a notebook in the server that was started last, and run a cell. ``command`` is ``NOTEBOOK: CODE``."""
+        notebook, _, code = command.partition(": ")
         server = self._server()
         if self._ask(server, "GET", f"contents/{notebook}?content=0")[0] == 404:
             empty = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
@@ -122,7 +121,7 @@ class Reader:
         assert status == 201, f"{opened}\n{self.logs()}"
         kc = connect(self.runtime, opened["kernel"]["id"])
         try:
-            assert hears(kc), self.logs()
+            assert answers(kc), self.logs()
             return run(kc, code)
         finally:
             kc.stop_channels()
@@ -153,13 +152,13 @@ class Reader:
         """Return the end of the servers' logs."""
         return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.home.rglob("*.log"))
 
-    def leave(self) -> None:
-        """Stop what still runs, as when a terminal is closed; persistent kernels are saved by their servers."""
+    def close(self) -> None:
+        """Stop all servers with SIGTERM, and end the shell."""
         servers = [json.loads(file.read_text())["pid"] for file in self.runtime.glob("jpserver-*.json")]
-        for pid in filter(_lives, servers):
+        for pid in filter(_is_alive, servers):
             os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + READY
-        while any(map(_lives, servers)) and time.monotonic() < deadline:
+        while any(map(_is_alive, servers)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert self._shell.stdin and self._shell.stdout
         self._shell.stdin.close()
@@ -167,7 +166,7 @@ class Reader:
         self._shell.wait(READY)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,0 +1,241 @@
+"""Record which notebooks ran in a sandbox, and which kernels without a sandbox the user allowed for them.
+
+A sandbox can write to its notebook's file, and so choose the kernel with which the notebook is opened next time.
+``server.plain_kernels`` asks this record before it starts a kernel without a sandbox. There is one file for each path,
+in a folder of the user's own data that no sandbox can write to. Several processes can use it at once. All functions
+block for file access.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ..config import own_folder
+from ..errors import ConflictError, ObjectNotFoundError
+from ..storage.base import NEW
+from ..storage.local import LocalStore
+from .user_sandboxes import registry
+
+FOLDER = "sandboxed-notebooks"
+MOST_LINKS = 40
+"""Maximum number of links to follow, as in Linux."""
+MOST_ENTRIES = 10_000
+KEEP_MISSING = 30 * 86_400.0
+"""Seconds for which the entry of a missing file is kept. A sandbox can delete a file, and create it again."""
+
+
+@dataclass(frozen=True)
+class SandboxedNotebook:
+    """The entry of one path: the kernel that the user allowed, and the one that was refused last; or empty strings."""
+
+    notebook: str
+    allowed: str = ""
+    refused: str = ""
+    missing_since: float = 0.0
+    """Time at which ``prune`` first missed the file; 0 if it exists."""
+
+
+class SandboxedNotebooks:
+    """The entries in ``folder``, by default in the user's own data folder. Paths are absolute.
+
+    A path stands for all of its ``spellings``. Upper and lower case are not distinguished, because some file systems do
+    not distinguish them either.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or own_folder() / FOLDER
+        self._store = LocalStore(self._folder)
+
+    def record(self, paths: Iterable[str]) -> Mapping[str, int]:
+        """Record that notebooks run in a sandbox. This revokes the user's permission for kernels without a sandbox.
+
+        Return the new entries, for ``withdraw``.
+        """
+        new = {}
+        for path in _spellings(paths):
+            while True:
+                known, generation = self._read(_name(path))
+                try:  # also if nothing changes, so that a start that fails does not withdraw the entry of another one
+                    written = self._store.write(_name(path), _encode(SandboxedNotebook(path)), generation)
+                except ConflictError:
+                    continue
+                break
+            if not known:
+                new[_name(path)] = written.generation
+        return new
+
+    def withdraw(self, new: Mapping[str, int]) -> None:
+        """Delete entries that ``record`` made, because the start failed, unless they were written again meanwhile."""
+        for name, generation in new.items():
+            with suppress(ConflictError):
+                self._store.delete(name, generation)
+
+    def refused(self, path: str, kernel_name: str, can_allow: bool = True) -> bool:
+        """Return True if a notebook ran in a sandbox and this kernel is not allowed for it, and record the refusal.
+
+        Without ``can_allow``, no kernel is allowed.
+        """
+        name = kernel_name.lower()
+        refused = [entry for entry in self._known([path]) if entry.allowed != name or not can_allow]
+        for entry in refused:
+            self._update(entry, partial(replace, refused=name))
+        return bool(refused)
+
+    def find(self, path: str) -> SandboxedNotebook | None:
+        """Return the entry of a notebook; None if it never ran in a sandbox."""
+        return next(iter(self._known([path])), None)
+
+    def allow(self, path: str, kernel_name: str) -> None:
+        """Allow a kernel without a sandbox for a notebook, until the notebook runs in a sandbox again."""
+        for entry in self._known([path]):
+            self._update(entry, partial(replace, allowed=kernel_name.lower()))
+
+    def revoke(self, path: str) -> None:
+        """Revoke the permission for a notebook."""
+        self.allow(path, "")
+
+    def entries(self) -> list[SandboxedNotebook]:
+        """Return all entries, sorted by path."""
+        names = [info.name for info in self._store.list("")]
+        return sorted((entry for name in names if (entry := self._read(name)[0])), key=lambda entry: entry.notebook)
+
+    def copy(self, old: str, new: str) -> None:
+        """Record that a notebook, or a folder of notebooks, was copied; permissions are not copied."""
+        for source, target in _moves(old, new):
+            self.record(target + path.removeprefix(source) for path in self._below(source))
+
+    def move(self, old: str, new: str) -> None:
+        """Record that a notebook, or a folder of notebooks, was renamed; permissions are kept."""
+        for before, after in _moves(old, new):
+            moved = self._below(before)
+            if not moved and _name(before) != _name(after):
+                self._store.delete(_name(after))  # a notebook that never ran in a sandbox has replaced it
+            for path, entry in moved.items():
+                target = replace(entry, notebook=after + path.removeprefix(before))
+                self._change(target.notebook, partial(_replaced, target))
+                if _name(path) != _name(target.notebook):
+                    self._store.delete(_name(path))
+
+    def forget(self, path: str) -> None:
+        """Delete the entries of a notebook, or of a folder of notebooks, that the user deleted."""
+        for place in _places(path):
+            for known in [place, *self._below(place)]:
+                self._store.delete(_name(known))
+
+    def prepare(self) -> None:
+        """Add the notebooks of all recorded sandboxes if there are no entries yet, then prune. Called once by a server.
+
+        An earlier version recorded sandboxes, but no entries.
+        """
+        if not self._folder.exists():
+            self.record(record.notebook_path for record in registry().list().records if record.notebook_path)
+        self.prune(time.time())
+
+    def prune(self, now: float) -> None:
+        """Delete the entries of files that were missing for KEEP_MISSING, and the oldest of too many entries."""
+        for entry in self.entries():
+            missing = not os.path.lexists(entry.notebook)
+            if missing and entry.missing_since and now - entry.missing_since >= KEEP_MISSING:
+                self._store.delete(_name(entry.notebook))
+            elif missing != bool(entry.missing_since):
+                self._update(entry, partial(replace, missing_since=now if missing else 0.0))
+        oldest_first = sorted(self._store.list(""), key=lambda info: info.updated)
+        for info in oldest_first[: max(0, len(oldest_first) - MOST_ENTRIES)]:
+            self._store.delete(info.name)
+
+    def _known(self, paths: Iterable[str]) -> list[SandboxedNotebook]:
+        """Return the entries of these notebooks, in the order of their spellings."""
+        entries = [self._read(_name(path), path)[0] for path in _spellings(paths)]
+        return [entry for entry in entries if entry]
+
+    def _below(self, path: str) -> dict[str, SandboxedNotebook]:
+        """Return the entries of a path and of all paths below it."""
+        found = {entry.notebook: entry for entry in self.entries()}
+        return {known: entry for known, entry in found.items() if f"{known}/".startswith(f"{path.rstrip('/')}/")}
+
+    def _read(self, name: str, path: str = "") -> tuple[SandboxedNotebook | None, int]:
+        """Return an entry, None if it does not exist, and its generation. An unreadable entry allows no kernel."""
+        try:
+            data, info = self._store.read(name)
+        except ObjectNotFoundError:
+            return None, NEW
+        try:
+            fields = json.loads(data)
+            return SandboxedNotebook(
+                str(fields["notebook"]),
+                str(fields["allowed"]),
+                str(fields["refused"]),
+                float(fields["missing_since"]),
+            ), info.generation
+        except (ValueError, TypeError, LookupError):
+            return SandboxedNotebook(path), info.generation
+
+    def _update(self, entry: SandboxedNotebook, change: Callable[[SandboxedNotebook], SandboxedNotebook]) -> None:
+        """Change an entry, unless another process has deleted it meanwhile."""
+        self._change(entry.notebook, lambda known: change(known) if known else None)
+
+    def _change(self, path: str, change: Callable[[SandboxedNotebook | None], SandboxedNotebook | None]) -> None:
+        """Write the entry that ``change`` makes of the current one; again if another process writes meanwhile."""
+        while True:
+            known, generation = self._read(_name(path), path)
+            entry = change(known)
+            if entry == known or entry is None:
+                return
+            try:
+                self._store.write(_name(path), _encode(entry), generation)
+                return
+            except ConflictError:
+                continue
+
+
+def spellings(path: str) -> list[str]:
+    """Return the paths under which a notebook may be known: without ``..``, and with links followed step by step.
+
+    A link in place of the notebook, or of one of its folders, leads to an entry as well as the path itself.
+    """
+    if "\0" in path:
+        return []
+    found = []
+    try:
+        for _ in range(MOST_LINKS):
+            found += _places(path)
+            path = os.path.join(os.path.dirname(path), os.readlink(path))
+    except OSError:  # it is no link
+        pass
+    return list(dict.fromkeys([*found, os.path.realpath(path)]))
+
+
+def _spellings(paths: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(spelling for path in paths for spelling in spellings(path)))
+
+
+def _places(path: str) -> list[str]:
+    """Return the path without ``..``, and the path with the links in its folder resolved."""
+    return [os.path.normpath(path), os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))]
+
+
+def _moves(old: str, new: str) -> list[tuple[str, str]]:
+    return list(dict.fromkeys(zip(_places(old), _places(new), strict=True)))
+
+
+def _replaced(new: SandboxedNotebook, known: SandboxedNotebook | None) -> SandboxedNotebook:
+    return new
+
+
+def _encode(entry: SandboxedNotebook) -> bytes:
+    return json.dumps(asdict(entry)).encode()
+
+
+def _name(path: str) -> str:
+    """Return the name of the object with the entry of ``path``."""
+    folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
+    return hashlib.sha256(folded.encode(errors="surrogatepass")).hexdigest()

@@ -1,0 +1,78 @@
+"""Replace the handlers of Jupyter Server that start kernels, to send errors of this package with their own status."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+from jupyter_server.services.kernels.handlers import MainKernelHandler
+from jupyter_server.services.sessions.handlers import SessionHandler, SessionRootHandler
+from tornado import web
+
+from ..errors import PlainKernelError, SandboxError
+from . import problem_details
+from .plain_kernels import PlainKernelGuard
+
+
+class StartHandler(APIHandler):
+    """Base class of the handlers. ``message`` in an error is the text that JupyterLab shows."""
+
+    answered: type[SandboxError] = PlainKernelError
+    """The errors to send with their own status; Jupyter Server sends the others."""
+
+    def initialize(self, guard: PlainKernelGuard) -> None:
+        """Set the guard. Called by tornado for each request."""
+        self.guard = guard
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Send an error. Called by tornado."""
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        cause = error if isinstance(error, self.answered) else getattr(error, "__cause__", None)
+        if not isinstance(cause, self.answered):
+            super().write_error(status_code, **kwargs)
+            return
+        problem = problem_details.describe(cause)
+        self.set_status(problem["status"])
+        known = {"message": str(cause), "reason": problem["title"], "traceback": ""}
+        self.finish(json.dumps({**known, **problem}), set_content_type=problem_details.MEDIA_TYPE)
+
+
+class KernelsHandler(StartHandler, MainKernelHandler):
+    """Handler of ``/api/kernels``."""
+
+    answered = SandboxError
+
+
+class SessionsHandler(StartHandler, SessionRootHandler):
+    """Handler of ``/api/sessions``."""
+
+
+class OneSessionHandler(StartHandler, SessionHandler):
+    """Handler of ``/api/sessions/{id}``."""
+
+    @web.authenticated
+    @authorized
+    async def patch(self, session_id: str) -> None:
+        """Check the new kernel first: Jupyter Server would answer each error of its start with status 501."""
+        body: Any = self.get_json_body()
+        model = body if isinstance(body, dict) else {}
+        kernel = model.get("kernel")
+        if isinstance(kernel, dict) and kernel.get("id") is None and kernel.get("name") is not None:
+            sessions: Any = self.session_manager
+            before = await sessions.get_session(session_id=session_id)
+            await self.guard.require_allowed(str(kernel["name"]), before["path"], model.get("path"))
+        await super().patch(session_id)  # type: ignore[misc]
+
+
+def handlers(base_url: str, guard: PlainKernelGuard) -> list[tuple[str, type[APIHandler], dict[str, Any]]]:
+    """Return the handlers that take the place of Jupyter Server's own."""
+    base = re.escape(base_url.rstrip("/"))
+    options = {"guard": guard}
+    return [
+        (f"{base}/api/kernels", KernelsHandler, options),
+        (f"{base}/api/sessions", SessionsHandler, options),
+        (rf"{base}/api/sessions/(?P<session_id>\w+-\w+-\w+-\w+-\w+)", OneSessionHandler, options),
+    ]

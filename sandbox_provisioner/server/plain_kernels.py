@@ -1,0 +1,243 @@
+"""Refuse to start a kernel without a sandbox for a notebook that ran in a sandbox, until the user confirms it.
+
+A sandbox can write to its notebook's file. It can replace the kernel that the notebook names by a plain one under the
+same display name. Whoever opens the notebook again would run its cells outside of any sandbox.
+
+PlainKernelGuard replaces methods of the server's own session and kernel managers, of any class: all ways to start a
+kernel for a notebook, or to give a running kernel to one, lead through these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from functools import cached_property, wraps
+from typing import Any, ParamSpec, TypeVar
+
+from jupyter_core.utils import ensure_async
+from jupyter_server.services.contents.manager import ContentsManager
+from traitlets import Enum
+from traitlets.config import LoggingConfigurable
+
+from .. import config
+from .._text import printable
+from ..errors import BadRequestError, PlainKernelError, SandboxError
+from ..gvisor.mounts import within
+from ..provisioner import SandboxProvisioner
+from ..sandbox.model import PlainNotebook, PlainNotebooks
+from ..sandbox.sandboxed_notebooks import SandboxedNotebooks
+from .kernel_manager import is_sandboxed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DRIVE = re.compile(r"^/*[^/:]+:(?=.)")
+"""Matches the name of a drive, such as ``RTC:``, in front of a path. JupyterLab's clients send it."""
+
+_session_path: ContextVar[str | None] = ContextVar("session_path", default=None)
+"""Path of the session for which a kernel is being started: the kernel manager learns only its folder and its name."""
+
+
+class PlainKernelGuard(LoggingConfigurable):
+    """The check of one server, which is its ``parent``. Server loop only."""
+
+    parent: Any
+
+    plain_kernels = config.setting(
+        "SANDBOX_PLAIN_KERNELS",
+        Enum(
+            ("confirm", "allow", "refuse"),
+            help="Kernels without a sandbox for notebooks that ran in a sandbox: 'confirm': refused until you confirm "
+            "it with `jupyter sandbox allow-plain`; 'allow': started; 'refuse': refused always.",
+        ),
+    )
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.notebooks = SandboxedNotebooks()
+        self._lock = asyncio.Lock()
+        self._prepared = False
+
+    @property
+    def _kernels(self) -> Any:
+        return self.parent.kernel_manager
+
+    @cached_property
+    def _root(self) -> str:
+        return os.path.realpath(str(self.parent.root_dir))
+
+    def attach(self) -> None:
+        """Guard the managers, and follow notebooks that are renamed, copied or deleted in Jupyter."""
+        self._guard_kernels()
+        self._guard_sessions()
+        self.parent.event_logger.add_listener(schema_id=ContentsManager.event_schema_id, listener=self._follow)
+
+    def _guard_kernels(self) -> None:
+        start_kernel = self._kernels.start_kernel
+
+        @wraps(start_kernel)
+        async def guarded_start(**kwargs: Any) -> Any:
+            name, session = kwargs.get("kernel_name"), (kwargs.get("env") or {}).get("JPY_SESSION_NAME", "")
+            files = self._files(kwargs.get("path"), _session_path.get())
+            files += [session] if os.path.isabs(session) else self._files(session)
+            if not await self._require_allowed(name, files):
+                return await ensure_async(start_kernel(**kwargs))
+            new = await self._record(files)
+            try:
+                return await ensure_async(start_kernel(**kwargs))
+            except BaseException:
+                await asyncio.to_thread(self.notebooks.withdraw, new)
+                raise
+
+        self._kernels.start_kernel = guarded_start
+
+    def _guard_sessions(self) -> None:
+        sessions = self.parent.session_manager
+        start, save, update = sessions.start_kernel_for_session, sessions.save_session, sessions.update_session
+
+        @wraps(start)
+        async def guarded_start(session_id: str, path: Any, *args: Any, **kwargs: Any) -> Any:
+            token = _session_path.set(path)
+            try:
+                return await start(session_id, path, *args, **kwargs)
+            finally:
+                _session_path.reset(token)
+
+        @wraps(save)
+        async def guarded_save(session_id: str, path: Any = None, *args: Any, **kwargs: Any) -> Any:
+            await self._require_running(str(kwargs.get("kernel_id", args[2:] and args[2])), path)
+            return await save(session_id, path, *args, **kwargs)
+
+        @wraps(update)
+        async def guarded_update(session_id: str, **changes: Any) -> Any:
+            before = await sessions.get_session(session_id=session_id)
+            kernel_id = changes.get("kernel_id", before["kernel"]["id"])
+            await self._require_running(kernel_id, changes.get("path", before["path"]))
+            return await update(session_id, **changes)
+
+        sessions.start_kernel_for_session = guarded_start
+        sessions.save_session = guarded_save
+        sessions.update_session = guarded_update
+
+    async def require_allowed(self, kernel_name: str, *paths: str | None) -> None:
+        """Raise PlainKernelError if a kernel may not be started for the notebooks at these paths."""
+        await self._require_allowed(kernel_name, self._files(*paths))
+
+    async def _require_running(self, kernel_id: str, path: str | None) -> None:
+        """Check a running kernel, to which a session for the notebook at ``path`` is about to connect its clients."""
+        if kernel_id not in self._kernels:
+            return
+        kernel, files = self._kernels.get_kernel(kernel_id), self._files(path)
+        provisioner = getattr(kernel, "provisioner", None)
+        if isinstance(provisioner, SandboxProvisioner) or await self._require_allowed(kernel.kernel_name, files):
+            await self._record(files)
+
+    async def _require_allowed(self, kernel_name: str | None, files: Iterable[str]) -> bool:
+        """Return True if the kernel runs in a sandbox. Raises PlainKernelError if it does not and is not allowed."""
+        name = str(kernel_name or self._kernels.default_kernel_name)
+        try:
+            spec = await ensure_async(self._kernels.kernel_spec_manager.get_kernel_spec(name))
+        except KeyError:  # the start fails
+            return False
+        if is_sandboxed(spec.metadata, self.parent):
+            return True
+        if self.plain_kernels != "allow":
+            for file in files:
+                if await self.call(self.notebooks.refused, file, name, self.can_allow):
+                    raise self.refusal(file, name)
+        return False
+
+    @property
+    def can_allow(self) -> bool:
+        """True if the user's permission counts."""
+        return self.plain_kernels == "confirm"
+
+    def refusal(self, file: str, kernel_name: str) -> PlainKernelError:
+        """Return the error for a notebook, which names it by its path below the server's root folder."""
+        notebook = printable(self._relative(file))[:300]
+        argument = shlex.quote(f"./{notebook}" if notebook.startswith("-") else notebook)  # chosen by the sandbox
+        confirm = f", or confirm with `jupyter sandbox allow-plain {argument}`" if self.can_allow else ""
+        return PlainKernelError(
+            f"Notebook {notebook} last ran in a sandbox. It now asks for kernel {kernel_name!r:.200}, which is not "
+            "sandboxed. Code in the sandbox may have changed that choice.",
+            f'Choose a kernel whose name ends in "(sandbox)"{confirm}.',
+        )
+
+    def _relative(self, file: str) -> str:
+        return os.path.relpath(file, self._root)
+
+    async def _record(self, files: Iterable[str]) -> Mapping[str, int]:
+        """Record notebooks that run in a sandbox. A kernel starts also where nothing can be written, with a warning."""
+        try:
+            return await self.call(self.notebooks.record, list(filter(_is_document, files)))
+        except SandboxError as error:
+            self.log.warning(
+                "It was not recorded that a notebook runs in a sandbox: %s A kernel without a sandbox can be started "
+                "for this notebook without a confirmation.",
+                error,
+            )
+            return {}
+
+    async def call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of ``notebooks`` in a thread, after all earlier calls."""
+        async with self._lock:
+            if not self._prepared:
+                await asyncio.to_thread(self.notebooks.prepare)
+                self._prepared = True
+            return await asyncio.to_thread(method, *args, **kwargs)
+
+    def _files(self, *paths: str | None) -> list[str]:
+        return list(dict.fromkeys(file for path in paths if path for file in self.files(path)))
+
+    def files(self, path: str) -> list[str]:
+        """Return the absolute paths that a path of a request may mean: as it is, and without the name of a drive."""
+        return [os.path.join(self._root, way.strip("/")) for way in dict.fromkeys([path, DRIVE.sub("", path)])]
+
+    # -- operations of the REST API, by operationId ------------------------------------------------------------------
+
+    async def list_plain_notebooks(self) -> PlainNotebooks:
+        """Return the notebooks below the server's root folder for which a kernel without a sandbox is allowed."""
+        entries = await self.call(self.notebooks.entries)
+        below = [entry for entry in entries if entry.allowed and within(entry.notebook, self._root)]
+        return PlainNotebooks(tuple(PlainNotebook(self._relative(entry.notebook), entry.allowed) for entry in below))
+
+    async def allow_plain_notebook(self, notebook_path: str, kernel_name: str) -> PlainNotebook:
+        """Allow a kernel without a sandbox for a notebook. Raises BadRequestError if it never ran in a sandbox."""
+        file = self.files(notebook_path)[0]
+        if self._relative(file).startswith("../") or not await self.call(self.notebooks.find, file):
+            problem = f"Notebook {printable(notebook_path)} did not run in a sandbox."
+            raise BadRequestError(problem, "It can run with any kernel.", "notebook_path")
+        if not self.can_allow:
+            raise self.refusal(file, kernel_name)
+        await self.call(self.notebooks.allow, file, kernel_name)
+        return PlainNotebook(self._relative(file), kernel_name)
+
+    async def revoke_plain_notebook(self, notebook_path: str) -> None:
+        """Revoke the permission for a notebook."""
+        await self.call(self.notebooks.revoke, self.files(notebook_path)[0])
+
+    # -- renamed notebooks -------------------------------------------------------------------------------------------
+
+    async def _follow(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:
+        """Follow a notebook or folder that was renamed, copied or deleted. Called by Jupyter's event logger."""
+        notebooks, paths = self.notebooks, [data[key] for key in ("source_path", "path") if data.get(key)]
+        changes: dict[str, Callable[..., None]] = {
+            "rename": notebooks.move,
+            "copy": notebooks.copy,
+            "delete": notebooks.forget,
+        }
+        if data["action"] not in changes:
+            return
+        try:
+            await self.call(changes[data["action"]], *(self.files(path)[0] for path in paths))
+        except SandboxError as error:
+            self.log.warning("The new path of a notebook that ran in a sandbox was not recorded: %s", error)
+
+
+def _is_document(file: str) -> bool:
+    """Return True unless a path names a folder or, without an extension, a console."""
+    return bool(os.path.splitext(file)[1] or os.path.isfile(file)) and not os.path.isdir(file)
