@@ -263,7 +263,7 @@ def test_savepoint_limit_is_enforced(open_notebook: Open, monkeypatch: pytest.Mo
     notebook.run("x = 1")
     savepoint(notebook, "one")
     for change in (savepoint, rewind):
-        with pytest.raises(TooManySavepointsError, match="Delete some"):
+        with pytest.raises(TooManySavepointsError, match="Delete one first"):
             change(notebook, "one" if change is rewind else "two")
     assert not notebook.asleep
     assert notebook.run("print(x)") == "1\n"
