@@ -48,7 +48,7 @@ class Report(APIHandler):
 
     @authenticated
     async def get(self) -> None:
-        """Called by tornado."""
+        """Answer with the longest delays, and reset them on request. Called by tornado."""
         probes = self.settings["delay_probes"]
         self.finish({"awake": len(self.kernel_manager), "delays": [probe.longest for probe in probes]})
         for probe in probes if self.get_argument("reset", "") else ():

@@ -35,6 +35,6 @@ def _meaning(schemas: list[dict[str, dict[str, dict[str, str]]]], name: str) -> 
 
 
 def _metrics() -> list[tuple[str, str, str]]:
-    telemetry._start_counting()
+    telemetry._count_events()
     found = (metric for metric in REGISTRY.collect() if metric.name.startswith(PREFIX))
     return [(f"`{metric.name}{SUFFIXES.get(metric.type, '')}`", metric.type, metric.documentation) for metric in found]

@@ -324,7 +324,7 @@ class SandboxProvisioner(KernelOperations):
     def _require_wanted(self) -> None:
         """Raise StateError if the kernel was shut down meanwhile, so that its start is not tried in another way."""
         if self._releasing:
-            raise StateError(self.kernel_id, "start", "being shut down")
+            raise StateError(self.kernel_id, "start", "it is being shut down")
 
     def _report_end(self, status: int) -> None:
         """Log the exit status and the last output of a kernel that failed. Called in the I/O thread."""

@@ -24,7 +24,7 @@ IDLE = 5.0
 
 
 class Workers:
-    """A group of up to ``most`` daemon threads that are started on demand. Any thread or loop."""
+    """A group of up to ``most`` daemon threads that are started on demand. May be used from any thread."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name

@@ -188,7 +188,7 @@ def run_exec(arguments: argparse.Namespace) -> int:
             stream = sys.stderr if piece.stream == "stderr" else sys.stdout
             stream.buffer.write(piece.data)
             stream.flush()
-    raise AssertionError("the output of a command ends with its exit status")
+    raise AssertionError("the output ended without an exit status")
 
 
 def _run_saved_kind(kind: SavedKind, arguments: argparse.Namespace) -> int:

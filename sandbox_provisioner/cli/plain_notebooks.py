@@ -15,7 +15,7 @@ from .output import print_json, print_table, say
 ABOUT = """\
 A server refuses to start a kernel without a sandbox for a notebook that ran in a sandbox: code in the sandbox may have
 changed the kernel in the notebook's file. This command allows it, until the notebook runs in a sandbox again. The
-notebook's cells then run with all your rights. Without NOTEBOOK, the command lists what is allowed.
+notebook's cells then run with all your rights. Without NOTEBOOK, the command lists the permissions.
 """
 
 
@@ -29,13 +29,13 @@ class UnknownKernelError(SandboxError, kind=Kind.BAD_REQUEST):
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    about = "allow a kernel without a sandbox for a notebook that ran in a sandbox"
+    about = "let a notebook that ran in a sandbox use a kernel without one"
     parser = commands.add_parser("allow-plain", help=about, description=ABOUT)
     parser.add_argument("notebook", nargs="?", metavar="NOTEBOOK", help="path of the notebook, or the end of its path")
     parser.add_argument("--kernel", metavar="NAME", help="the kernel to allow; default: the one that was refused last")
-    parser.add_argument("--revoke", action="store_true", help="allow no kernel without a sandbox for it any more")
-    parser.add_argument("--json", action="store_true", help="print what is allowed as JSON")
-    parser.set_defaults(run=run, interrupted="nothing was allowed.")
+    parser.add_argument("--revoke", action="store_true", help="revoke the permission")
+    parser.add_argument("--json", action="store_true", help="print the permissions as JSON")
+    parser.set_defaults(run=run, interrupted="no permission was given.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif allowed:
         print_table(("NOTEBOOK", "KERNEL"), [(one.notebook_path, one.kernel_name) for one in allowed])
     else:
-        say("No kernel without a sandbox is allowed for a notebook that ran in a sandbox.")
+        say("No notebook has the permission to use a kernel without a sandbox.")
     return 0
 
 
@@ -71,13 +71,13 @@ def _find(notebooks: SandboxedNotebooks, wanted: str) -> SandboxedNotebook:
     if found:
         paths = ", ".join(entry.notebook for entry in found)
         raise UnknownNotebookError(f"{wanted!r:.200} is the end of several paths: {paths}.", "Use one of these.")
-    raise UnknownNotebookError(f"No notebook {wanted!r:.200} ran in a sandbox.", "Any kernel can open it.")
+    raise UnknownNotebookError(f"Notebook {wanted!r:.200} never ran in a sandbox.", "It needs no permission.")
 
 
 def _report(notebook: str, kernel_name: str, as_json: bool) -> None:
     if as_json:
         print_json(encode(PlainNotebook(notebook, kernel_name)))
     elif kernel_name:
-        say(f"Kernel {kernel_name} may run {notebook} outside of sandboxes, until it runs in a sandbox again.")
+        say(f"Notebook {notebook} may now use kernel {kernel_name}, until it runs in a sandbox again.")
     else:
-        say(f"No kernel without a sandbox may run {notebook}.")
+        say(f"Notebook {notebook} may now use sandboxed kernels only.")

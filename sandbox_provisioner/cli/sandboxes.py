@@ -196,7 +196,7 @@ def _preview(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespa
             say(f"Would delete {each.title}, {each.sandbox.state}, {size(each.sandbox.size)}{condition}")
         for each in stale:
             if each.sandbox.id in refused:
-                say(f"Would not delete {each.title}, {each.sandbox.state}: the deletion would be refused")
+                say(f"Would not delete {each.title}, {each.sandbox.state}; the reason is below")
         total = sum(each.sandbox.size or 0 for each in found)
         say(f"{count(len(found), 'sandbox')}, {size(total)} in total. Nothing was deleted.")
     for error in refused.values():
@@ -217,7 +217,7 @@ def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | N
 
 
 def _server_decides(found: Found) -> bool:
-    """Return True if a server will decide whether to delete the sandbox, because the server could not read it."""
+    """Return True if the server could not read the document: only its answer shows whether it deletes the sandbox."""
     return found.server is not None and found.sandbox.state in UNREAD
 
 

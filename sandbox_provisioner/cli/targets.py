@@ -61,7 +61,8 @@ class NoKernelError(SandboxError, kind=Kind.WRONG_STATE):
         if sandbox.state == "running":
             remedy = "Use --server to name the server that has it."
         super().__init__(
-            f"Sandbox {sandbox.id} is {sandbox.state}: none of your servers on this machine has its kernel.", remedy
+            f"None of your servers on this machine has the kernel of sandbox {sandbox.id} (state: {sandbox.state}).",
+            remedy,
         )
 
 

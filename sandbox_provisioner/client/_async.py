@@ -197,7 +197,7 @@ class AsyncSandboxClient:
         return await self._ask(PlainNotebook, "PUT", "plain-notebooks", body)
 
     async def revoke_plain(self, notebook_path: str) -> None:
-        """Revoke the permission for a notebook."""
+        """Refuse kernels without a sandbox for a notebook again."""
         await self._send("DELETE", "plain-notebooks", query={"notebook_path": notebook_path})
 
     async def events(self) -> AsyncIterator[Event]:

@@ -197,7 +197,7 @@ class SandboxClient:
         return self._ask(PlainNotebook, "PUT", "plain-notebooks", body)
 
     def revoke_plain(self, notebook_path: str) -> None:
-        """Revoke the permission for a notebook."""
+        """Refuse kernels without a sandbox for a notebook again."""
         self._send("DELETE", "plain-notebooks", query={"notebook_path": notebook_path})
 
     def events(self) -> Iterator[Event]:

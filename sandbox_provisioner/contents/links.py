@@ -81,9 +81,9 @@ def open_real(path: str) -> int:
 
 @dataclass
 class _Request:
-    """The walks of one request. The links of a path are followed once, and those of all paths have a common limit.
+    """Follow the links of each path only once in a request, and limit the steps for all paths together.
 
-    Otherwise a guest can make a folder with links through many others that takes minutes to list. A path that leads
+    Without the limit, a guest could make a folder of chained links that takes minutes to list. A path that leads
     elsewhere in the middle of a request is no risk: each walk opens the folder that was found without following links,
     and the rules are checked for that folder.
     """

@@ -120,11 +120,11 @@ class RunscError(SandboxError):
 
 
 class StateError(SandboxError, kind=Kind.WRONG_STATE):
-    """The action is not allowed in the sandbox's current state."""
+    """The action is not allowed in the sandbox's current state. ``reason`` is a clause such as "it is running"."""
 
-    def __init__(self, sandbox_id: str, action: str, state: str) -> None:
-        self.sandbox_id, self.action, self.state = sandbox_id, action, state
-        super().__init__(f"Cannot {action} sandbox {sandbox_id}: it is {state}.")
+    def __init__(self, sandbox_id: str, action: str, reason: str) -> None:
+        self.sandbox_id, self.action, self.reason = sandbox_id, action, reason
+        super().__init__(f"Cannot {action} sandbox {sandbox_id}: {reason}.")
 
 
 class CommandNotFoundError(SandboxError, FileNotFoundError, kind=Kind.COMMAND):

@@ -159,7 +159,7 @@ class Runsc:
 
     @property
     def built(self) -> date | None:
-        """Date in the version, or None: release-20260126.0, 0.0~20240729.0, 20260905-160fafc."""
+        """Date in a version such as release-20260126.0, 0.0~20240729.0 or 20260905-160fafc; None without one."""
         found = re.search(r"(20\d\d)(\d\d)(\d\d)", self.version)
         try:
             return date(int(found[1]), int(found[2]), int(found[3])) if found else None

@@ -111,7 +111,7 @@ class GVisorSandbox:
             after(self.sandbox_id, Action.RESTORE, self._state)
             if not self.reachable:  # its streams have ended, and its clients would wait for replies forever
                 raise SandboxError(
-                    f"Sandbox {self.sandbox_id} was saved without its help, so its old connections cannot continue.",
+                    f"Sandbox {self.sandbox_id} was saved while it did not respond, so its clients must connect again.",
                     "Open the notebook again: this restores its saved state.",
                 )
             greet = self.connection.reattach if self.connection.state is ConnectionState.NEW else self.connection.resume

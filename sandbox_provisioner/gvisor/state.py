@@ -54,4 +54,4 @@ def after(sandbox_id: str, action: Action, state: State) -> State:
     try:
         return TRANSITIONS[action, state]
     except KeyError:
-        raise StateError(sandbox_id, action, state) from None
+        raise StateError(sandbox_id, action, f"it is {state}") from None

@@ -180,7 +180,7 @@ class SandboxedKernel(HandleObserver):
     async def _rewind_locked(self, handle: SandboxHandle, name: str, last_messages: LastMessages | None) -> str:
         """Rewind and reconnect the clients. The caller holds the handle's lock: no other save may come in between."""
         if self.status is not None:
-            raise StateError(handle.sandbox_id, "rewind", "without a kernel")
+            raise StateError(handle.sandbox_id, "rewind", "it has no kernel")
         _require_same_keys(handle, name)
         present, kept, problem = handle.instance, "", None
         self._note_activity()

@@ -38,7 +38,7 @@ class SandboxSettings(LocalProvisioner):
         "SANDBOX_NETWORK",
         Enum(
             ("none", "host"),
-            help="'none': the kernel reaches no address but its own loopback. 'host': it uses the host's network.",
+            help="'none': the kernel reaches only its own loopback address. 'host': it uses the host's network.",
         ),
     )
     platform = config.setting("SANDBOX_PLATFORM", Enum(PLATFORMS, help="How gVisor intercepts system calls."))

@@ -92,7 +92,7 @@ class Clock:
     """The time that leases are measured by. Tests replace it."""
 
     def now(self) -> float:
-        """Return seconds by a clock that is never set and that continues while the machine is suspended."""
+        """Return seconds by a clock that nobody can adjust, and that also runs while the machine is suspended."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     async def sleep(self, seconds: float) -> None:
@@ -276,7 +276,7 @@ class Lease:
         self._keeper = asyncio.create_task(self._keep(), name=f"lease of {name}")
 
     async def release(self) -> None:
-        """Release the lease, and return when no task and no object of it is left. May be called again.
+        """Release the lease; return when its task has ended and its object is deleted. May be called again.
 
         If storage cannot be reached, it retries until other servers treat the lease as expired, and then gives up.
         """

@@ -165,7 +165,7 @@ class GuestStream:
 
 
 class StreamTable(dict[int, GuestStream]):
-    """The streams of one connection by number. The host's numbers are odd."""
+    """The streams of one connection by number. Streams that the host opens have odd numbers."""
 
     def __init__(self, connection: GuestConnection) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Store and load file snapshots: the files that a sandbox wrote, as a tar, and a manifest that makes it complete.
+"""Store and load file snapshots: the files that a sandbox wrote, as a tar, and a manifest.
+
+The manifest is written last: without it, the snapshot does not exist.
 
 The tar contains the home folder, /tmp and the root of the sandbox, but neither memory nor mounted folders of the host.
 Its contents are untrusted: the host only counts its bytes and checks its structure. The guest packs and unpacks it.

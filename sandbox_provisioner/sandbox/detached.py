@@ -151,7 +151,7 @@ async def fork_persistent(
         current = document.metadata
         source = current.savepoint(savepoint) if savepoint else current.checkpoint
         if source is None:
-            raise StateError(sandbox_id, "fork", "without a checkpoint")
+            raise StateError(sandbox_id, "fork", "it has no checkpoint")
         with EVENT_BUS.doing(
             Entry(sandbox_id, EventKind.FORKED, kernel_name=first.kernel_name, user=first.user)
         ) as work:

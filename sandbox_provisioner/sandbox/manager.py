@@ -205,7 +205,7 @@ class SandboxManager:
             for rescue in await self._recovery.save(sandbox_id):
                 if rescue.runs_on:
                     raise SandboxError(
-                        f"Sandbox {sandbox_id} still runs without its killed server. Saving it failed: "
+                        f"Sandbox {sandbox_id} still runs, although its server was killed. Saving it failed: "
                         f"{rescue.problem}",
                         "Nothing is lost. Solve that problem and try again.",
                     )
@@ -297,7 +297,7 @@ class SandboxManager:
 
     def _require_closed(self, sandbox_id: str) -> None:
         if sandbox_id in self.handles:
-            raise StateError(sandbox_id, "create or attach", "already open on this server")
+            raise StateError(sandbox_id, "create or attach", "it is already open on this server")
 
     def _lock(self, sandbox_id: str) -> asyncio.Lock:
         """Return the lock of a sandbox id. Its handle uses the same one."""

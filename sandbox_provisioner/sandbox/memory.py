@@ -250,7 +250,7 @@ class SandboxMemory:
                 await self.checkpoint()
             current, kept = self.source, f"before-rewind-{checkpoints.new_name()}"
             if self.instance.state != State.CHECKPOINTED or current is None:
-                raise StateError(self._sandbox_id, "rewind", self.instance.state)
+                raise StateError(self._sandbox_id, "rewind", f"it is {self.instance.state}")
             await stored.change(lambda document: document.with_savepoint(kept, current))
             self._replace_for(target)
             try:

@@ -100,7 +100,7 @@ class SandboxedNotebooks:
             self._update(entry, partial(replace, allowed=kernel_name.lower()))
 
     def revoke(self, path: str) -> None:
-        """Revoke the permission for a notebook."""
+        """Refuse kernels without a sandbox for a notebook again."""
         self.allow(path, "")
 
     def entries(self) -> list[SandboxedNotebook]:

@@ -83,7 +83,7 @@ class Creation:
         """
         notebook = self._kernels.notebook(body["notebook_path"]) if "notebook_path" in body else None
         if not source.record:
-            raise StateError(source.id, "fork", "ephemeral")
+            raise StateError(source.id, "fork", "it is ephemeral")
         await self._require_free(notebook)
         await self._choose_kernel("", source)
         before = self._kernels.relative(source.notebook_path)
@@ -154,7 +154,7 @@ class Creation:
             )
         if before and not requested and name not in names:
             raise StateError(
-                before.id, "start the kernel of", f"of kernel {name!r:.200}, which is not installed on this server"
+                before.id, "start the kernel of", f"its kernel {name!r:.200} is not installed on this server"
             )
         if name not in names:
             raise BadRequestError(f"No sandboxed kernel {name!r:.200} is installed.", remedy, "kernel_name")
@@ -174,7 +174,7 @@ class Creation:
             if of_notebook or of_id:
                 other = (notebook and not of_notebook) or (chosen and not of_id)
                 if other or not set(body) <= IDENTITY or body.get("kernel_name", live.kernel_name) != live.kernel_name:
-                    raise StateError(Subject(live.record, live).id, "create", "already open on this server")
+                    raise StateError(Subject(live.record, live).id, "create", "it is already open on this server")
                 return Subject(live.record, live)
         await self._require_free(notebook)
         return None

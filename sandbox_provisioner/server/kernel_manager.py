@@ -148,8 +148,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
     async def _just_started(self, key: StartKey, waited: bool) -> str | None:
         """Return the persistent kernel that a concurrent request started for ``key``; None if there is no such kernel.
 
-        The session of that kernel may not be recorded yet. Once it is recorded, or after JUST_NOW, a request is for a
-        new kernel that replaces the notebook's current one.
+        A request counts as concurrent while that kernel's session is not recorded, for at most JUST_NOW seconds. A
+        later request is for a new kernel that replaces the current one.
         """
         kernel_id, when = self._recent_starts.get(key, ("", 0.0))
         if kernel_id not in self:

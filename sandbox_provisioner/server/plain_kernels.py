@@ -217,7 +217,7 @@ class PlainKernelGuard(LoggingConfigurable):
         return PlainNotebook(self._relative(file), kernel_name)
 
     async def revoke_plain_notebook(self, notebook_path: str) -> None:
-        """Revoke the permission for a notebook."""
+        """Refuse kernels without a sandbox for a notebook again."""
         await self.call(self.notebooks.revoke, self.files(notebook_path)[0])
 
     # -- renamed notebooks -------------------------------------------------------------------------------------------

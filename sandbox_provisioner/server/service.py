@@ -110,16 +110,16 @@ class Sandboxes:
         async with self._exclusive(wanted) as subject:
             record = _require_persistent(subject, "revert")
             if subject.live and not subject.live.provisioner.asleep:
-                raise StateError(subject.id, "revert", "running")
+                raise StateError(subject.id, "revert", "it is running")
             stored = await self._inventory.stored(subject)
             if stored and stored.problem:
                 raise stored.problem
             if stored and not stored.sandbox.previous:
-                raise StateError(subject.id, "revert", "without a previous checkpoint")
+                raise StateError(subject.id, "revert", "it has no previous checkpoint")
             persistence = await self._inventory.persistence()
             if subject.live:
                 if not subject.live.provisioner.asleep:  # a message woke it meanwhile
-                    raise StateError(subject.id, "revert", "running")
+                    raise StateError(subject.id, "revert", "it is running")
                 await self._kernels.end(subject.live.kernel_id)
             await asyncio.to_thread(persistence.revert, record)
             return await self._inventory.show(await self._inventory.find(wanted))
@@ -240,7 +240,7 @@ class Sandboxes:
     async def _exclusive(self, wanted: str) -> AsyncIterator[Subject]:
         """Yield a sandbox while no other operation changes it. Raises StateError for a sandbox in the warm pool."""
         if (await self._inventory.find(wanted)).standby:
-            raise StateError(wanted, "change", "standby")
+            raise StateError(wanted, "change", "it waits in the warm pool")
         async with self._lock((await self._inventory.find(wanted)).sandbox_id):
             subject = await self._inventory.find(wanted)
             if subject.live:
@@ -259,9 +259,9 @@ class Sandboxes:
 
 def _require_persistent(subject: Subject, action: str) -> SandboxRecord:
     if subject.record is None:
-        raise StateError(subject.id, action, "ephemeral")
+        raise StateError(subject.id, action, "it is ephemeral")
     return subject.record
 
 
 def _describe_state(state: str) -> str:
-    return "running on another server" if state == "running" else f"{state}, and not open on this server"
+    return "it runs on another server" if state == "running" else f"it is {state}, and not open on this server"

@@ -128,7 +128,7 @@ def check_platform(uname: platform.uname_result, chosen: str) -> Check:
     here = f"{uname.system} {uname.release} on {uname.machine}"
     release = tuple(int(part) for part in re.findall(r"\d+", uname.release)[:3])
     if uname.system != "Linux":
-        remedy = "Use a Linux machine: on Windows WSL 2, on macOS a virtual machine."
+        remedy = "Use Linux: WSL 2 on Windows, a virtual machine on macOS."
         return Check("platform", False, f"{here}: gVisor runs on Linux only", remedy)
     if uname.machine not in MACHINES:
         return Check("platform", False, f"{here}: gVisor supports only x86_64 and arm64", "Use another machine.")
@@ -171,7 +171,10 @@ def check_open_files(most: int) -> Check:
     """Check that the hard limit ``most`` is enough for a kernel's imports: gVisor uses several descriptors per file."""
     enough = most == resource.RLIM_INFINITY or most >= OPEN_FILES
     finding = "no limit" if most == resource.RLIM_INFINITY else f"{most} at most (hard limit)"
-    remedy = f"Raise it, as with `LimitNOFILE={OPEN_FILES}` in a service's unit: kernels die while they import."
+    remedy = (
+        f"Raise the limit, for example with `LimitNOFILE={OPEN_FILES}` in the service's unit. "
+        "Otherwise kernels die while they import modules."
+    )
     return Check("open files", enough, finding, "" if enough else remedy)
 
 

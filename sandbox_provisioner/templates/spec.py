@@ -102,10 +102,10 @@ def frozen_part(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def suits(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> bool:
-    """Return True if ``spec`` has the mounts of ``bare`` and ``folder``, and no mount is inside ``folder``.
+    """Return True if ``spec`` is ``bare``, the template's spec, plus ``folder``, and no other mount lies in ``folder``.
 
-    The folder of a copy is bound after the restore: it would cover mounts inside it, such as those that protect files
-    from a kernel that can write to the folder.
+    A copy gets its folder after the restore, so the folder would hide such mounts, for example those that protect
+    files in it from the kernel.
     """
     mounts, without = {*all_mounts(spec)} - {folder}, {*all_mounts(bare)}
     inside = any(within(mount.destination, folder.destination) for mount in without)

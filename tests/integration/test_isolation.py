@@ -331,7 +331,7 @@ def test_guest_files_do_not_run_on_host(
     assert not ran.exists()
 
 
-def test_guest_files_in_environment_expose_nothing(
+def test_environment_variables_with_guest_folders_expose_no_host_files(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"

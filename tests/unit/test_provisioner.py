@@ -519,7 +519,7 @@ def _in_a_child(kernelspecs: KernelSpecManager, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_child_starts_its_own_kernels_and_keeps_its_parents_running(
+def test_forked_child_starts_kernels_and_the_parents_kernels_keep_running(
     start_kernel: Start, sandboxed: Sandboxed, kernelspecs: KernelSpecManager
 ) -> None:
     name = sandboxed()

@@ -37,7 +37,8 @@ class ReleaseSource(Source):
     def __init__(self, version: str, sha512: str, base: str = RELEASES) -> None:
         if not VERSION.fullmatch(version):
             raise SandboxError(
-                f"--release is {version!r:.50}, which is not the version of a release.", "Give it as in 20260126.0."
+                f"--release is {version!r:.50}, which is not the version of a release.",
+                "Use a version such as 20260126.0.",
             )
         if not DIGEST.fullmatch(sha512):
             raise SandboxError(

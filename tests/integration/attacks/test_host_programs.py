@@ -66,7 +66,7 @@ class Parent(Configurable):
 def test_refused_folder_is_not_noted_as_writable(
     sandboxed: Sandboxed, kernelspecs: KernelSpecManager, notebook_folder: Path, tmp_path: Path
 ) -> None:
-    """Otherwise this server would never run a program in it again."""
+    """If the folder were noted, this server would never again run a program in it."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     km = KernelManager(

@@ -189,7 +189,7 @@ async def stop_init(sandbox: GVisorSandbox) -> None:
 
 
 @pytest.mark.usefixtures("unprotected_init")
-async def test_stopped_init_is_cut_off_and_saved(
+async def test_sandbox_with_a_stopped_pid_1_is_saved(
     spec: BundleSpec, runsc: Runsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pause, "QUIESCE_TIMEOUT", 1.0)

@@ -1,4 +1,4 @@
-"""A kernel cannot get around its seccomp filter, or make a file that gives its owner's rights to other users."""
+"""A kernel cannot get around its seccomp filter, or make a set-user-id file."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_notebook_does_not_choose_a_module_that_exports_it(
     notebook.close()
 
 
-def test_an_environment_beside_the_notebooks_is_not_written_through_a_link(
+def test_server_does_not_write_to_a_virtual_environment_through_a_link(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     """The kernel's interpreter lies in the folder that the kernel can write to, and is read-only for it."""

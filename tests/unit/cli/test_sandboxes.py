@@ -428,7 +428,7 @@ def test_dry_run_shows_refusals(keep: Keep, data: Path, capsys: pytest.CaptureFi
     dry = ["prune", "--older-than", "30d", "--dry-run"]
     assert main(dry) == 5
     said = capsys.readouterr()
-    assert f"Would not delete {old.id}, unknown: the deletion would be refused" in said.out
+    assert f"Would not delete {old.id}, unknown; the reason is below" in said.out
     assert "0 sandboxes, 0 B in total. Nothing was deleted." in said.out
     assert main([*dry, "--json"]) == 5
     told = json.loads(capsys.readouterr().out)

@@ -85,7 +85,7 @@ async def test_output_larger_than_window(connection: GuestConnection, output: in
     assert outputs[output - 1] == bytes(amount)
 
 
-async def test_unread_child_blocks_without_delaying_others(connection: GuestConnection) -> None:
+async def test_process_whose_output_is_not_read_does_not_delay_others(connection: GuestConnection) -> None:
     amount = 4 * WINDOW
     stalled = await python(connection, f"import os\nleft = {amount}\nwhile left: left -= os.write(1, bytes(left))")
     assert await finished(await shell(connection, "echo brisk")) == (0, b"brisk\n", b"")

@@ -102,7 +102,7 @@ def test_folder_of_a_template_copy_comes_from_the_grant(tmp_path: Path) -> None:
     assert sources(spec)[CARRIED] == (str(tmp_path), True)
 
 
-def test_folder_of_a_template_copy_that_needs_protection_is_refused(tmp_path: Path) -> None:
+def test_template_copy_is_refused_a_folder_that_needs_protection(tmp_path: Path) -> None:
     folder = Mount(str(tmp_path), str(tmp_path), True)
     saved = replace(BASE, carried=Mount("/root", "/old", True))
     _, reasons = derive(saved, "/old", Grant(with_mounts(folder), "systrap", folder, None))

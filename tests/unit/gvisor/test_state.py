@@ -39,7 +39,11 @@ def test_illegal_action_is_refused_by_name(action: Action, state: State) -> None
     with pytest.raises(StateError) as refusal:
         after("box-7", action, state)
     assert str(refusal.value) == f"Cannot {action} sandbox box-7: it is {state}."
-    assert (refusal.value.sandbox_id, refusal.value.action, refusal.value.state) == ("box-7", action, state)
+    assert (refusal.value.sandbox_id, refusal.value.action, refusal.value.reason) == (
+        "box-7",
+        action,
+        f"it is {state}",
+    )
     assert isinstance(refusal.value, SandboxError)
 
 

@@ -1,4 +1,4 @@
-"""A kernel's output becomes lines of the log that are bounded and cannot be taken for the log's own."""
+"""A kernel's output becomes short lines of the log that cannot be mistaken for the server's own messages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_streams_share_a_budget() -> None:
 
 
 @given(st.lists(st.binary(max_size=2000), max_size=20))
-def test_any_output_is_whole_short_printable_lines(pieces: list[bytes]) -> None:
+def test_any_output_becomes_complete_short_printable_lines(pieces: list[bytes]) -> None:
     log = lines()
     shown = [line for piece in pieces for line in log.feed(piece, 0.0)] + log.flush(0.0)
     for line in shown:

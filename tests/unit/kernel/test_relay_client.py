@@ -120,7 +120,7 @@ async def test_unsigned_messages_neither_count_nor_wake(
         assert relay.sent == 0 and calls == []
 
 
-async def test_usage_requests_do_not_wake(
+async def test_kernel_usage_requests_do_not_wake_the_kernel(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (end, connection):

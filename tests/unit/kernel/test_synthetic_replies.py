@@ -1,4 +1,4 @@
-"""Test the replies to requests that a hibernated kernel cannot be woken for."""
+"""Test the replies to requests when the hibernated kernel cannot be woken."""
 
 from __future__ import annotations
 

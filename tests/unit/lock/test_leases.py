@@ -83,8 +83,8 @@ class Ground:
             if path.name in ("lock", "sandboxes%2Fa%2Flock.lock"):
                 path.unlink()
 
-    def spoil(self, content: bytes) -> None:
-        """Replace what is said of the owner, in place."""
+    def overwrite_owner(self, content: bytes) -> None:
+        """Overwrite the stored owner, and keep the times of the file."""
         for path in self.files():
             if path.name in ("lock", "sandboxes%2Fa%2Flock.lock"):
                 times = path.stat()
@@ -121,7 +121,7 @@ class BucketGround(Ground):
     def destroy(self) -> None:
         self.bucket.blob(f"servers/{SANDBOX}").delete()
 
-    def spoil(self, content: bytes) -> None:
+    def overwrite_owner(self, content: bytes) -> None:
         blob = self.bucket.blob(f"servers/{SANDBOX}")
         blob.metadata = {"owner": content.decode(errors="replace"), "seconds": content.decode(errors="replace")}
         blob.patch()
@@ -174,7 +174,7 @@ def me(server: str = "server one") -> Owner:
     return Owner.here(server)
 
 
-class Players:
+class Contenders:
     """Processes that want a lease."""
 
     def __init__(self, ground: Ground, count: int, lease: tuple[float, ...] = (LEASE, RENEWAL, POLL)) -> None:
@@ -437,7 +437,7 @@ async def test_invalid_name_is_refused(ground: Ground, name: str) -> None:
 )
 async def test_unreadable_lease_counts_as_held(ground: Ground, content: bytes) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
-    ground.spoil(content)
+    ground.overwrite_owner(content)
     with pytest.raises(LeaseHeldError, match="in use by an unknown server"):
         await ground.leases().acquire(SANDBOX, me())
     await lease.release()
@@ -464,7 +464,7 @@ def test_inconsistent_times_are_refused(times: tuple[float, float, float]) -> No
 
 @between_processes
 async def test_lease_of_killed_owner_is_acquired(ground: Ground) -> None:
-    with Players(ground, 1) as (player,):
+    with Contenders(ground, 1) as (player,):
         token = ask(player, "acquire 0")["token"]
         newcomer = ground.leases()
         with pytest.raises(LeaseHeldError, match="in use by player-0"):
@@ -480,7 +480,7 @@ async def test_lease_of_killed_owner_is_acquired(ground: Ground) -> None:
 @between_processes
 async def test_lease_of_killed_owner_expires(ground: Ground) -> None:
     newcomer = ground.leases()
-    with Players(ground, 1) as (player,):
+    with Contenders(ground, 1) as (player,):
         ask(player, "acquire 0")
         assert await newcomer.holder(SANDBOX) is not None
     await asyncio.sleep(0 if ground.kind == "local" else 1.2 * LEASE + 1)  # a bucket's clock shows whole seconds
@@ -492,7 +492,7 @@ async def test_lease_of_killed_owner_expires(ground: Ground) -> None:
 @between_processes
 async def test_killed_waiter_frees_its_place(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
-    with Players(ground, 1) as (player,):
+    with Contenders(ground, 1) as (player,):
         say(player, f"acquire {SOON}")
         await soon(lease.wanted.wait())
     await until(lambda: not lease.wanted.is_set())
@@ -506,7 +506,7 @@ async def test_killed_waiter_frees_its_place(ground: Ground) -> None:
 @between_processes
 async def test_killed_waiter_does_not_request_from_next_owner(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
-    with Players(ground, 1) as (player,):
+    with Contenders(ground, 1) as (player,):
         say(player, f"acquire {SOON}")
         await soon(lease.wanted.wait())
     await lease.release()
@@ -518,7 +518,7 @@ async def test_killed_waiter_does_not_request_from_next_owner(ground: Ground) ->
 
 @pytest.mark.parametrize("ground", ["mounted", "gcs"], indirect=True)
 async def test_owner_paused_past_lease_time_learns_of_loss(ground: Ground) -> None:
-    with Players(ground, 1) as (player,):
+    with Contenders(ground, 1) as (player,):
         token = ask(player, "acquire 0")["token"]
         player.send_signal(signal.SIGSTOP)
         lease = await ground.leases().acquire(SANDBOX, me("the newcomer"), patience=SOON)
@@ -535,7 +535,7 @@ async def test_owner_paused_past_lease_time_learns_of_loss(ground: Ground) -> No
 
 async def test_paused_local_owner_keeps_lease(tmp_path: Path) -> None:
     ground = Ground("local", str(tmp_path))
-    with Players(ground, 1) as (player,):
+    with Contenders(ground, 1) as (player,):
         ask(player, "acquire 0")
         player.send_signal(signal.SIGSTOP)
         with pytest.raises(LeaseHeldError, match="player-0"):
@@ -851,7 +851,9 @@ async def test_contenders_under_mutation_limit_learn_the_owner(gcs: GCS, contend
 
 
 @pytest.mark.parametrize("contenders", [1, 8])
-async def test_one_contender_inherits_under_mutation_limit(gcs: GCS, clock: JumpingClock, contenders: int) -> None:
+async def test_one_server_takes_over_an_expired_lease_despite_the_rate_limit(
+    gcs: GCS, clock: JumpingClock, contenders: int
+) -> None:
     dead = await GCSLeases(gcs.bucket, renewal=29.0).acquire(SANDBOX, me("the owner"))
     gcs.limit_mutations(1.0, 1.0)
     gcs.set_clock(60.0)
@@ -921,7 +923,7 @@ def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
 @pytest.mark.parametrize("ground", ["local", "gcs"], indirect=True)
 def test_one_of_sixteen_processes_wins(rough: Ground, rounds: int) -> None:
     tokens = []
-    with Players(rough, PLAYERS, (30.0, 1.0, 0.2)) as players:
+    with Contenders(rough, PLAYERS, (30.0, 1.0, 0.2)) as players:
         for _ in range(rounds):
             winners = fight(players)
             assert len(winners) == 1
@@ -934,7 +936,7 @@ def test_one_of_sixteen_processes_wins(rough: Ground, rounds: int) -> None:
 @between_processes
 def test_one_process_inherits_from_killed_owner(rough: Ground) -> None:
     tokens = []
-    with Players(rough, 6, (2.0, 0.25, 0.1)) as everybody:
+    with Contenders(rough, 6, (2.0, 0.25, 0.1)) as everybody:
         players = list(everybody)
         while len(players) > 3:
             winners = fight(players)

@@ -20,12 +20,12 @@ OWNER = Owner("server", "host", 1, "tester", "nonce")
 
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no test has anything to ask: a store is opened without a word to its server."""
+    """Name an address where nothing listens: opening a store must send no request."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
 
 
 def opened(tmp_path: Path, *variables: str, prefix: str = "") -> Stores:
-    """The stores of a server where these are set: a bucket by the variable's name, a mount path to a folder."""
+    """Open the stores with these variables set: a bucket is named like its variable, a mount path is a folder."""
     environ = {"SANDBOX_OBJECT_PREFIX": prefix}
     for name in variables:
         if name.endswith("_MOUNT_PATH"):

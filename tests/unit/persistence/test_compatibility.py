@@ -1,6 +1,6 @@
 """Files that a checkpoint needs are found, compared by content, and named if they are missing.
 
-The sandbox that says what it uses is hostile here: whatever it says, nothing but the files it was given is opened.
+The guest's report is hostile here: only files that are mounted in the sandbox are opened, whatever it contains.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ def test_invalid_print_is_refused_with_its_path(value: object) -> None:
 # -- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def test_cpu_has_its_own_features() -> None:
+def test_this_cpu_lacks_none_of_its_own_features() -> None:
     features = compatibility.cpu_features()
     assert features
     assert list(features) == sorted(features)

@@ -1,4 +1,4 @@
-"""metadata.json: what is written is read again, and whatever else is read is refused in words of ours."""
+"""metadata.json: a written document can be read again; anything else is refused with an error of this package."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_stored_sandbox_is_shown_and_woken(api: Api, create: Callable[..., dict[
     assert api.good("POST", f"{here}/hibernate")["kernel_id"] is None
     for action, body in (("restart", None), ("execute", {"command": ["true"]}), ("savepoints", {"name": "a"})):
         assert "not open on this server" in api.bad(409, "POST", f"{here}/{action}", body)["detail"]
-    assert "without a previous checkpoint" in api.bad(409, "POST", f"{here}/revert")["detail"]
+    assert "it has no previous checkpoint" in api.bad(409, "POST", f"{here}/revert")["detail"]
     woken = api.good("POST", f"{here}/wake")
     assert woken["state"] == "running"
     assert api.run(woken, "print(x + 1)") == "42\n"
@@ -469,7 +469,7 @@ def test_event_stream(api: Api, create: Callable[..., dict[str, Any]]) -> None:
         api.good("POST", f"/{sandbox['id']}/hibernate")
         api.good("POST", f"/{sandbox['id']}/wake")
         api.good("DELETE", f"/{sandbox['id']}")
-        events = list(told(answer))
+        events = list(events_until_deletion(answer))
     for name, event in events:
         openapi.check({"$ref": "#/components/schemas/Event"}, event, "event")
         assert (name, event["id"]) == (event["what"], "told")
@@ -483,7 +483,7 @@ def test_event_stream(api: Api, create: Callable[..., dict[str, Any]]) -> None:
     ]
 
 
-def told(answer: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+def events_until_deletion(answer: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return the names and the data of the events up to a deletion."""
     name = ""
     while name != "deleted":

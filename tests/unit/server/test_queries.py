@@ -202,7 +202,7 @@ async def test_actions_that_need_a_kernel_are_refused_without_one(sandboxes: San
     empty, busy = str(keep().id), str(keep(running=True).id)
     with pytest.raises(StateError, match="empty, and not open on this server"):
         await sandboxes.hibernate_sandbox(empty)
-    with pytest.raises(StateError, match="running on another server"):
+    with pytest.raises(StateError, match="it runs on another server"):
         await sandboxes.restart_sandbox(busy)
 
 
@@ -245,7 +245,7 @@ async def test_missing_kernelspec_prevents_start(sandboxes: Sandboxes, keep: Kee
         sandboxes.fork_sandbox(identity),
         sandboxes.create_sandbox(sandbox_id=identity),
     ):
-        with pytest.raises(StateError, match="of kernel 'no-such', which is not installed on this server"):
+        with pytest.raises(StateError, match="its kernel 'no-such' is not installed on this server"):
             await asked
 
 
