@@ -114,9 +114,7 @@ def test_entry_of_failed_start_is_withdrawn(notebooks: SandboxedNotebooks) -> No
     assert paths(notebooks) == ["/nb/b.ipynb"]
 
 
-def test_entry_of_missing_file_is_kept_for_a_time(
-    notebooks: SandboxedNotebooks, tmp_path: Path
-) -> None:
+def test_entry_of_missing_file_is_kept_for_a_time(notebooks: SandboxedNotebooks, tmp_path: Path) -> None:
     file = tmp_path / "a.ipynb"
     notebooks.record([str(file)])
     notebooks.prune(NOW)
