@@ -20,12 +20,12 @@ from .digest_cache import DigestCache
 from .signing import Signer
 
 LEASES, STAGING, CACHE = ".leases", ".staging", ".cache"
-"""Subfolders beside the objects, whose names never begin with a dot."""
+"""Subfolders of the storage folder. Names of objects never begin with a dot."""
 
 
 @dataclass(frozen=True)
 class SnapshotStorage:
-    """The store for file snapshots, the staging folder on the way there, and the signer of manifests."""
+    """The store for file snapshots, the temporary folder for uploads and downloads, and the signer of manifests."""
 
     store: ObjectStore
     staging: Path
@@ -43,7 +43,7 @@ class Stores:
     snapshots: ObjectStore | None
     leases: Leases
     staging: Path
-    """Folder for images on their way: on this machine, and on the local store's disk if the store is local."""
+    """Local folder for images during upload and download; on the same disk as the store if the store is local."""
     digests: DigestCache
     signer: Signer
 
@@ -78,13 +78,13 @@ _shared: WeakValueDictionary[tuple[int, GCSConfig], Stores] = WeakValueDictionar
 
 
 def share_stores(config: GCSConfig) -> Stores:
-    """Return the stores of ``config``, shared by all callers in this process with their threads and caches. Blocks."""
+    """Return the stores for ``config``: the same object, with its threads and caches, in the whole process. Blocks."""
     key = os.getpid(), config
     return _shared.get(key) or _shared.setdefault(key, open_stores(config))
 
 
 def open_stores(config: GCSConfig) -> Stores:
-    """Return new stores for ``config``. Raises ConfigurationError, with the missing settings, if it cannot persist."""
+    """Return new stores for ``config``. Raises ConfigurationError if settings for persistence are missing."""
     config.require(sandbox_id="")
     folder = _own(config.folder)
     staging, digests = folder / STAGING, DigestCache(folder / CACHE)
@@ -106,7 +106,7 @@ def open_stores(config: GCSConfig) -> Stores:
 
 
 def open_snapshots(config: GCSConfig) -> ObjectStore | None:
-    """Return the store for snapshots, even on a server that can persist nothing else; None if none is configured."""
+    """Return the store for snapshots, also on a server without persistent sandboxes; None if none is configured."""
     return LocalStore(config.folder) if config.embedded else _bulk(config.snapshots, config.prefix)
 
 
@@ -165,6 +165,6 @@ def _require_client(place: Place) -> None:
     if not installed:
         raise ConfigurationError(
             place.bucket_variable,
-            f"{place.bucket_variable} is {place.bucket!r}, but Google's client library for it is not installed.",
+            f"{place.bucket_variable} is {place.bucket!r}, but Google's client library for storage is not installed.",
             "`pip install 'sandbox-provisioner[gcs]'` installs it.",
         )

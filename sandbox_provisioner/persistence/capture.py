@@ -16,16 +16,16 @@ from .digest_cache import DigestCache
 from .metadata import Checkpoint, GCSArtifact
 
 INVENTORY = 60.0
-"""Seconds to list and hash the files that a guest depends on."""
+"""Maximum seconds to list and hash the files that a guest depends on."""
 MOST_RECORDED = 6 << 20
-"""Maximum bytes of that list in a document: enough for ``compatibility.MOST_FILES`` files with long names."""
+"""Maximum bytes of the list of files in a document: enough for ``compatibility.MOST_FILES`` files with long names."""
 
 
 async def prepare(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, Any]:
     """Run the guest's hook before a checkpoint, and return the host files that the sandbox depends on.
 
-    Returns {} for a sandbox that is not reachable. Raises UnsaveableError if it cannot be saved; after any
-    failure the guest's hook after a restore is run.
+    Returns {} for a sandbox that is not reachable. Raises UnsaveableError if the sandbox cannot be saved. After any
+    failure, runs the guest's hook after a restore, because the sandbox continues.
     """
     if not sandbox.reachable:
         return {}
@@ -35,24 +35,24 @@ async def prepare(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, Any
             files = await compatibility.inventory(sandbox, digests)
         if reasons := compatibility.unsaveable(files):
             raise UnsaveableError(sandbox.sandbox_id, reasons)
-        return await asyncio.to_thread(_bounded, sandbox.sandbox_id, compatibility.to_json(files))
+        return await asyncio.to_thread(_require_bounded, sandbox.sandbox_id, compatibility.to_json(files))
     except BaseException as error:
         await asyncio.shield(sandbox.connection.call_hook(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
-            raise UnsaveableError(sandbox.sandbox_id, ["it does not report the files that it depends on"]) from error
+            raise UnsaveableError(sandbox.sandbox_id, ["it did not report its files in use in time"]) from error
         raise
 
 
-def _bounded(sandbox_id: str, files: dict[str, Any]) -> dict[str, Any]:
-    """Return ``files``. Raises UnsaveableError if the guest made the list too long for a document. Blocks."""
+def _require_bounded(sandbox_id: str, files: dict[str, Any]) -> dict[str, Any]:
+    """Return ``files``. Raises UnsaveableError if they are too long for a document. Blocks."""
     size = len(json.dumps(files, indent=1))
     if size > MOST_RECORDED:
-        problem = f"the list of the {len(files):,} files that it uses has {size:,} bytes, {MOST_RECORDED:,} at most"
+        problem = f"the list of the {len(files):,} files that it uses has {size:,} bytes, and at most {MOST_RECORDED:,}"
         raise UnsaveableError(sandbox_id, [f"{problem} can be recorded"])
     return files
 
 
-def recorded(
+def describe_image(
     sandbox: GVisorSandbox,
     artifact: GCSArtifact,
     files: Mapping[str, Any],

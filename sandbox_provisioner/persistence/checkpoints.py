@@ -53,7 +53,7 @@ def fetch(store: ObjectStore, artifact: GCSArtifact, folder: Path, advance: Adva
 
 
 def copy(store: ObjectStore, artifact: GCSArtifact, folder: Path, prefix: str, advance: Advance) -> GCSArtifact:
-    """Store a copy of an image below ``prefix`` by way of the new ``folder``, and return its artifact. Blocks."""
+    """Copy a stored image to ``prefix``, through the new local ``folder``, and return the copy. Blocks."""
     folder.mkdir()
     for name, record in artifact.files.items():
         store.download(artifact.name + name, record, folder / name)
@@ -62,8 +62,8 @@ def copy(store: ObjectStore, artifact: GCSArtifact, folder: Path, prefix: str, a
 
 def check_names(artifact: GCSArtifact, prefix: str) -> None:
     """Raise MetadataError unless ``artifact`` names only an image's files below ``prefix``."""
-    named_well = artifact.name.startswith(prefix) and NAME.fullmatch(artifact.name.removeprefix(prefix))
-    if not named_well or not set(artifact.files) <= set(IMAGE_FILES):
+    is_valid_name = artifact.name.startswith(prefix) and NAME.fullmatch(artifact.name.removeprefix(prefix))
+    if not is_valid_name or not set(artifact.files) <= set(IMAGE_FILES):
         names = ", ".join(sorted(artifact.files))
         raise MetadataError(f"A checkpoint has an invalid name or files: {artifact.name!r:.200}, {names!r:.200}.")
 
@@ -79,7 +79,7 @@ def obstacles(checkpoint: Checkpoint, runsc: Runsc) -> list[str]:
 
 
 def file_obstacles(checkpoint: Checkpoint, spec: BundleSpec, digests: DigestCache) -> list[str]:
-    """Return which files that ``checkpoint`` depends on differ in a sandbox of ``spec``, as clauses. Blocks."""
+    """Return a clause for each file of ``checkpoint`` that is missing or differs in a sandbox of ``spec``. Blocks."""
     sources = (mount.source for mount in visible_mounts(spec) if mount.source)
-    missing = [f"{path}, which it sees, is not there" for path in sources if not os.path.exists(path)]
+    missing = [f"{path}, which is mounted in it, is not there" for path in sources if not os.path.exists(path)]
     return missing + compatibility.differences(compatibility.from_json(checkpoint.files), spec, digests)

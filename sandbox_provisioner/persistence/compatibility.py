@@ -40,7 +40,7 @@ MOST_FILES = 1 << 14
 MOST_TEXT = 1 << 23
 MOST_BYTES = 1 << 35
 """Maximum bytes to hash for one sandbox in folders that it cannot write to."""
-WHOLE = 1 << 26
+SAMPLED_ABOVE = 1 << 26
 """Bytes above which a file in a folder that the sandbox can write to is identified by its size and by samples."""
 MOST_WRITABLE_BYTES = 1 << 32
 """Maximum bytes to hash in folders that the sandbox can write to, where it can create any number of files of any
@@ -57,7 +57,7 @@ CPU_FEATURES = re.compile(
 class FilePrint:
     """A host file that a sandbox uses, and the data that identifies it.
 
-    ``use`` is "mapped" (privately: a library), "shared" (a mapping that follows the file), "open" or "folder".
+    ``use`` is "mapped" (a private mapping, as of a library), "shared" (a shared mapping), "open" or "folder".
     ``state`` is empty if the file was unchanged, "deleted" if the sandbox itself seems to have deleted it while in use
     (not every runsc can save that), or "lost" if others removed or replaced it. An empty ``digest`` means that the file
     must exist, with any bytes. The digest of a ``sampled`` file covers its size and some of its bytes.
@@ -112,7 +112,7 @@ def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event
             with _opened(path, mount, use) as file:
                 if use == "mapped" or (use != "folder" and not mount.writable):
                     size = os.fstat(file).st_size
-                    sampled = mount.writable and size > WHOLE
+                    sampled = mount.writable and size > SAMPLED_ABOVE
                     budget.spend(size, sampled, mount.writable)
                     digest = digests.of(file, sampled, lambda: not unwanted.is_set())
                     return path, FilePrint(use, "", size, digest, sampled)
@@ -124,13 +124,13 @@ def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event
 
 
 def unsaveable(prints: Prints) -> list[str]:
-    """Return why a sandbox that uses these files could not be restored unchanged: one clause for each lost file."""
+    """Return a clause for each lost file, because of which a sandbox that uses these files could not be restored."""
     lost = sorted(path for path, used in prints.items() if used.state == "lost")
-    return [f"{shown(path)}, which it has in memory, was removed or replaced while it ran" for path in lost]
+    return [f"{shown(path)} was removed or replaced while the sandbox had it in memory" for path in lost]
 
 
 def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> list[str]:
-    """Return how the ``recorded`` files differ in a sandbox of ``spec`` on this machine: a clause for each. Blocks."""
+    """Return a clause for each of the ``recorded`` files that differs in a sandbox of ``spec`` here. Blocks."""
     mounts, budget = _mounts(spec), _Budget()
 
     def difference(item: tuple[str, FilePrint]) -> str | None:
@@ -139,7 +139,7 @@ def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> lis
         if used.state:
             return None
         if mount is None:
-            return f"{shown(path)} is in none of the folders that it sees here"
+            return f"{shown(path)} is not in a folder that is mounted here"
         try:
             with _opened(path, mount, used.use) as file:
                 if not used.digest:
@@ -210,7 +210,7 @@ def _checked(path: str, value: object) -> FilePrint:
 
 
 def _parse_report(text: bytes) -> Iterator[tuple[str, str, str]]:
-    """Return the guest's report as (path, use, state), each path once and only usable paths.
+    """Return (path, use, state) for each usable path in the guest's report, each path once.
 
     Raises GuestError if the report is malformed or too long.
     """
@@ -303,7 +303,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 
 def missing_cpu_features(architecture: str, features: Sequence[str]) -> list[str]:
-    """Return why this machine's CPU does not suffice: another architecture or missing features, as clauses.
+    """Return clauses that say which architecture or ``features`` this machine's CPU lacks; empty if none.
 
     gVisor checks the features again at a restore, with a less detailed message.
     """

@@ -25,12 +25,12 @@ class DecodingError(ValueError):
 
 
 def decode(kind: type[T], value: object, added: Collection[str] = ()) -> T:
-    """Return the object of type ``kind`` in a JSON value. Raises DecodingError, which names the wrong member.
+    """Convert a JSON value to an object of type ``kind``. Raises DecodingError, which names the wrong member.
 
     ``kind`` is a dataclass. Its fields can be of JSON's types, Any, UUID, datetime, dataclasses, named tuples (as
-    lists), and tuples, mappings and optional values of these. Each field must be in ``value``, except those that later
-    versions ``added``, here or in a nested object: they have their default then. Members that are no field are ignored.
-    An object with a ``problem`` is refused.
+    lists), and tuples, mappings and optional values of these. Each field must be in ``value`` and its nested objects,
+    except the fields in ``added``, which then get their defaults. Members that are not fields are ignored. An object
+    whose attribute ``problem`` contains a text is refused.
     """
     return cast(T, _decode(kind, value, frozenset(added)))
 
@@ -54,7 +54,7 @@ def _decode(kind: Any, value: Any, added: frozenset[str]) -> Any:
     if issubclass(kind, tuple):
         kinds = _kinds(kind)
         if len(_require(value, list)) != len(kinds):
-            raise DecodingError(f"is {str(value)[:50]!r}")
+            raise DecodingError(f"has the wrong length: {str(value)[:50]!r}")
         return kind(*(_member(name, kinds[name], each, added) for name, each in zip(kinds, value, strict=True)))
     if kind is datetime:
         return _time(_require(value, str))
@@ -91,7 +91,7 @@ def _kinds(kind: Any) -> dict[str, Any]:
 
 def _require(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise DecodingError(f"is {str(value)[:100]!r}")
+        raise DecodingError(f"has the wrong type: {str(value)[:100]!r}")
     return value
 
 

@@ -1,8 +1,8 @@
 """Read and change a sandbox's metadata.json by fenced compare-and-swap.
 
-The swap is the fence. The server that acquires the lease writes the lease's token into the document, which changes the
-generation. A server that was suspended for longer than its lease finds another token there and can change nothing any
-more. Each document is signed with the user's key when written and verified when read.
+The server that acquires the lease writes the lease's token into the document, which changes its generation. The write
+of a server that was suspended for longer than its lease then fails: the generation and the token are not those that it
+expects. Each document is signed with the user's key when written and verified when read.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Document:
 
     @classmethod
     async def open(cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, sandbox_id: str) -> Document:
-        """Read the document as it is; call ``sign`` before ``change``. Raises the errors of ``load``."""
+        """Read the document without a change; call ``sign`` before ``change``. Raises the errors of ``load``."""
         current, info = await asyncio.to_thread(load, store, signer, name, sandbox_id)
         return cls(store, signer, name, lease, current, info)
 
@@ -105,9 +105,9 @@ class Document:
             self.lease = lease
 
     async def _swap(self, change: Change, most: int | None = None, take_over: bool = False) -> None:
-        """Write the result of ``change``, again after each write of another server.
+        """Write the result of ``change``. If another server has written meanwhile, apply it to that document and retry.
 
-        Raises FencedError if the document has another owner's token by then, unless ``take_over``.
+        Raises FencedError if that document has another owner's token, unless ``take_over``, or if retries fail.
         """
         for _ in range(ATTEMPTS):
             with suppress(ConflictError):  # another server's write, or our own whose response was lost

@@ -19,8 +19,8 @@ from ..storage.base import FileRecord
 from . import decoding
 
 SCHEMA = 3
-"""Version of the document. 2 added savepoints: programs that know only 1 would delete them as garbage. 3 added the
-signature: programs that know only 2 would write unsigned documents, which others refuse."""
+"""Version of the document. 2 added savepoints, which programs for schema 1 would delete as garbage. 3 added the
+signature: programs for schema 2 would write unsigned documents, which others refuse."""
 
 ADDED = frozenset({"shared_with", "digests", "carried"})
 """Members that documents of earlier versions do not have."""
@@ -104,26 +104,26 @@ class GCSSandboxMetadata:
 
     @property
     def kept(self) -> set[str]:
-        """Names of the artifacts that its checkpoints and savepoints need."""
+        """Names of the artifacts of all its checkpoints and savepoints."""
         checkpoints = (self.checkpoint, self.previous, *self.savepoints.values())
         return {checkpoint.artifact.name for checkpoint in checkpoints if checkpoint}
 
     @property
     def last(self) -> str:
-        """Name of its checkpoint's artifact; empty without a checkpoint."""
+        """Name of the current checkpoint's artifact; empty without a checkpoint."""
         return self.checkpoint.artifact.name if self.checkpoint else ""
 
     @property
     def running(self) -> bool:
-        """True if it runs on a server, as last recorded."""
+        """True if the document says that the sandbox runs on a server."""
         return self.tenancy is not None and self.tenancy.running
 
     def saved(self, checkpoint: Checkpoint, time: str) -> GCSSandboxMetadata:
-        """Return the document after a checkpoint; the one before is kept as ``previous``."""
+        """Return the document after a save: ``checkpoint`` is the current one, and the old one is ``previous``."""
         return replace(self.stopped(), checkpoint=checkpoint, previous=self.checkpoint, last_used=time)
 
     def started(self, checkpoint: Checkpoint | None, previous: Checkpoint | None, time: str) -> GCSSandboxMetadata:
-        """Return the document after a start or a restore, with the checkpoints that are still kept."""
+        """Return the document after a start or a restore, with these two checkpoints instead of the recorded ones."""
         return replace(self._runs(True), checkpoint=checkpoint, previous=previous, last_used=time)
 
     def savepoint(self, name: str) -> Checkpoint:
@@ -177,9 +177,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class Note:
-    """A note in a running sandbox's runtime folder, for its recovery after its server was killed.
+    """The rescue note in a running sandbox's runtime folder, for its recovery after its server was killed.
 
-    ``token`` is the lease token of its server in the document, ``checkpoint`` the name of the latest artifact then.
+    ``token`` is its server's lease token; ``checkpoint`` is the document's ``last`` when the note was written.
     """
 
     sandbox_id: str
@@ -233,14 +233,14 @@ def encode(metadata: GCSSandboxMetadata) -> bytes:
 
 
 def decode(data: bytes, where: str, sandbox_id: str) -> GCSSandboxMetadata:
-    """Return the document in ``data``. Raises MetadataError, with ``where``, if it is not that of ``sandbox_id``."""
-    with _understood(where):
+    """Return the document in ``data``. Raises MetadataError, with ``where``, if it is invalid or another sandbox's."""
+    with _metadata_errors(where):
         return decoding.decode(GCSSandboxMetadata, _document_of(sandbox_id, data, where), ADDED)
 
 
 def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
     """Return the summary of a document. Raises MetadataError as ``decode`` does, but checks only part of it."""
-    with _understood(where):
+    with _metadata_errors(where):
         document = _document_of(sandbox_id, _without_files(data), where)
         found = decoding.decode(_ListedDocument, document, ADDED)
     return Summary(
@@ -260,18 +260,18 @@ def encode_artifact(artifact: GCSArtifact) -> bytes:
 
 def decode_artifact(data: bytes, where: str) -> GCSArtifact:
     """Return the artifact in a snapshot's manifest. Raises MetadataError as ``decode`` does."""
-    with _understood(where):
+    with _metadata_errors(where):
         return decoding.decode(GCSArtifact, _document(data, where), ADDED)
 
 
 def decode_note(value: dict[str, Any], where: str) -> Note:
     """Return the note in a JSON object. Raises MetadataError as ``decode`` does."""
-    with _understood(where):
+    with _metadata_errors(where):
         return decoding.decode(Note, value, ADDED | {"token", "checkpoint"})
 
 
 @contextmanager
-def _understood(where: str) -> Iterator[None]:
+def _metadata_errors(where: str) -> Iterator[None]:
     try:
         yield
     except decoding.FAILURES as error:
@@ -287,7 +287,7 @@ def _document(data: bytes, where: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(data)
     schema = decoding.decode(_Heading, document).schema
     if schema > SCHEMA:
-        problem = f"{where} has schema {schema}, and this version knows {SCHEMA}."
+        problem = f"{where} has schema {schema}, and this version reads up to {SCHEMA}."
         raise MetadataError(problem, "Upgrade sandbox-provisioner on this server.")
     return {**document, "savepoints": {}} if schema < 2 else document
 
@@ -295,12 +295,12 @@ def _document(data: bytes, where: str) -> dict[str, Any]:
 def _document_of(sandbox_id: str, data: bytes, where: str) -> dict[str, Any]:
     document = _document(data, where)
     if document.get("sandbox_id") != sandbox_id:
-        raise ValueError(f"it is of sandbox {str(document.get('sandbox_id'))[:200]!r}")
+        raise ValueError(f"it is the document of sandbox {str(document.get('sandbox_id'))[:200]!r}")
     return document
 
 
 def _without_files(data: bytes) -> bytes:
-    """Return a document without its checkpoints' files in use, which are most of its length.
+    """Return a document without the ``files`` of its checkpoints, which are most of its length.
 
     Relies on the indentation that ``encode`` writes. A JSON string contains no line break, so the markers match only
     the structure.

@@ -1,4 +1,4 @@
-"""Validate sandbox ids and build the names of all their objects: the only place that does either."""
+"""Validate sandbox ids and build the names of all stored objects. No other module does this."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class SandboxRecord:
     created: datetime
     last_used: datetime
     signed: bool = True
-    """True if its documents are signed; False for a sandbox from before signatures until its document is signed."""
+    """False for a sandbox that an earlier version created, until its document and snapshots are signed."""
 
 
 def encode(record: SandboxRecord) -> bytes:
@@ -53,20 +53,20 @@ def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
     """Return the record in ``data``. Raises UnreadableRecordError, with ``path``, if it is not that of ``identity``."""
     try:
         if len(data) > LARGEST:
-            raise ValueError(f"it has {len(data)} bytes")
+            raise ValueError(f"it has {len(data):,} bytes; at most {LARGEST:,} are allowed")
         document = json.loads(data, parse_constant=_no_number)
         version = document.get("version") if isinstance(document, dict) else None
         if type(version) is not int:
             raise ValueError("it is not a sandbox record")
         if version > VERSION:
             remedy = "Upgrade sandbox-provisioner."
-            raise UnreadableRecordError(path, f"it has version {version}, and this program knows {VERSION}", remedy)
+            raise UnreadableRecordError(path, f"it has version {version}, and this program reads {VERSION}", remedy)
         record = decoding.decode(SandboxRecord, {**document, "signed": document.get("signed") is True})
         if record.id != identity:
-            raise ValueError(f"it is of sandbox {record.id}")
+            raise ValueError(f"it is the record of sandbox {record.id}")
         return record
     except decoding.FAILURES as error:
-        raise UnreadableRecordError(path, str(error)[:200], "Restore it or remove it.") from error
+        raise UnreadableRecordError(path, str(error)[:200], "Restore the file from a backup, or remove it.") from error
 
 
 def _no_number(name: str) -> None:

@@ -68,7 +68,7 @@ class EarlierSandboxes:
                     continue
                 record = records.decode(data, UUID(info.name.removesuffix(".json")), info.name)
             except (SandboxError, ValueError):
-                continue  # an unreadable record proves nothing
+                continue  # an unreadable record does not make an unsigned document acceptable
             if record.sandbox_id == sandbox_id and not record.signed:
                 yield record, info.name, found.generation
 
@@ -89,7 +89,7 @@ class Signer:
         """Raise SignatureError unless the document ``data`` was signed with the user's key for the object ``name``.
 
         With ``trust_storage`` every document is accepted, with a warning. An unsigned document is accepted if it names
-        no other user and the user's registry knows the sandbox from before documents were signed.
+        no other user and the sandbox is one of the ``earlier`` sandboxes.
         """
         found = SIGNATURE.match(data)
         known = {_id(key): key for key in self._accepted}
@@ -97,7 +97,7 @@ class Signer:
         if found and key and hmac.compare_digest(found[2], _mac(key, name, b"{" + data[found.end() :])):
             return
         if self._config.trust_storage:
-            log.warning("Sandbox %s: %s in %s is not signed with this key; accepted", sandbox_id, name, where)
+            log.warning("Sandbox %s: %s in %s is not signed with this user's key; accepted", sandbox_id, name, where)
         elif not found:
             if not self.names_us(data) or sandbox_id not in self.earlier:
                 raise SignatureError.unsigned(name, where, foreign=not self.names_us(data))
@@ -166,11 +166,11 @@ def read_or_make_key(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise _unusable(path, f"it cannot be read: {error}") from error
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise _unusable(path, "it is not a file of your own")
+        raise _unusable(path, "it is not a regular file that you own")
     if not SHORTEST_KEY <= len(text) <= LONGEST:
         raise _unusable(path, f"it has {len(text)} characters, and a key has {SHORTEST_KEY} to {LONGEST}")
     if found.st_mode & 0o077:
-        log.warning("The key %s could be read or changed by others (mode %o)", path, stat.S_IMODE(found.st_mode))
+        log.warning("The key %s was open to others (mode %o); changed to 600", path, stat.S_IMODE(found.st_mode))
         path.chmod(0o600)
     return text
 
@@ -180,6 +180,6 @@ def _unusable(path: Path, problem: str) -> ConfigurationError:
         SIGNING_KEY,
         f"The key {path}, which signs stored documents, cannot be used: {problem}.",
         "Restore it from a backup: saved sandboxes are signed with it. Without a backup, remove the file, so that a "
-        "new key is made. Then `jupyter sandbox delete --unverified ID` deletes a saved sandbox; to keep one, if "
-        "nobody else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open it.",
+        "new key is made. Then delete each saved sandbox with `jupyter sandbox delete --unverified ID`; or, if nobody "
+        "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open those to keep.",
     )

@@ -1,4 +1,4 @@
-"""Store and load file snapshots: the files that a sandbox wrote, as a tar, and a manifest.
+"""Store and load file snapshots: a tar of the files that a sandbox wrote, and a manifest.
 
 The manifest is written last: without it, the snapshot does not exist.
 
@@ -65,7 +65,7 @@ async def save(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox, adv
 
 
 async def load(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox) -> None:
-    """Unpack the snapshot below ``below`` in a running sandbox. Raises SnapshotNotFoundError, CorruptObjectError."""
+    """Unpack the snapshot with the prefix ``below``. Raises SnapshotNotFoundError, CorruptObjectError."""
     store = storage.store
     artifact = await asyncio.to_thread(manifest, storage, below)
     if artifact is None:
@@ -78,14 +78,14 @@ async def load(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox) -> 
 
 
 def delete(store: ObjectStore, below: str) -> None:
-    """Delete the snapshot below ``below``, its manifest first. Blocks. Raises SnapshotNotFoundError."""
+    """Delete the snapshot with the prefix ``below``, its manifest first. Blocks. Raises SnapshotNotFoundError."""
     if not store.delete(below + MANIFEST):
         raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
     store.delete_all(below)
 
 
 def manifest(storage: SnapshotStorage, below: str) -> GCSArtifact | None:
-    """Return the artifact of the snapshot below ``below``; None if no complete snapshot exists. Blocks.
+    """Return the artifact of the snapshot with the prefix ``below``; None if it is not complete. Blocks.
 
     Raises SignatureError if it is not signed with this user's key.
     """
@@ -99,7 +99,7 @@ def manifest(storage: SnapshotStorage, below: str) -> GCSArtifact | None:
 
 
 def sign_earlier(storage: SnapshotStorage, sandbox_id: str) -> None:
-    """Sign the manifests of a sandbox's snapshots, if it is from before manifests were signed. Blocks."""
+    """Sign the manifests of the snapshots of a sandbox that an earlier version created unsigned. Blocks."""
     store = storage.store
     for info in store.list(f"{prefix(sandbox_id)}snapshots/"):
         if info.name.endswith(f"/{MANIFEST}"):
@@ -124,7 +124,7 @@ def _exists(store: ObjectStore, name: str) -> bool:
 async def pack(sandbox: GVisorSandbox, target: Path, limit: int) -> int:
     """Write the files of a running sandbox to the tar ``target``, ``limit`` bytes at most, and return its size.
 
-    After SnapshotError, GuestError or DiskFullError, there is no ``target``. A file that shrinks while it is read is
+    After SnapshotError, GuestError or DiskFullError, ``target`` does not exist. A file that shrinks while it is read is
     filled up with zeros; a warning is logged.
     """
     with _disk_errors(target), _created(target) as file:
@@ -149,7 +149,7 @@ async def unpack(sandbox: GVisorSandbox, source: Path) -> None:
                 else:
                     check.end()
         except ValueError as error:
-            raise SnapshotError(f"{source} is not a snapshot: {error}.") from error
+            raise SnapshotError(f"{source} is not a valid snapshot: {error}.") from error
         _log(sandbox, await tool.finish())
 
 

@@ -40,7 +40,7 @@ def _create(top: Path, created: list[tuple[Path, int]]) -> None:
     folder = top / uuid4().hex[:12]
     with disk_errors(str(top), "make a folder"):
         top.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(top, fcntl.LOCK_SH):  # ``_collect`` excludes this only while it lists and locks
+        with locked(top, fcntl.LOCK_SH):  # waits only while ``_collect`` lists and locks the folders
             folder.mkdir(mode=0o700)
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -33,7 +33,7 @@ class TarCheck:
     def end(self) -> None:
         """Check that the tar is complete; call it after the last ``feed``."""
         if self._empty_blocks < 2 or self._block:
-            raise ValueError("it is cut off")
+            raise ValueError("it is incomplete")
 
     def _in_body(self, view: memoryview) -> int:
         step = min(self._body, len(view))
@@ -79,12 +79,12 @@ class TarCheck:
 def _octal(field: bytes) -> int:
     digits = field.strip(b" \0")
     if not digits or digits.strip(b"01234567"):
-        raise ValueError(f"a header has {field!r} where a number should be")
+        raise ValueError(f"a header has {field!r} instead of a number")
     return int(digits, 8)
 
 
 def _pax_size(records: bytes) -> int:
-    """Return the size that an extended header sets for the next member; 0 if it sets none. Copies no record twice."""
+    """Return the size that an extended header sets for the next member; 0 if it sets none. Takes linear time."""
     size = begin = 0
     while begin < len(records):
         space = records.find(b" ", begin, begin + 9)

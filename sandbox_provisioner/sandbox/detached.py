@@ -38,8 +38,8 @@ RESEED = "reseed"
 async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
     """Acquire the lease of a sandbox for the block. Release the lease only if the block fails.
 
-    Raises LeaseHeldError after ``patience`` seconds, or ForeignSandboxError or SignatureError if the sandbox is
-    another user's: that user's server is not asked for a hand-off.
+    Raises LeaseHeldError if another server still holds the lease after ``patience`` seconds. If the sandbox is another
+    user's, raises ForeignSandboxError or SignatureError, without a request for a hand-off to that user's server.
     """
     try:
         lease = await stores.leases.acquire(lock_name(sandbox_id), owner)
@@ -75,8 +75,8 @@ async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Docume
 async def sign(document: Document, stores: Stores) -> None:
     """Write this server's signature and lease token into a document.
 
-    If an older version made the sandbox without signatures, also sign its snapshots. Unsigned documents of it are
-    refused from then on.
+    If an older version of this package created the sandbox without signatures, also sign its snapshots. From then on,
+    an unsigned document of this sandbox is refused.
     """
     await document.sign()
     await asyncio.to_thread(_sign_earlier, stores, document.metadata.sandbox_id)
@@ -102,9 +102,9 @@ def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
 async def create_fork(
     stores: Stores, first: GCSSandboxMetadata, owner: Owner, make: Callable[[str], Awaitable[Checkpoint]]
 ) -> Checkpoint:
-    """Create a sandbox as a fork and return its checkpoint. ``make`` stores the checkpoint, ``first`` is the document.
+    """Create a fork with the document ``first``, and return its checkpoint, which ``make`` stores.
 
-    The document is written last; until then a tombstone marks the checkpoint as garbage. Raises SandboxExistsError.
+    The document is written last. Until then, a tombstone marks the checkpoint as garbage. Raises SandboxExistsError.
     """
     name = metadata_name(first.sandbox_id)
     async with leased(first.sandbox_id, stores, owner) as lease:
@@ -130,7 +130,7 @@ def exists(stores: Stores, sandbox_id: str) -> bool:
 async def copy_checkpoint(
     stores: Stores, sandbox_id: str, source: Checkpoint, new_id: str, advance: Advance = nothing
 ) -> Checkpoint:
-    """Store a copy of a checkpoint of ``sandbox_id`` for the sandbox ``new_id``, and return it."""
+    """Copy the checkpoint ``source`` of ``sandbox_id`` to the sandbox ``new_id`` in storage, and return the copy."""
     store = stores.required_checkpoints()
     checkpoints.check_names(source.artifact, checkpoints_prefix(sandbox_id))
     below = f"{checkpoints_prefix(new_id)}{checkpoints.new_name()}/"
@@ -218,10 +218,10 @@ async def require_deletable(stores: Stores, sandbox_id: str, unverified: bool = 
 
 
 def _unreadable_generation(stores: Stores, name: str, error: MetadataError | SignatureError, unverified: bool) -> int:
-    """Return the generation of a document that is to be deleted, but could not be read because of ``error``. Blocks.
+    """Return the generation of a document that was refused with ``error``, for its deletion. Blocks.
 
-    Raises SandboxNotFoundError. If the signature is not this user's, raises ``error`` or, with ``unverified``, only
-    SignatureError if the document names another user.
+    Raises SandboxNotFoundError. If another user may have signed the document, raises ``error``; with ``unverified``,
+    raises SignatureError instead, and only if the document names another user.
     """
     foreign = isinstance(error, SignatureError) and error.foreign
     if foreign and not unverified:
@@ -266,7 +266,7 @@ def _delete(stores: Stores, sandbox_id: str, found: list[tuple[ObjectStore, set[
 
 
 def _write_tombstone(stores: Stores, sandbox_id: str) -> None:
-    """Write a tombstone: if the sandbox has no document, its artifacts are garbage, also for other servers.
+    """Write a tombstone, which marks the artifacts of a sandbox without a document as garbage for every server.
 
     Artifacts without a tombstone are never garbage: their documents may be in another server's metadata store.
     """
@@ -282,7 +282,7 @@ def _remove_tombstone(stores: Stores, sandbox_id: str) -> None:
 async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
     """Revert a sandbox to its previous checkpoint and return that checkpoint; keep the latest one as a savepoint.
 
-    Raises LeaseHeldError if it is in use, SandboxError without a previous checkpoint.
+    Raises LeaseHeldError if the sandbox is in use, SandboxError if it has no previous checkpoint.
     """
     async with borrowed(sandbox_id, stores, owner) as document:
         previous = document.metadata.previous
@@ -295,7 +295,7 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
 
 
 def with_tombstone(stores: Stores) -> set[str]:
-    """Return the ids of all sandboxes with a tombstone, whose deletion or fork was interrupted. Blocks."""
+    """Return the ids of the sandboxes in ``stores`` whose deletion or creation as a fork was interrupted. Blocks."""
     store = stores.checkpoints
     if store is None:
         return set()

@@ -49,27 +49,27 @@ class Identity:
 
 
 class HandleObserver:
-    """Called by a SandboxHandle, in its loop, when it saves or loses its sandbox. A kernel implements it."""
+    """Callbacks of a SandboxHandle, in the handle's event loop, when it saves or loses its sandbox. For a kernel."""
 
     def busy(self) -> bool:
         """Return True while the sandbox is in use, and must not be saved as idle. Called by the supervisor."""
         return False
 
     def saving(self) -> None:
-        """Prepare for a hibernation: the sandbox is saved and ended, but stays open. The handle's lock is held."""
+        """Prepare for a hibernation. The handle stays open and can restore the sandbox. The handle's lock is held."""
 
     def saved(self) -> None:
         """React to a completed hibernation, for example wake the sandbox again. The handle's lock is held."""
 
     def gone(self, reason: str) -> None:
-        """Release everything: another server has the sandbox now. Called after a hand-off or a lost lease."""
+        """Release all use of the sandbox: another server has it now. Called after a hand-off or a lost lease."""
 
 
 class SandboxHandle:
     """A sandbox that this process has open: its id, its driver ``instance`` and, if persistent, its document and lease.
 
     Owned by a SandboxManager; if ephemeral, by the kernel; during a rescue, by Recovery. Operations that change the
-    sandbox wait for each other (``lock``) and raise SandboxNotFoundError once the handle is closed. If the caller of a
+    sandbox run one at a time (``lock``) and raise SandboxNotFoundError once the handle is closed. If the caller of a
     save or restore is cancelled, the operation is completed first. Use a factory instead of the constructor.
     """
 
@@ -83,7 +83,7 @@ class SandboxHandle:
         self.lock = asyncio.Lock()
         self.closed = self.saving = False
         self.outdated = False  # True for a rescued sandbox if another server has saved a newer state of it
-        self.hands_over = False  # True if this server releases it when another one asks for it
+        self.hands_over = False  # True if another server can get the sandbox by a hand-off
         self.last_activity = time.monotonic()
         self.idle_timeout: float | None = None
         self.memory = SandboxMemory(sandbox_id, runsc, stored)
@@ -119,7 +119,7 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """Return a new, unstarted persistent sandbox. Raises SandboxExistsError, LeaseHeldError.
 
-        Without a ``spec``, call ``memory.replace_instance`` before ``start``. A failure or cancellation leaves nothing.
+        Without a ``spec``, call ``memory.replace_instance`` before ``start``. After a failure, nothing is stored.
         """
         first = (identity or Identity()).document(sandbox_id)
         handle = cls(sandbox_id, runsc, await StoredState.create(stores, owner, first))
@@ -153,7 +153,7 @@ class SandboxHandle:
                 await handle.memory.plan_restore(source, grant)
             elif spec:
                 handle.memory.replace_instance(spec, platform, grant)
-        handle.describe(handle.contents)  # now with the lease token that attached() has written
+        handle.describe(handle.contents)  # write the rescue note with the lease token that attached() has recorded
         return handle
 
     @classmethod
@@ -162,7 +162,7 @@ class SandboxHandle:
     ) -> SandboxHandle:
         """Return the sandbox of a killed server from its runtime ``folder`` and ``note``. Called by Recovery only.
 
-        The sandbox may still run; then call ``save``, otherwise ``memory.stored.record_stopped``.
+        If the sandbox still runs, call ``save`` next; otherwise, call ``memory.stored.record_stopped``.
         """
         async with StoredState.attached(note.sandbox_id, stores, owner, patience) as stored:
             handle = cls(note.sandbox_id, runsc, stored)
@@ -174,7 +174,7 @@ class SandboxHandle:
 
     @property
     def instance(self) -> GVisorSandbox:
-        """The driver; each restart and rewind makes a new one. Raises SandboxError before its mounts are known."""
+        """The driver; each restart and rewind replaces it. Raises SandboxError while the mounts are not known."""
         return self.memory.instance
 
     @property
@@ -234,7 +234,7 @@ class SandboxHandle:
         await self.memory.stored.document.change(lambda document: replace(document, **fields))
 
     async def follow(self, notebook_path: str) -> None:
-        """Record the new path of a renamed notebook, here and in storage."""
+        """Record the new path of a renamed notebook in the user's registry and in the document."""
         if self.registration:
             await self.registration.rename(notebook_path)
         await self.change(notebook_path=notebook_path)
@@ -258,8 +258,8 @@ class SandboxHandle:
     async def restore(self) -> None:
         """Restore the sandbox from its checkpoint.
 
-        Raises CorruptObjectError if the checkpoint is damaged; nothing has changed then. If storage cannot record that
-        the sandbox runs, that is recorded later. A cancellation during runsc's restore is raised
+        Raises CorruptObjectError if the checkpoint is damaged; the sandbox is then unchanged. If storage fails after
+        the restore, the document is updated later, in the background. A cancellation during runsc's restore is raised
         only after the restore: clients may already use the sandbox.
         """
         async with self.exclusive():
@@ -267,21 +267,21 @@ class SandboxHandle:
             self.touch()
 
     async def save(self, name: str = "", insist: float | None = None) -> Checkpoint:
-        """Save the sandbox's memory and return the checkpoint. The only way to save.
+        """Save the sandbox's memory and return the checkpoint.
 
-        Without ``name``, save the current checkpoint and end the sandbox, which ``restore`` starts again. With
-        ``name``, save a savepoint; the sandbox runs on or stays hibernated. If the save fails, the sandbox runs on.
+        Without ``name``, make a new current checkpoint and end the sandbox; ``restore`` continues it. With ``name``,
+        make a savepoint; the sandbox continues to run or stays hibernated. If the save fails, it continues to run.
         Raises FencedError if another server owns it now, SavepointExistsError, TooManySavepointsError, UnsaveableError.
 
-        With ``insist``, the guest has that many seconds to help. If it does not, the sandbox is saved without its help,
-        as for a killed server, and only another handle can restore it. Raises UnresponsiveError if runsc cannot save it
-        that way: no other server could save it either.
+        With ``insist``, wait for the guest for that many seconds at most. If the guest does not answer, cut it off and
+        save the sandbox like that of a killed server; only another handle can then restore it. Raises UnresponsiveError
+        if runsc cannot save a sandbox that was cut off: no other server could save it either.
         """
         async with self.exclusive(insist):
             return await finished(self.memory.save_as(name) if name else self.save_locked(insist))
 
     async def save_locked(self, insist: float | None = None) -> Checkpoint:
-        """Hibernate the sandbox, for a caller that holds ``lock`` and cannot be cancelled. Called by Supervisor."""
+        """Hibernate the sandbox. The caller, ``save`` or Supervisor, holds ``lock`` and prevents a cancellation."""
         self.saving = True
         try:
             self.observer.saving()
@@ -303,9 +303,9 @@ class SandboxHandle:
     async def rewind_locked(self, name: str) -> str:
         """Keep the current state as a savepoint, restore the savepoint ``name``, and return the new savepoint's name.
 
-        For a caller that holds ``lock`` until it uses the new ``instance``, which the handle also has if the restore
-        fails: the current state is then restored and the error raised. Before that, raises SavepointNotFoundError,
-        IncompatibleError, and TooManySavepointsError or UnsaveableError if there is no room for another savepoint.
+        The caller holds ``lock`` until it has switched to the new ``instance``. If the restore fails, the current state
+        is restored, also into a new ``instance``, and the error raised. Before any change, raises IncompatibleError,
+        SavepointNotFoundError, and TooManySavepointsError or UnsaveableError if no more savepoints can be recorded.
         """
         target = self.metadata.savepoint(name)
         self.memory.stored.require_room()
@@ -347,9 +347,9 @@ class SandboxHandle:
 
     @asynccontextmanager
     async def exclusive(self, insist: float | None = None) -> AsyncIterator[None]:
-        """Hold ``lock`` during the block. Raises SandboxNotFoundError if the handle is closed by then.
+        """Hold ``lock`` during the block. Raises SandboxNotFoundError if the handle was closed meanwhile.
 
-        With ``insist``, interrupt another operation's wait for the guest if it holds the lock for that many seconds.
+        With ``insist``, wait for the lock for that many seconds, then interrupt its holder if that waits for the guest.
         """
         loop = asyncio.get_running_loop()
         patience = None if insist is None else loop.call_later(insist, self.memory.give_up_waiting)

@@ -15,7 +15,7 @@ from .model import NamedState, Sandbox, State, Stored
 from .user_sandboxes import Persistence
 
 AT_ONCE = 8
-"""Parallel lookups in remote storage. Local storage is read in one thread: more would only wait for the disk."""
+"""Threads for lookups in remote storage. For local storage, one thread is enough: the disk is the limit."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from ..errors import AmbiguousSandboxError, UnknownSandboxError, UnreadableRecor
 
 
 class Named(Protocol):
-    """A sandbox or its record, as far as a user can name it."""
+    """A sandbox or its record, with the attributes by which a user can name it."""
 
     @property
     def id(self) -> str | UUID:
-        """The id."""
+        """The id that lists show."""
 
     @property
     def sandbox_id(self) -> str:
@@ -24,7 +24,7 @@ class Named(Protocol):
 
     @property
     def notebook_path(self) -> str | None:
-        """The notebook; empty or None without one."""
+        """The path of the notebook; empty or None if there is none."""
 
 
 N = TypeVar("N", bound=Named)

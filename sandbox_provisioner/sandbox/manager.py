@@ -1,4 +1,4 @@
-"""Find or create sandboxes, hold the open ones by id, and decide when one is saved, handed over or closed.
+"""Find or create sandboxes, hold the open ones by id, and decide when to save, hand over or close each.
 
 SandboxHandle does the work on one sandbox; Supervisor does the background work for it.
 """
@@ -33,7 +33,7 @@ from ..workers import control, finished
 from . import detached, user_sandboxes
 from .handle import Identity, SandboxHandle
 from .recovery import Recovered, Recovery
-from .registration import Registration, facts, requested
+from .registration import Registration, facts, find_or_write
 from .start_request import Features, StartRequest
 from .supervisor import Supervisor
 
@@ -45,7 +45,7 @@ REQUESTED = "another server asked for it"
 class SandboxManager:
     """The open sandboxes of one process and configuration, by id. Use it from one event loop only.
 
-    All kernels with the same storage and runsc share a manager (``shared``). It owns the handles.
+    All kernels with the same storage and runsc share a manager (``shared``). The manager owns the handles.
 
     Each Document has a lock around its writes, in which no other lock is taken. The other locks, outermost first; a
     task that holds one may wait only for those below it:
@@ -110,20 +110,20 @@ class SandboxManager:
         """
         self.require(request)
         key = request.kernel_name, request.notebook_path, request.sandbox_id
-        async with self._starting.setdefault(key, asyncio.Lock()):  # so that a second start sees that it is in use
+        async with self._starting.setdefault(key, asyncio.Lock()):  # so that a second start finds the sandbox in use
             self._stores = self._stores or await control(share_stores, self._config)
             return await self._open(request)
 
     async def _open(self, request: StartRequest) -> SandboxHandle:
         registry, stores, known_facts = user_sandboxes.registry(), self.stores, facts(request)
-        found = await asyncio.to_thread(requested, registry, stores, request, set(self.handles))
+        found = await asyncio.to_thread(find_or_write, registry, stores, request, set(self.handles))
         record, handle = found.record, None
         try:
             handle = await self._attach_or_create(record.sandbox_id, request)
             if handle.metadata.user == request.user and handle.metadata.shared_with != request.shared_with:
                 await handle.change(shared_with=request.shared_with)
             if request.notebook_path and handle.metadata.notebook_path != request.notebook_path:
-                if found.is_derived:  # its notebook was renamed on another server
+                if found.is_derived:  # the sandbox's notebook was renamed on another server
                     await self.close(handle, save=False)
                     record = await asyncio.to_thread(registry.allocate, stores, **known_facts)
                     handle = await self._attach_or_create(record.sandbox_id, request)
@@ -133,10 +133,10 @@ class SandboxManager:
             handle.registration = Registration(registry, record)
             return handle
         except BaseException as error:
-            if handle:  # otherwise its lease would be renewed for ever
+            if handle:  # an open handle renews its lease for ever
                 await asyncio.shield(self._undo(handle))
             if found.is_new and isinstance(error, ForeignSandboxError | SignatureError):
-                await asyncio.to_thread(registry.forget, found.record.id)  # a registry lists no sandboxes of others
+                await asyncio.to_thread(registry.forget, found.record.id)  # do not list other users' sandboxes
             raise
 
     async def _undo(self, handle: SandboxHandle) -> None:
@@ -163,7 +163,7 @@ class SandboxManager:
     def create_ephemeral(self, sandbox_id: str, spec: BundleSpec) -> SandboxHandle:
         """Return a new, unstarted sandbox that is not persistent."""
         storage = open_snapshot_storage(self._config)
-        return self._keep(SandboxHandle.create_ephemeral(sandbox_id, spec, self._runsc, storage=storage))
+        return self._add(SandboxHandle.create_ephemeral(sandbox_id, spec, self._runsc, storage=storage))
 
     async def create(
         self,
@@ -185,7 +185,7 @@ class SandboxManager:
             handle = await SandboxHandle.create_persistent(
                 sandbox_id, spec, self._runsc, self.stores, self.owner(), about
             )
-            return self._keep(handle, features)
+            return self._add(handle, features)
 
     async def attach(
         self,
@@ -218,7 +218,7 @@ class SandboxManager:
             except SandboxError as error:
                 EVENT_BUS.fail(Entry(sandbox_id, EventKind.WOKEN), error)
                 raise
-            return self._keep(handle, features)
+            return self._add(handle, features)
 
     async def recover(self) -> list[Recovered]:
         """Save the sandboxes of killed servers and delete the garbage that they left. Called when the server starts."""
@@ -234,7 +234,7 @@ class SandboxManager:
         async with handle.exclusive():
             with EVENT_BUS.doing(handle.entry(EventKind.FORKED)) as work:
                 checkpoint = await detached.create_fork(
-                    self.stores, first, self.owner(), lambda name: handle.memory.copy(name, savepoint, work.advance)
+                    self.stores, first, self.owner(), lambda name: handle.memory.copy_to(name, savepoint, work.advance)
                 )
                 work.size = checkpoint.size
 
@@ -251,13 +251,13 @@ class SandboxManager:
                 with EVENT_BUS.doing(handle.entry(EventKind.HANDED_OFF)) as work:
                     if handle.can_save and handle.running:
                         work.size = (await finished(handle.memory.checkpoint())).size
-                    await self._drop(handle)
+                    await self._remove(handle)
             else:
                 await handle.memory.end()
                 if handle.persistent and handle.metadata.running:
-                    with suppress(SandboxError):  # the next owner corrects it
+                    with suppress(SandboxError):  # the next server corrects the document
                         await handle.memory.stored.record_stopped()
-                await self._drop(handle)
+                await self._remove(handle)
         if reason:
             handle.observer.gone(reason)
         elif handle.registration:
@@ -270,7 +270,7 @@ class SandboxManager:
             entry = handle.entry(EventKind.DELETED) if handle else Entry(sandbox_id, EventKind.DELETED)
             with EVENT_BUS.doing(entry) as work:
                 if handle:
-                    await self._drop(handle)
+                    await self._remove(handle)
                     if not handle.persistent:
                         return 0
                 work.size = await detached.destroy_persistent(self.stores, sandbox_id, self.owner())
@@ -281,9 +281,9 @@ class SandboxManager:
     async def _lose(self, handle: SandboxHandle, reason: str) -> None:
         """Release a sandbox that another server has taken."""
         EVENT_BUS.write(handle.entry(EventKind.LOST))
-        log.error("Sandbox %s is lost to this server: %s", handle.sandbox_id, reason)
+        log.error("Sandbox %s was taken over by another server: %s", handle.sandbox_id, reason)
         async with handle.lock:
-            await self._drop(handle)
+            await self._remove(handle)
         handle.observer.gone(reason)
 
     # -- internals ---------------------------------------------------------------------------------------------------
@@ -300,10 +300,10 @@ class SandboxManager:
             raise StateError(sandbox_id, "create or attach", "it is already open on this server")
 
     def _lock(self, sandbox_id: str) -> asyncio.Lock:
-        """Return the lock of a sandbox id. Its handle uses the same one."""
+        """Return the lock of a sandbox id, which is also the ``lock`` of that sandbox's handle."""
         return self._locks.setdefault(valid_id(sandbox_id), asyncio.Lock())
 
-    def _keep(self, handle: SandboxHandle, features: Features | None = None) -> SandboxHandle:
+    def _add(self, handle: SandboxHandle, features: Features | None = None) -> SandboxHandle:
         self.handles[handle.sandbox_id] = handle
         handle.lock = self._lock(handle.sandbox_id)
         if features:
@@ -318,10 +318,10 @@ class SandboxManager:
     async def _hand_over(self, handle: SandboxHandle) -> None:
         await self.close(handle, save=True, reason=REQUESTED)
 
-    async def _drop(self, handle: SandboxHandle) -> None:
+    async def _remove(self, handle: SandboxHandle) -> None:
         self.handles.pop(handle.sandbox_id, None)
         await handle.release()
 
 
 _shared: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, GCSConfig, Runsc], SandboxManager] = WeakValueDictionary()
-"""The shared managers. A forked process has new loops, and so new managers."""
+"""The managers that ``shared`` returns. A forked process gets new ones, because its event loops are new."""

@@ -36,7 +36,7 @@ class SandboxMemory:
     """The memory of one sandbox: in its ``instance``, or saved as the checkpoint ``source``.
 
     Owned by a SandboxHandle, whose lock is held during each coroutine. ``stored`` is None for an ephemeral sandbox.
-    ``hooks`` are the limits for the guest's hooks from the next start or restore on.
+    ``hooks`` are the limits for the guest's hooks; a change takes effect at the next start or restore.
     """
 
     def __init__(self, sandbox_id: str, runsc: Runsc, stored: StoredState | None) -> None:
@@ -56,14 +56,14 @@ class SandboxMemory:
     def stored(self) -> StoredState:
         """The document and checkpoints in storage. Raises SandboxError for an ephemeral sandbox."""
         if self._stored is None:
-            raise SandboxError(f"Sandbox {self._sandbox_id} is ephemeral: nothing of it is kept.")
+            raise SandboxError(f"Sandbox {self._sandbox_id} is ephemeral: its state is not stored.")
         return self._stored
 
     @property
     def instance(self) -> GVisorSandbox:
-        """The driver. Raises SandboxError before ``replace_instance`` or ``permit``: the mounts are not known yet."""
+        """The driver. Raises SandboxError while the mounts are not known: before ``replace_instance`` or ``permit``."""
         if self._instance is None:
-            raise SandboxError(f"Sandbox {self._sandbox_id} cannot run yet: its mounts are not planned.")
+            raise SandboxError(f"Sandbox {self._sandbox_id} cannot run yet: its mounts are not known.")
         return self._instance
 
     @property
@@ -160,7 +160,7 @@ class SandboxMemory:
         stored.require_room()
         with EVENT_BUS.doing(self.entry(EventKind.SAVED)) as work:
             saved = self.source if self.instance.state == State.CHECKPOINTED else None
-            savepoint = saved or await self.copy(self._sandbox_id, advance=work.advance)
+            savepoint = saved or await self.copy_to(self._sandbox_id, advance=work.advance)
             work.size = savepoint.size
             garbage = await stored.change(
                 lambda document: document.with_savepoint(name, savepoint), MOST_WITH_SAVEPOINT
@@ -168,8 +168,8 @@ class SandboxMemory:
         await stored.delete(garbage)
         return savepoint
 
-    async def copy(self, sandbox_id: str, savepoint: str = "", advance: Advance = nothing) -> Checkpoint:
-        """Store a savepoint, or the current memory, as a checkpoint of ``sandbox_id``; the instance runs on."""
+    async def copy_to(self, sandbox_id: str, savepoint: str = "", advance: Advance = nothing) -> Checkpoint:
+        """Store a copy of a savepoint, or of the current memory, as a checkpoint of ``sandbox_id``; return the copy."""
         stored = self.stored
         source = stored.metadata.savepoint(savepoint) if savepoint else self.source
         if source and (savepoint or self.instance.state == State.CHECKPOINTED):
@@ -203,7 +203,7 @@ class SandboxMemory:
             raise
 
     async def require_fit(self, source: Checkpoint) -> None:
-        """Raise IncompatibleError if this server cannot restore ``source`` with the mounts granted now."""
+        """Raise IncompatibleError if this server cannot restore ``source`` with the mounts in the current grant."""
         if reasons := await control(checkpoints.obstacles, source, self._runsc):
             raise self._incompatible(source, reasons)
         if self._grant:
@@ -214,12 +214,12 @@ class SandboxMemory:
     async def restore(self) -> None:
         """Restore ``source`` into the instance and record that it runs.
 
-        Raises CorruptObjectError, which offers the previous checkpoint if it exists.
+        Raises CorruptObjectError, whose remedy names the previous checkpoint if one exists.
         """
         stored, source, instance = self.stored, self.source, self.instance
         if source is None:
             raise SandboxError(f"Sandbox {self._sandbox_id} has no checkpoint to restore.")
-        # StateError if another task already restored it; raised here, it is not reported as a failed wake.
+        # Raise StateError if another task already restored it: here, before the event, because no wake has failed.
         after(self._sandbox_id, Action.RESTORE, instance.state)
         was_saved_here = instance.state == State.CHECKPOINTED
         for mount in filter(None, (self._working_folder(), *self._required_grant().watched)):
@@ -239,9 +239,9 @@ class SandboxMemory:
                 await finished(self._restore_image(image, source))
 
     async def rewind(self, target: Checkpoint) -> str:
-        """Keep the current state as a savepoint, restore ``target``, and return the savepoint's name.
+        """Keep the current state as a savepoint, restore ``target``, and return the new savepoint's name.
 
-        If that fails, the current state is restored and the error raised.
+        If the restore fails, the current state is restored and the error raised.
         """
         stored = self.stored
         with EVENT_BUS.doing(self.entry(EventKind.REWOUND)) as work:
@@ -292,17 +292,17 @@ class SandboxMemory:
         return spec
 
     def _incompatible(self, source: Checkpoint, reasons: list[str]) -> IncompatibleError:
-        """Return the error for a checkpoint that this server cannot restore. It offers the previous one if possible."""
+        """Return the error for a checkpoint that this server cannot restore; its remedy names the previous one."""
         previous = self.stored.metadata.previous
         return IncompatibleError(self._sandbox_id, reasons, previous is not None and source is not previous)
 
     def _required_grant(self) -> Grant:
         if self._grant is None:
-            raise SandboxError(f"Sandbox {self._sandbox_id} cannot be restored before its mounts are planned.")
+            raise SandboxError(f"Sandbox {self._sandbox_id} cannot be restored yet: its mounts are not known.")
         return self._grant
 
     def _working_folder(self) -> Mount | None:
-        """Return the mount of the kernel's working folder; None if that is not a folder of the host."""
+        """Return the mount of the kernel's working folder; None if the folder exists only inside the sandbox."""
         spec, cwd = self.instance.spec, self.contents.get("cwd")
         shown = (mount for mount in spec.mounts if mount.source and mount.writable and mount.destination == cwd)
         return spec.carried or next(shown, None)

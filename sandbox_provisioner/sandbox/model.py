@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 State = Literal["running", "hibernated", "saved", "empty", "gone", "elsewhere", "unknown", "standby"]
-"""States that this version knows; ``Sandbox.state`` may have others from a newer server."""
+"""The states in this version. ``Sandbox.state`` is any text, because a newer server may send other states."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class SandboxPage:
-    """A page of the list; ``next`` is the cursor of the next page, None on the last one."""
+    """A page of the list. ``next`` is the next page's cursor or None; ``unreadable`` counts the unreadable records."""
 
     items: tuple[Sandbox, ...]
     next: str | None

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 MOST_AT_ONCE = 2
 """Maximum number of sandboxes that are rescued at the same time."""
 POLL = 0.1
-"""Seconds between two checks if another process has completed a rescue."""
+"""Seconds between two checks whether another process has completed a rescue."""
 RESCUE_LIMIT = 900.0
-"""Seconds that a start waits for a rescue by another thread or process before it is refused."""
+"""Maximum seconds that a start waits for a rescue by another thread or process; then the start fails."""
 PATIENCE = 120.0
 """Seconds to wait for the lease of a killed server to expire. A local lease ends with its process."""
 
@@ -141,7 +141,7 @@ class Recovery:
             except Exception as error:
                 folder.release()
                 log.error("Sandbox %s of a killed server was not saved: %s", note.sandbox_id, error)
-                runs_on = alive and not isinstance(error, LeaseHeldError)  # the lease's holder has taken over
+                runs_on = alive and not isinstance(error, LeaseHeldError)  # its holder has taken over the sandbox
                 return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
 
     @staticmethod
@@ -178,12 +178,12 @@ class Recovery:
 
 
 _in_progress: dict[tuple[str, str], Future[None]] = {}
-"""The rescues in progress in all threads of this process, by storage and sandbox id; each future is done at the end."""
+"""The rescues in progress in this process, by storage and sandbox id. A future is done when its rescue has ended."""
 
 
 def _decode(value: dict[str, Any] | None) -> Note | None:
     try:
-        return decode_note(value, "its note") if value else None
+        return decode_note(value, "its rescue note") if value else None
     except SandboxError as error:
         log.error("A sandbox of a killed server cannot be saved: %s", error)
         return None

@@ -25,7 +25,7 @@ class Registration:
         self._registry = registry
 
     async def touch(self) -> None:
-        """Set the time of the last use, by which ``jupyter sandbox prune`` chooses, to now. An error is ignored."""
+        """Set the time of the last use, which ``jupyter sandbox prune`` compares, to now. Errors are ignored."""
         with suppress(SandboxError):
             self.record = await asyncio.to_thread(self._registry.touch, self.record.id)
 
@@ -53,14 +53,14 @@ class Requested:
 
 
 def facts(request: StartRequest) -> Facts:
-    """Return the facts to record. A request without a notebook leaves the notebook in the record unchanged."""
+    """Return the facts of a request to record. Without a notebook in it, the recorded notebook does not change."""
     found = Facts(kernel_name=request.kernel_name)
     if request.notebook_path:
         found["notebook_path"] = request.notebook_path
     return found
 
 
-def requested(
+def find_or_write(
     registry: PersistentSandboxRegistry, stores: Stores, request: StartRequest, open_ids: Container[str]
 ) -> Requested:
     """Find or write the record of the requested sandbox. Blocks.

@@ -37,7 +37,7 @@ NAMESPACE = UUID("0b7c5f0e-3f0b-4a0e-9a55-6a4d3f7f3c11")
 
 Destroy = Callable[[SandboxRecord], int]
 """Delete a sandbox with its checkpoints and snapshots and return the freed bytes. Raises SandboxNotFoundError if it is
-already gone, another SandboxError if it must be kept."""
+already gone, another SandboxError if it cannot be deleted."""
 
 
 class Facts(TypedDict, total=False):
@@ -87,7 +87,7 @@ class PersistentSandboxRegistry:
         return self._ensure(_new(identity, stores, str(identity), facts))
 
     def record(self, sandbox_id: str, stores: Stores, **facts: Unpack[Facts]) -> SandboxRecord:
-        """Write and return the record of the sandbox ``sandbox_id`` in ``stores``; it always has the same identity.
+        """Write and return the record of the sandbox ``sandbox_id`` in ``stores``. Later calls use the same record.
 
         ``facts`` replace the recorded ones, and the time of the last use is set to now.
         """
@@ -176,7 +176,7 @@ class PersistentSandboxRegistry:
     def prune(self, older_than: timedelta, destroy: Destroy, among: Container[UUID] | None = None) -> Sequence[Removal]:
         """Delete the sandboxes that have been unused for longer than ``older_than``, and return each result or error.
 
-        With ``among``, delete no others than these. A sandbox that is used or deleted meanwhile is skipped.
+        With ``among``, delete only sandboxes with these ids. A sandbox that is used or deleted meanwhile is skipped.
         """
         now, removals = _now(), []
         for record in self.list().records:

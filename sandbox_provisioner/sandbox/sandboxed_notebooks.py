@@ -1,7 +1,7 @@
 """Record which notebooks ran in a sandbox, and which kernels without a sandbox the user allowed for them.
 
 A sandbox can write to its notebook's file, and so choose the kernel with which the notebook is opened next time.
-``server.plain_kernels`` asks this record before it starts a kernel without a sandbox. There is one file for each path,
+``server.plain_kernels`` checks this record before it starts a plain kernel. There is one file for each path,
 in a folder of the user's own data that no sandbox can write to. Several processes can use it at once. All functions
 block for file access.
 """
@@ -35,7 +35,7 @@ KEEP_MISSING = 30 * 86_400.0
 
 @dataclass(frozen=True)
 class SandboxedNotebook:
-    """The entry of one path: the kernel that the user allowed, and the one that was refused last; or empty strings."""
+    """The entry of one path: the plain kernel that the user allowed, and the last one that was refused; or empty."""
 
     notebook: str
     allowed: str = ""
@@ -64,7 +64,7 @@ class SandboxedNotebooks:
         for path in _spellings(paths):
             while True:
                 known, generation = self._read(_name(path))
-                try:  # also if nothing changes, so that a start that fails does not withdraw the entry of another one
+                try:  # write even an unchanged entry: its new generation prevents that a failed start withdraws it
                     written = self._store.write(_name(path), _encode(SandboxedNotebook(path)), generation)
                 except ConflictError:
                     continue
@@ -134,7 +134,7 @@ class SandboxedNotebooks:
     def prepare(self) -> None:
         """Add the notebooks of all recorded sandboxes if there are no entries yet, then prune. Called once by a server.
 
-        An earlier version recorded sandboxes, but no entries.
+        An earlier version recorded sandboxes, but did not write entries here.
         """
         if not self._folder.exists():
             self.record(record.notebook_path for record in registry().list().records if record.notebook_path)
@@ -184,7 +184,7 @@ class SandboxedNotebooks:
         self._change(entry.notebook, lambda known: change(known) if known else None)
 
     def _change(self, path: str, change: Callable[[SandboxedNotebook | None], SandboxedNotebook | None]) -> None:
-        """Write the entry that ``change`` makes of the current one; again if another process writes meanwhile."""
+        """Replace an entry by ``change(entry)``, unless that is None. Retry if another process writes meanwhile."""
         while True:
             known, generation = self._read(_name(path), path)
             entry = change(known)
@@ -200,7 +200,7 @@ class SandboxedNotebooks:
 def spellings(path: str) -> list[str]:
     """Return the paths under which a notebook may be known: without ``..``, and with links followed step by step.
 
-    A link in place of the notebook, or of one of its folders, leads to an entry as well as the path itself.
+    So the entry of a notebook is found even if the notebook, or one of its folders, is reached through a link.
     """
     if "\0" in path:
         return []

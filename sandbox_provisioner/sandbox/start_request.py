@@ -18,11 +18,11 @@ class Features:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """The persistent sandbox that a start requests, by the user's own id or by notebook and kernel, and its features.
+    """A request for a persistent sandbox, by an id that the user chose or by notebook and kernel, and its features.
 
     The REST API and ``kernel.start_request`` set the fields that the request itself contains;
-    ``kernel.start_request.complete`` fills in the kernel's settings, also for features that are None. Add no secret:
-    jupyter_client keeps the request for a restart, and logs it.
+    ``kernel.start_request.complete`` fills in the kernel's settings, also for features that are None. Add no field
+    with a secret: jupyter_client stores the request for a restart, and logs it.
     """
 
     kernel_name: str = ""

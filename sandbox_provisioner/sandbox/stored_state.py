@@ -48,20 +48,20 @@ log = logging.getLogger(__name__)
 
 RECORD_AGAIN = 5.0
 """Seconds between attempts to record in storage that a restored sandbox runs."""
-NOT_OURS = (FencedError, ForeignSandboxError, MetadataError, SandboxNotFoundError, SignatureError)
-"""Errors after which this server may no longer change the document; a retry does not help."""
+PERMANENT_ERRORS = (FencedError, ForeignSandboxError, MetadataError, SandboxNotFoundError, SignatureError)
+"""Errors which mean that this server may no longer change the document: do not retry."""
 MAX_SAVEPOINTS = 64
 MOST_WITH_SAVEPOINT = documents.MOST_DOCUMENT - 2 * capture.MOST_RECORDED
 """Maximum bytes of a document with a new savepoint: leaves room for the next two checkpoints."""
 
 Contents = Callable[[], Mapping[str, Any]]
-"""Return the description of the processes inside, which is stored with an image. Called when the image is written."""
+"""Returns the description of the processes in the sandbox. Called when an image is written, and stored with it."""
 
 
 class StoredState:
     """The document and the checkpoints of a sandbox whose lease this server holds. Owned by a SandboxHandle.
 
-    ``on_recorded`` is called after the document says that the sandbox runs, or has the token of a new lease.
+    ``on_recorded`` is called after the start of the sandbox or the token of a new lease was written to the document.
     """
 
     def __init__(self, stores: Stores, document: Document) -> None:
@@ -97,7 +97,7 @@ class StoredState:
 
         Raises SandboxNotFoundError, and the errors of ``detached.leased`` and ``detached.open_document``.
         """
-        if not await control(exists, stores, sandbox_id):  # before the lease is acquired, which costs time and requests
+        if not await control(exists, stores, sandbox_id):  # first, because acquiring a lease takes longer
             raise SandboxNotFoundError(sandbox_id, stores.metadata.where)
         async with leased(sandbox_id, stores, owner, patience) as lease:
             document = await open_document(stores, sandbox_id, lease)
@@ -121,9 +121,9 @@ class StoredState:
     async def checkpoint(
         self, instance: GVisorSandbox, contents: Contents, insist: float | None, advance: Advance
     ) -> tuple[Checkpoint, set[str]]:
-        """Store the memory of ``instance`` as the current checkpoint, and end it. If that fails, the instance runs on.
+        """Store the memory of ``instance`` as the current checkpoint, and end it. If that fails, it continues to run.
 
-        Return the checkpoint, and the garbage to ``delete``. Errors and ``insist`` are those of SandboxHandle.save.
+        Return the checkpoint, and the garbage for ``delete``. Errors and ``insist`` are those of SandboxHandle.save.
         """
         began, saved, garbage = time.monotonic(), list[Checkpoint](), set[str]()
         async with staging(self.stores.staging) as folder:
@@ -133,7 +133,7 @@ class StoredState:
                 """Upload the image and name it in the document. Called while the sandbox is paused."""
                 artifact = await self._upload(image, self._sandbox_id, advance)
                 seconds = time.monotonic() - began
-                made = await control(capture.recorded, instance, artifact, files, contents(), seconds)
+                made = await control(capture.describe_image, instance, artifact, files, contents(), seconds)
                 garbage.update(await self.change(lambda document: document.saved(made, now())))
                 saved.append(made)
 
@@ -142,14 +142,14 @@ class StoredState:
             except RunscError as error:
                 if insist is None or instance.reachable or error.hosts_fault:
                     raise
-                problem = f"did not help to save itself, and runsc cannot save it without: {error.problem}"
+                problem = f"did not answer, and runsc could not save it without an answer: {error.problem}"
                 raise UnresponsiveError(self._sandbox_id, problem) from error
         return saved[0], garbage
 
     async def copy(self, instance: GVisorSandbox, contents: Contents, sandbox_id: str, advance: Advance) -> Checkpoint:
-        """Store the memory of ``instance``, which runs on, as a checkpoint of ``sandbox_id``, and return it.
+        """Store a copy of the memory of ``instance`` as a checkpoint of ``sandbox_id``, and return the checkpoint.
 
-        No document names the checkpoint yet.
+        The instance continues to run. No document names the checkpoint yet.
         """
         self.stores.required_checkpoints()
         began = time.monotonic()
@@ -157,7 +157,7 @@ class StoredState:
             files, image = await self._list_files(instance), folder / "image"
             await instance.copy(image)
             artifact = await self._upload(image, sandbox_id, advance)
-        return await control(capture.recorded, instance, artifact, files, contents(), time.monotonic() - began)
+        return await control(capture.describe_image, instance, artifact, files, contents(), time.monotonic() - began)
 
     async def _upload(self, image: Path, sandbox_id: str, advance: Advance) -> GCSArtifact:
         """Upload ``image`` as a checkpoint of ``sandbox_id``, which no document names yet."""
@@ -182,7 +182,7 @@ class StoredState:
             if insist is None:
                 raise
             reason = str(error) or f"it did not answer within {insist:g} seconds"
-            log.warning("Sandbox %s is saved without its help: %s", self._sandbox_id, reason)
+            log.warning("Sandbox %s did not prepare for its save; saving it anyway: %s", self._sandbox_id, reason)
             await instance.cut_off()
             return {}
 
@@ -196,7 +196,7 @@ class StoredState:
             if task and task.cancelling():
                 self._inventory.cancel()
                 raise
-            raise SandboxError(f"Sandbox {self._sandbox_id} did not say in time which files it uses.") from None
+            raise SandboxError(f"Sandbox {self._sandbox_id} did not report its files in use in time.") from None
         finally:
             self._inventory = None
 
@@ -214,7 +214,7 @@ class StoredState:
         return found - self.metadata.kept
 
     async def delete(self, garbage: set[str]) -> None:
-        """Delete artifacts. If that fails, the next change returns them again."""
+        """Delete artifacts. Those that storage does not delete are returned again by the next ``change``."""
         with suppress(StorageError):
             for name in garbage:
                 await bulk(self.stores.required_checkpoints().delete_all, name)
@@ -229,7 +229,7 @@ class StoredState:
         if len(self.metadata.savepoints) >= MAX_SAVEPOINTS:
             raise TooManySavepointsError(self._sandbox_id, MAX_SAVEPOINTS)
         if self.document.size > MOST_WITH_SAVEPOINT:
-            problem = f"its record in storage has {self.document.size:,} bytes already: delete some of its savepoints"
+            problem = f"its document in storage already has {self.document.size:,} bytes; delete some of its savepoints"
             raise UnsaveableError(self._sandbox_id, [problem])
 
     async def record_stopped(self) -> None:
@@ -256,12 +256,12 @@ class StoredState:
         try:
             garbage = await self.change(lambda document: document.started(source, None, now()))
         except Exception as error:
-            if isinstance(error, NOT_OURS):
+            if isinstance(error, PERMANENT_ERRORS):
                 await asyncio.shield(instance.delete())
                 raise
             log.warning(
-                "Sandbox %s was woken, but that could not be recorded in storage: %s It runs, and recording is tried "
-                "again every %g seconds. It cannot be saved before that: check that storage can be written to",
+                "Sandbox %s was woken, but this could not be recorded in storage: %s The sandbox runs, but cannot be "
+                "saved until this is recorded. Trying again every %g seconds; check that storage can be written to",
                 self._sandbox_id,
                 error,
                 RECORD_AGAIN,
@@ -290,13 +290,13 @@ class StoredState:
             await asyncio.sleep(RECORD_AGAIN)
             try:
                 await self.document.change(change)
-            except NOT_OURS as error:
-                log.error("Sandbox %s cannot be recorded as running: %s", self._sandbox_id, error)
+            except PERMANENT_ERRORS as error:
+                log.error("Sandbox %s cannot be recorded as running; giving up: %s", self._sandbox_id, error)
                 return
             except Exception as error:
                 log.info("Sandbox %s is still not recorded as running: %s", self._sandbox_id, error)
             else:
-                log.warning("Sandbox %s is recorded in storage again", self._sandbox_id)
+                log.warning("Sandbox %s is now recorded as running", self._sandbox_id)
                 self.on_recorded()
                 return
 
@@ -314,6 +314,6 @@ async def _undo(creating: asyncio.Task[Document], stores: Stores) -> None:
         return
     document = creating.result()
     made = document.metadata
-    with suppress(StorageError):  # an empty sandbox is left, which can be opened
+    with suppress(StorageError):  # if this fails, an empty sandbox remains, which can be opened
         await control(stores.metadata.delete, metadata_name(made.sandbox_id), document.generation)
         EVENT_BUS.write(Entry(made.sandbox_id, EventKind.DELETED, kernel_name=made.kernel_name, user=made.user))

@@ -20,21 +20,19 @@ PAUSE = 5.0
 SHORTEST = 0.1
 """Minimum seconds between two checks for idleness, even with a shorter idle timeout."""
 
-Leave = Callable[[SandboxHandle], Awaitable[None]]
-
 
 class Supervisor:
     """The background work for one persistent sandbox. SandboxManager runs ``run`` as a task until the handle is closed.
 
     ``owner`` returns a new identity for an attempt to acquire a lease. ``hand_over`` saves and releases the sandbox if
-    another server asks for it; None to keep it. ``lose`` releases a sandbox that another server has taken.
+    another server asks for it; None if hand-offs are disabled. ``lose`` releases a sandbox that another server took.
     """
 
     def __init__(
         self,
         handle: SandboxHandle,
         owner: Callable[[], Owner],
-        hand_over: Leave | None,
+        hand_over: Callable[[SandboxHandle], Awaitable[None]] | None,
         lose: Callable[[SandboxHandle, str], Awaitable[None]],
     ) -> None:
         self._handle = handle
@@ -47,7 +45,7 @@ class Supervisor:
         handle = self._handle
         while not handle.closed:
             try:
-                await self._act()
+                await self._wait_and_react()
             except (FencedError, LeaseHeldError) as error:
                 await self._lose(handle, str(error))
             except SandboxError as error:
@@ -57,8 +55,8 @@ class Supervisor:
                 log.exception("Sandbox %s: background task failed; trying again in %g s", handle.sandbox_id, PAUSE)
                 await asyncio.sleep(PAUSE)
 
-    async def _act(self) -> None:
-        """Wait until the sandbox is idle, another server asks for it, or the lease is lost; then react to that."""
+    async def _wait_and_react(self) -> None:
+        """Save the sandbox once it is idle, hand it over once another server asks for it, or replace a lost lease."""
         handle, lease = self._handle, self._handle.lease
         wanted = asyncio.create_task(lease.wanted.wait())
         waiting: set[asyncio.Future[Any]] = {lease.lost, wanted} if self._hand_over else {lease.lost}
@@ -93,10 +91,10 @@ class Supervisor:
             await finished(handle.save_locked())
 
     async def _replace_lease(self) -> None:
-        """Replace a lost lease, so that the sandbox runs on if the lease only expired while storage was unreachable.
+        """Replace a lost lease, so that the sandbox continues if the lease only expired while storage was unreachable.
 
         Raises FencedError or LeaseHeldError if another server took the sandbox.
         """
-        log.warning("Sandbox %s: %s", self._handle.sandbox_id, self._handle.lease.lost.result())
+        log.warning("Sandbox %s lost its lease: %s", self._handle.sandbox_id, self._handle.lease.lost.result())
         async with self._handle.lock:
             await self._handle.memory.stored.replace_lease(self._owner())

@@ -73,7 +73,7 @@ class Persistence:
         return detached.summarise_persistent(self.stores, self._id(record))
 
     def snapshots(self, record: SandboxRecord) -> dict[str, Stored]:
-        """Return the complete snapshots of a sandbox by name, unverified."""
+        """Return the complete snapshots of a sandbox by name, without a check of their signatures."""
         sandbox_id, store = self._id(record), self.stores.snapshots
         objects = store.list(f"{prefix(sandbox_id)}snapshots/") if store else []
         found = {}
@@ -112,9 +112,9 @@ class Persistence:
         return asyncio.run(detached.destroy_persistent(self.stores, self._id(record), _owner(), only_empty=True))
 
     def fork(self, record: SandboxRecord, new: SandboxRecord, savepoint: str = "") -> None:
-        """Create the sandbox ``new`` with the memory of another, at a savepoint or at its latest checkpoint.
+        """Create the sandbox ``new`` with the memory of ``record``, at a savepoint or at its latest checkpoint.
 
-        Raises LeaseHeldError if the other one is in use, SavepointNotFoundError.
+        Raises LeaseHeldError if the sandbox of ``record`` is in use, SavepointNotFoundError.
         """
         first = Identity(new.kernel_name, new.notebook_path, user_name()).document(new.sandbox_id)
         asyncio.run(detached.fork_persistent(self.stores, self._id(record), first, _owner(), savepoint))

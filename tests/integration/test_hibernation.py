@@ -764,7 +764,7 @@ def test_cell_is_answered_when_storage_cannot_record_the_wake(
     assert "could not be recorded in storage: Google denied access to bucket" in caplog.text
     assert summary().running is False
     bucket.reset_faults()
-    until(lambda: "is recorded in storage again" in caplog.text)
+    until(lambda: "is now recorded as running" in caplog.text)
     assert summary().running is True
     notebook.hibernate()
     assert summary().running is False

@@ -128,7 +128,7 @@ def test_kernel_that_refuses_is_saved_when_the_server_stops(
     open_refusing(server, kernel, REFUSALS[refusal])
     server.stop()
     assert sandboxes(runtime) == []
-    assert "is saved without its help" in server.log.read_text()
+    assert "did not prepare for its save" in server.log.read_text()
     assert reopened(serve(MANAGER, DEADLINE), kernel) == "42"
 
 
@@ -176,7 +176,7 @@ def test_many_large_mapped_files_do_not_hold_up_a_stop(serve: Serve, sandboxed: 
     open_refusing(server, kernel, MANY_MAPPED_FILES)
     server.stop()
     assert sandboxes(runtime) == []
-    assert "is saved without its help" not in server.log.read_text()
+    assert "did not prepare for its save" not in server.log.read_text()
     assert reopened(serve(MANAGER, DEADLINE), kernel) == "42"
 
 

@@ -1,4 +1,4 @@
-"""Stores: which setting leads to which storage, and that nothing of Google's is needed before a bucket is set."""
+"""Test which storage each setting selects, and that Google's libraries are needed only if a bucket is set."""
 
 from __future__ import annotations
 

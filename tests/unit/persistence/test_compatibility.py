@@ -1,4 +1,4 @@
-"""Files that a checkpoint needs are found, compared by content, and named if they are missing.
+"""Test that files that a checkpoint needs are found, compared by content, and named if they are missing.
 
 The guest's report is hostile here: only files that are mounted in the sandbox are opened, whatever it contains.
 """
@@ -130,7 +130,7 @@ def test_missing_file_is_named(machine: Machine, recorded: dict[str, FilePrint])
 
 def test_file_outside_the_mounts_is_named(machine: Machine, recorded: dict[str, FilePrint]) -> None:
     blind = replace(machine.spec, mounts=machine.spec.mounts[1:])
-    assert differences(recorded, blind, machine.prints) == ["/env/lib.so is in none of the folders that it sees here"]
+    assert differences(recorded, blind, machine.prints) == ["/env/lib.so is not in a folder that is mounted here"]
 
 
 def test_open_file_may_change_only_in_a_writable_folder(machine: Machine) -> None:
@@ -160,7 +160,7 @@ def test_only_files_of_the_host_are_recorded(machine: Machine) -> None:
 
 def test_replaced_library_in_use_prevents_saving(machine: Machine) -> None:
     recorded = machine.examine(("/env/lib.so", "mapped", "lost"), ("/env/lib.so", "mapped", ""))
-    words = ["/env/lib.so, which it has in memory, was removed or replaced while it ran"]
+    words = ["/env/lib.so was removed or replaced while the sandbox had it in memory"]
     assert unsaveable(recorded) == words
     assert machine.differences(recorded) == words
 
@@ -304,7 +304,7 @@ def sparse(path: Path, size: int, offset: int = 0, byte: bytes = b"x") -> None:
 
 
 def test_large_files_are_sampled_only_in_writable_folders(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "WHOLE", 1 << 20)
+    monkeypatch.setattr(compatibility, "SAMPLED_ABOVE", 1 << 20)
     between = (1 << 16) + 7  # after the first sample and before the second
     for folder in ("work", "env"):
         sparse(machine.folder / folder / "big", 20 << 20)
@@ -519,7 +519,7 @@ async def test_replaced_library_is_noticed_and_a_replaced_data_file_is_accepted(
         new.rename(path)
     for _ in range(2):
         found = await inventory(sandbox, machine.prints)
-        assert unsaveable(found) == ["/env/lib.so, which it has in memory, was removed or replaced while it ran"]
+        assert unsaveable(found) == ["/env/lib.so was removed or replaced while the sandbox had it in memory"]
     assert found["/work/data.csv"] == FilePrint("shared")
 
 
@@ -529,7 +529,7 @@ async def test_removed_library_is_noticed(machine: Machine, start: Start) -> Non
     await occupied(sandbox, MAPS_AND_OPENS)
     machine.library.unlink()
     found = await inventory(sandbox, machine.prints)
-    assert unsaveable(found) == ["/env/lib.so, which it has in memory, was removed or replaced while it ran"]
+    assert unsaveable(found) == ["/env/lib.so was removed or replaced while the sandbox had it in memory"]
 
 
 @pytest.mark.runsc

@@ -1,4 +1,4 @@
-"""Decode untrusted JSON into typed objects, with errors that name the wrong member."""
+"""Test the decoding of untrusted JSON into typed objects, with errors that name the wrong member."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_member_that_was_added_later_has_its_default() -> None:
     ("changes", "problem"),
     [
         ({"id": "x"}, "its id is not valid: badly formed hexadecimal UUID string"),
-        ({"id": 5}, "its id is '5'"),
+        ({"id": 5}, "its id has the wrong type: '5'"),
         ({"made": "2026-01-02T03:04:05"}, "its made is not valid: 2026-01-02T03:04:05 has no time zone"),
-        ({"parts": []}, "its parts is '[]'"),
-        ({"parts": {"p": PART | {"size": True}}}, "its parts.p.size is 'True'"),
-        ({"parts": {"a\nb": PART | {"size": "1"}}}, r"its parts.'a\nb'.size is '1'"),
-        ({"parts": {"p": PART | {"points": [[1]]}}}, "its parts.p.points.'0' is '[1]'"),
+        ({"parts": []}, "its parts has the wrong type: '[]'"),
+        ({"parts": {"p": PART | {"size": True}}}, "its parts.p.size has the wrong type: 'True'"),
+        ({"parts": {"a\nb": PART | {"size": "1"}}}, r"its parts.'a\nb'.size has the wrong type: '1'"),
+        ({"parts": {"p": PART | {"points": [[1]]}}}, "its parts.p.points.'0' has the wrong length: '[1]'"),
         ({"spare": PART | {"size": -1}}, "its spare is refused: it is negative"),
     ],
 )
@@ -77,5 +77,5 @@ def test_error_names_the_member(changes: dict[str, Any], problem: str) -> None:
 
 
 def test_value_that_is_no_object() -> None:
-    with pytest.raises(DecodingError, match=r"^it is '5'$"):
+    with pytest.raises(DecodingError, match=r"^it has the wrong type: '5'$"):
         decode(Whole, 5)

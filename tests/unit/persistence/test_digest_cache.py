@@ -1,4 +1,4 @@
-"""DigestCache: the same bytes are the same print, what did not change is not read again, and a bad memory is none."""
+"""Test DigestCache: equal bytes, equal hash; unchanged files are not read again; a damaged cache is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metadata.json: a written document can be read again; anything else is refused with an error of this package."""
+"""Test metadata.json: a written document can be read again; any other text raises an error of this package."""
 
 from __future__ import annotations
 

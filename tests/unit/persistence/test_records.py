@@ -1,4 +1,4 @@
-"""SandboxRecord as a document: what is written is read again, and what is not one is refused with the reason."""
+"""Test SandboxRecord: an encoded record can be decoded; anything else is refused with the reason."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_times_are_stored_in_utc() -> None:
         (b"{}", "not a sandbox record"),
         (document(version="1"), "not a sandbox record"),
         (document(version=True), "not a sandbox record"),
-        (document(kernel_name=None), "kernel_name is 'None'"),
-        (document(settings=[]), "settings is '[]'"),
+        (document(kernel_name=None), "kernel_name has the wrong type: 'None'"),
+        (document(settings=[]), "settings has the wrong type: '[]'"),
         (document(id="../../etc/passwd"), "badly formed"),
         (document(id="00000000-0000-0000-0000-000000000000"), "of sandbox 00000000"),
         (document(created="yesterday"), "yesterday"),

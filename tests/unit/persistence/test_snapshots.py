@@ -1,4 +1,4 @@
-"""Snapshots: what a sandbox wrote comes back in a new one, and nothing that a hostile tar says reaches the host."""
+"""Test file snapshots: a new sandbox gets the files of another one, and a hostile tar cannot affect the host."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ async def test_oversized_snapshot_is_refused_and_leaves_no_file(start: Start, tm
 
 LIES = {
     "it is no tar": ("print('x' * 100000)", SnapshotError, "invalid tar"),
-    "it is cut off": ("import os; os.write(1, bytes(512))", SnapshotError, "cut off"),
+    "it is incomplete": ("import os; os.write(1, bytes(512))", SnapshotError, "incomplete"),
     "it fails at the end": (
         "import os, sys; os.write(1, bytes(10240)); sys.exit('so\\nsorry')",
         GuestError,

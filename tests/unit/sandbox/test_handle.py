@@ -78,7 +78,7 @@ async def test_factory_refuses_invalid_id(spec: BundleSpec) -> None:
 
 async def test_start_before_mounts_are_planned_is_refused(create: Attach) -> None:
     handle = await create(spec=None)
-    with pytest.raises(SandboxError, match="its mounts are not planned"):
+    with pytest.raises(SandboxError, match="its mounts are not known"):
         await handle.start()
     assert not handle.metadata.running
 
@@ -334,7 +334,7 @@ async def test_checkpoint_is_refused_if_a_library_changed(
     with pytest.raises(IncompatibleError, match=r"/lib-of-mine/thing\.bin is not there"):
         await attach(spec=shown)
     shutil.rmtree(library.parent)
-    with pytest.raises(IncompatibleError, match="which it sees, is not there"):
+    with pytest.raises(IncompatibleError, match="which is mounted in it, is not there"):
         await attach(spec=shown)
 
 

@@ -1,4 +1,4 @@
-"""Test how a sandbox is found by what a user calls it."""
+"""Test the lookup of a sandbox by its id, the beginning of its id, or its notebook."""
 
 from __future__ import annotations
 
