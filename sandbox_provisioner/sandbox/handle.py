@@ -49,7 +49,7 @@ class Identity:
 
 
 class HandleObserver:
-    """Callbacks of a SandboxHandle, in the handle's event loop, when it saves or loses its sandbox. For a kernel."""
+    """Methods that a SandboxHandle calls, in its loop, when it saves or loses its sandbox. A kernel overrides them."""
 
     def busy(self) -> bool:
         """Return True while the sandbox is in use, and must not be saved as idle. Called by the supervisor."""
