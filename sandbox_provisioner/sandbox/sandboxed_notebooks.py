@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from ..config import own_folder
-from ..errors import ConflictError, ObjectNotFoundError
+from ..errors import BadRequestError, ConflictError, ObjectNotFoundError
 from ..storage.base import NEW
 from ..storage.local import LocalStore
 from .user_sandboxes import registry
@@ -47,8 +47,8 @@ class SandboxedNotebook:
 class SandboxedNotebooks:
     """The entries in ``folder``, by default in the user's own data folder. Paths are absolute.
 
-    A path stands for all of its ``spellings``. Upper and lower case are not distinguished, because some file systems do
-    not distinguish them either.
+    A path stands for all of its ``spellings``. A path without an entry of its own also has the entries of its twins:
+    the paths that differ only in case or Unicode form, which some file systems do not distinguish.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -95,13 +95,25 @@ class SandboxedNotebooks:
         return next(iter(self._known([path])), None)
 
     def allow(self, path: str, kernel_name: str) -> None:
-        """Allow a kernel without a sandbox for a notebook, until the notebook runs in a sandbox again."""
+        """Allow a kernel without a sandbox for a notebook, until the notebook runs in a sandbox again.
+
+        Raises BadRequestError if ``path`` leads through a link to another notebook for which it is not allowed yet: a
+        sandbox may have made the link.
+        """
+        name, named = kernel_name.lower(), self._find(os.path.normpath(path))
         for entry in self._known([path]):
-            self._update(entry, partial(replace, allowed=kernel_name.lower()))
+            if entry not in named and entry.allowed != name:
+                problem = f"{path} is reached through a link: it is {entry.notebook}."
+                raise BadRequestError(
+                    problem, "Name that notebook if you want to allow the kernel for it.", "notebook_path"
+                )
+        for entry in named:
+            self._update(entry, partial(replace, allowed=name))
 
     def revoke(self, path: str) -> None:
         """Refuse kernels without a sandbox for a notebook again."""
-        self.allow(path, "")
+        for entry in self._known([path]):
+            self._update(entry, partial(replace, allowed=""))
 
     def entries(self) -> list[SandboxedNotebook]:
         """Return all entries, sorted by path."""
@@ -114,22 +126,27 @@ class SandboxedNotebooks:
             self.record(target + path.removeprefix(source) for path in self._below(source))
 
     def move(self, old: str, new: str) -> None:
-        """Record that a notebook, or a folder of notebooks, was renamed; permissions are kept."""
+        """Record that a notebook, or a folder of notebooks, was renamed; permissions are kept.
+
+        An entry whose file still exists is kept: a sandbox can replace folders by links before this is called.
+        """
         for before, after in _moves(old, new):
-            moved = self._below(before)
-            if not moved and _name(before) != _name(after):
-                self._store.delete(_name(after))  # a notebook that never ran in a sandbox has replaced it
-            for path, entry in moved.items():
-                target = replace(entry, notebook=after + path.removeprefix(before))
-                self._change(target.notebook, partial(_replaced, target))
-                if _name(path) != _name(target.notebook):
+            for path, entry in self._below(before).items():
+                gone = not os.path.lexists(path)
+                target = replace(entry, notebook=after + path.removeprefix(before), allowed=entry.allowed * gone)
+                self._change(target.notebook, partial(_moved, target))
+                if gone and path != target.notebook:
                     self._store.delete(_name(path))
 
     def forget(self, path: str) -> None:
-        """Delete the entries of a notebook, or of a folder of notebooks, that the user deleted."""
+        """Delete the entries of a notebook, or of a folder of notebooks, that the user deleted.
+
+        An entry whose file still exists is kept: a sandbox can replace folders by links before this is called.
+        """
         for place in _places(path):
             for known in [place, *self._below(place)]:
-                self._store.delete(_name(known))
+                if not os.path.lexists(known):
+                    self._store.delete(_name(known))
 
     def prepare(self) -> None:
         """Add the notebooks of all recorded sandboxes if there are no entries yet, then prune. Called once by a server.
@@ -154,8 +171,15 @@ class SandboxedNotebooks:
 
     def _known(self, paths: Iterable[str]) -> list[SandboxedNotebook]:
         """Return the entries of these notebooks, in the order of their spellings."""
-        entries = [self._read(_name(path), path)[0] for path in _spellings(paths)]
-        return [entry for entry in entries if entry]
+        return [entry for path in _spellings(paths) for entry in self._find(path)]
+
+    def _find(self, path: str) -> list[SandboxedNotebook]:
+        """Return the entry of a path; without one, the entries of its twins."""
+        entry = self._read(_name(path), path)[0]
+        if entry:
+            return [entry]
+        twins = (self._read(info.name, path)[0] for info in self._store.list(_twins(path)))
+        return [twin for twin in twins if twin]
 
     def _below(self, path: str) -> dict[str, SandboxedNotebook]:
         """Return the entries of a path and of all paths below it."""
@@ -211,7 +235,19 @@ def spellings(path: str) -> list[str]:
             path = os.path.join(os.path.dirname(path), os.readlink(path))
     except OSError:  # it is no link
         pass
-    return list(dict.fromkeys([*found, os.path.realpath(path)]))
+    return list(dict.fromkeys([*found, _real(path)]))
+
+
+def _real(path: str) -> str:
+    """Return a path with its links resolved by Linux, which limits their number; unresolved if that fails."""
+    try:
+        file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return os.path.normpath(path)
+    try:
+        return os.readlink(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
 
 
 def _spellings(paths: Iterable[str]) -> list[str]:
@@ -220,22 +256,32 @@ def _spellings(paths: Iterable[str]) -> list[str]:
 
 def _places(path: str) -> list[str]:
     """Return the path without ``..``, and the path with the links in its folder resolved."""
-    return [os.path.normpath(path), os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))]
+    return [os.path.normpath(path), os.path.join(_real(os.path.dirname(path)), os.path.basename(path))]
 
 
 def _moves(old: str, new: str) -> list[tuple[str, str]]:
     return list(dict.fromkeys(zip(_places(old), _places(new), strict=True)))
 
 
-def _replaced(new: SandboxedNotebook, known: SandboxedNotebook | None) -> SandboxedNotebook:
-    return new
+def _moved(entry: SandboxedNotebook, replaced: SandboxedNotebook | None) -> SandboxedNotebook:
+    """Return the entry to write at the new path: without a permission that the replaced notebook did not have."""
+    return replace(entry, allowed="") if replaced and replaced.allowed != entry.allowed else entry
 
 
 def _encode(entry: SandboxedNotebook) -> bytes:
     return json.dumps(asdict(entry)).encode()
 
 
+def _twins(path: str) -> str:
+    """Return the beginning of the names of a path's entry and of its twins' entries."""
+    folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
+    return f"{_hash(folded)}/"
+
+
 def _name(path: str) -> str:
     """Return the name of the object with the entry of ``path``."""
-    folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
-    return hashlib.sha256(folded.encode(errors="surrogatepass")).hexdigest()
+    return _twins(path) + _hash(path)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:40]

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 from stat import S_IMODE
+from unittest import mock
 
 import pytest
 
 from sandbox_provisioner.config import GCSConfig
+from sandbox_provisioner.errors import BadRequestError
 from sandbox_provisioner.persistence.backends import open_stores
 from sandbox_provisioner.sandbox import sandboxed_notebooks
 from sandbox_provisioner.sandbox.sandboxed_notebooks import FOLDER, KEEP_MISSING, SandboxedNotebooks
@@ -101,10 +103,57 @@ def test_renamed_in_upper_case(notebooks: SandboxedNotebooks) -> None:
     assert paths(notebooks) == ["/nb/A.ipynb"]
 
 
-def test_notebook_that_takes_the_place_of_another(notebooks: SandboxedNotebooks) -> None:
+def test_notebook_in_place_of_another_needs_permission(notebooks: SandboxedNotebooks) -> None:
     notebooks.record(["/nb/a.ipynb"])
     notebooks.move("/nb/plain.ipynb", "/nb/a.ipynb")
-    assert not notebooks.refused("/nb/a.ipynb", "python3")
+    assert notebooks.refused("/nb/a.ipynb", "python3")
+
+
+@pytest.mark.parametrize("twin", ["A.ipynb", "e\u0301.ipynb"])
+def test_twin_changes_no_entry_of_another_notebook(notebooks: SandboxedNotebooks, twin: str) -> None:
+    path = "/nb/a.ipynb" if twin == "A.ipynb" else "/nb/\xe9.ipynb"
+    notebooks.record([path])
+    notebooks.forget(f"/nb/{twin}")
+    notebooks.move("/nb/new.ipynb", f"/nb/{twin}")
+    assert notebooks.refused(path, "python3") and notebooks.refused(f"/nb/{twin}", "python3")
+    notebooks.record([f"/nb/{twin}"])
+    notebooks.allow(f"/nb/{twin}", "python3")
+    assert notebooks.refused(path, "python3") and not notebooks.refused(f"/nb/{twin}", "python3")
+    notebooks.move(path, "/nb/b.ipynb")
+    assert notebooks.refused("/nb/b.ipynb", "python3")
+
+
+def test_folder_replaced_by_a_link_moves_and_deletes_no_entry(notebooks: SandboxedNotebooks, tmp_path: Path) -> None:
+    for name in ("a.ipynb", "b.ipynb"):
+        (tmp_path / name).touch()
+        notebooks.record([str(tmp_path / name)])
+    (tmp_path / "old").symlink_to(".")
+    notebooks.allow(str(tmp_path / "a.ipynb"), "python3")
+    notebooks.forget(str(tmp_path / "old" / "a.ipynb"))
+    notebooks.move(str(tmp_path / "old" / "a.ipynb"), str(tmp_path / "old" / "b.ipynb"))
+    assert notebooks.find(str(tmp_path / "a.ipynb")) and notebooks.refused(str(tmp_path / "b.ipynb"), "python3")
+
+
+def test_permission_does_not_follow_a_link(notebooks: SandboxedNotebooks, tmp_path: Path) -> None:
+    first, second = str(tmp_path / "a.ipynb"), str(tmp_path / "b.ipynb")
+    notebooks.record([first, second])
+    (tmp_path / "a.ipynb").symlink_to("b.ipynb")
+    with pytest.raises(BadRequestError, match="reached through a link"):
+        notebooks.allow(first, "python3")
+    assert notebooks.refused(second, "python3")
+    notebooks.allow(second, "python3")
+    notebooks.allow(first, "python3")
+    assert not notebooks.refused(first, "python3")
+
+
+def test_forest_of_links_is_resolved_quickly(notebooks: SandboxedNotebooks, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    for number in range(200):
+        (tmp_path / f"link{number}").symlink_to("x/../" * 800 + ".")
+    chain = "".join(f"link{number}/" for number in range(200))
+    (tmp_path / "f.ipynb").symlink_to(f"{chain}a.ipynb")
+    with mock.patch("os.lstat", side_effect=AssertionError("resolved in Python")):
+        assert not notebooks.refused(str(tmp_path / "f.ipynb"), "python3")
 
 
 def test_entry_of_failed_start_is_withdrawn(notebooks: SandboxedNotebooks) -> None:
@@ -143,7 +192,7 @@ def test_number_of_entries_is_bounded(
 def test_unreadable_entry_allows_no_kernel(notebooks: SandboxedNotebooks, tmp_path: Path, content: str) -> None:
     notebooks.record(["/nb/a.ipynb"])
     notebooks.allow("/nb/a.ipynb", "python3")
-    (entry,) = (file for file in (tmp_path / "own" / FOLDER).iterdir() if not file.name.startswith("."))
+    (entry,) = (file for file in (tmp_path / "own" / FOLDER).glob("*/*") if not file.name.startswith("."))
     entry.write_text(content, errors="surrogateescape")
     assert notebooks.refused("/nb/a.ipynb", "python3")
     notebooks.prune(NOW)
