@@ -1,8 +1,8 @@
 """Run a child process asynchronously, on the host or in a sandbox, with one interface.
 
 ``Process`` is the interface; ``LocalProcess`` is a child on the host, ``mux.process.GuestProcess`` a command in a
-sandbox. Output is buffered until it is read. While about ``BUFFER`` bytes are unread, a child that writes more waits;
-no output is lost.
+sandbox. Output is buffered until it is read. A child that writes more than about ``BUFFER`` unread bytes is blocked
+until the output is read; no output is lost.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class LocalProcess(Process):
     async def run(
         cls, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
     ) -> tuple[int | None, bytes, bytes]:
-        """Run a command and return its status, stdout and stderr: None and no output after a timeout."""
+        """Run a command and return its status, stdout and stderr; after a timeout (None, b"", b"")."""
         process = cls.start(argv, env=env)
         try:
             out, err = await asyncio.wait_for(process.read(), timeout)
