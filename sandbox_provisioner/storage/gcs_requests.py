@@ -78,7 +78,7 @@ class Requests:
         return DEFAULT_RETRY.with_timeout(self.patience).with_delay(initial=0.1, maximum=5.0, multiplier=2.0)
 
     def ask(self, request: Callable[[], Result], retried: list[Exception] | None = None) -> Result:
-        """Call ``request``, with retries, and return its result. Raises StorageError, or one of the errors above.
+        """Call ``request``, with retries, and return its result. Raises StorageError, MissingError, PreconditionError.
 
         Each failure that was retried is added to ``retried``: that attempt may have succeeded on the server.
         """

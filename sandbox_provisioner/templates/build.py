@@ -36,7 +36,7 @@ from .store import Template, TemplateShelf, mark
 STARTING = 120.0
 """Longest time, in seconds, until a kernel must have stopped for the checkpoint."""
 SERVING = 10.0
-"""Seconds after its first socket answers until a kernel that did not stop is considered serving."""
+"""Seconds after a kernel's first socket answers until it is considered serving, if it did not stop before."""
 PRELOADING = 600.0
 """Longest time for the import of one module, in seconds."""
 SETTLED = 1.0
@@ -65,7 +65,7 @@ def in_background(recipe: Recipe) -> None:
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(json.dumps(recipe.to_json()).encode())
     _background.append(process)
-    _background[:] = [one for one in _background if one.poll() is None]
+    _background[:] = [started for started in _background if started.poll() is None]
 
 
 _background: list[subprocess.Popen[bytes]] = []
@@ -221,7 +221,7 @@ async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tup
         if end.done():
             output = b"\n".join(end.result())[-MAX_REASON:]
             return f"it ended before it could be checkpointed: {printable(output)}"
-        return "it serves without stopping for the checkpoint, unlike ipykernel"
+        return "unlike ipykernel, it does not stop for the checkpoint before it serves clients"
     finally:
         for task in (answer, serving):
             task.cancel()
