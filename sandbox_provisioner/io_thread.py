@@ -119,7 +119,7 @@ class IOThread:
         return tasks[0].result()
 
     def close(self) -> None:
-        """Call ``at_exit`` of all holders and end the thread. Called by ``atexit``."""
+        """Call each holder's ``at_exit`` function and end the thread. Called by ``atexit``."""
         with self._guard:
             loop, holders = self._loop, dict(self._holders)
         if loop is None:

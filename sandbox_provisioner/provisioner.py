@@ -123,7 +123,7 @@ class SandboxProvisioner(KernelOperations):
     async def cleanup(self, restart: bool = False) -> None:
         """Release all resources. Before a restart keep them, so that clients find the same ports."""
         if not restart:
-            await self._release(forget=self.on_shutdown == "delete" and not self._keeps_state)
+            await self._release(delete_state=self.on_shutdown == "delete" and not self._keeps_state)
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Check the machine, open the persistent sandbox, reserve the ports, and then write the connection file.
@@ -187,22 +187,22 @@ class SandboxProvisioner(KernelOperations):
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
-    async def _release(self, forget: bool = False) -> None:
+    async def _release(self, delete_state: bool = False) -> None:
         self._releasing = True
         await self._wait_until_released()
         if IO.held_by(self):
-            await IO.run(self._close(forget))
+            await IO.run(self._close(delete_state))
             await IO.release(self)
         self._client_side.restore_address()
         self._handle = None
         self._launched = False
 
-    async def _close(self, forget: bool) -> None:
-        """End the kernel and release its sandbox; with ``forget``, also delete its saved state. I/O thread only."""
+    async def _close(self, delete_state: bool) -> None:
+        """End the kernel and release its sandbox; with ``delete_state``, delete its saved state. I/O thread only."""
         self._client_side.stop_watching()
         await self._kernel.close()
         if self._manager and self._handle and not self._handle.closed:
-            if forget:
+            if delete_state:
                 await self._manager.delete(self._handle.sandbox_id)
             else:
                 await self._manager.close(self._handle, save=False)
@@ -216,7 +216,7 @@ class SandboxProvisioner(KernelOperations):
         if self.can_save and self.state in AWAKE:
             with suppress(UnresponsiveError):
                 await self._kernel.hibernate(insist=EXIT_DEADLINE / 3)
-        await self._close(forget=False)
+        await self._close(delete_state=False)
 
     def abandon(self) -> None:
         """Leave a persistent kernel running when the server ends. The next server saves it.
@@ -257,7 +257,7 @@ class SandboxProvisioner(KernelOperations):
     async def _release_all(self, released: Future[None]) -> None:
         """Release the kernel's resources, including its listeners and the connection file. I/O thread only."""
         try:
-            await self._close(forget=False)
+            await self._close(delete_state=False)
         except Exception:
             self.log.exception("Kernel %s: not everything was released", self.kernel_id)
         finally:

@@ -97,7 +97,7 @@ class Container:
             os.close(guest_in)
             os.close(guest_out)
 
-    async def started(self, greet: Callable[[], Awaitable[None]], extra_time: float) -> None:
+    async def wait_until_started(self, greet: Callable[[], Awaitable[None]], extra_time: float) -> None:
         """Wait for ``greet``, which returns when the guest answers.
 
         Raises the error of ``explain`` if runsc exits first or the time is over, ProtocolError if the answer is wrong.

@@ -126,7 +126,7 @@ class Pause:
         end = asyncio.ensure_future(self.container.main.wait())
         waits: list[asyncio.Future[Any]] = [answer, end, asyncio.ensure_future(hurried.wait())]
         try:
-            waited = await self._first_of(waits)
+            waited = await self._wait_for_first(waits)
             if answer.done():
                 return answer.result()
             if end.done():
@@ -140,7 +140,7 @@ class Pause:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    async def _first_of(self, waits: list[asyncio.Future[Any]]) -> float:
+    async def _wait_for_first(self, waits: list[asyncio.Future[Any]]) -> float:
         """Wait for the first of ``waits`` or the timeout, with a warning each time that the waiting time has doubled.
 
         Return the seconds that passed without a result.

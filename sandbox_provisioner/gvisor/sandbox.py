@@ -201,7 +201,7 @@ class GVisorSandbox:
             await container.run(self.connection, command, *arguments)
             if self._deleting:
                 raise LinkClosedError(f"Sandbox {self.sandbox_id} was deleted while it started.")
-            await container.started(greet, self.connection.hooks.seconds)
+            await container.wait_until_started(greet, self.connection.hooks.seconds)
         except BaseException:
             self.connection.detach()
             await asyncio.shield(self._end())

@@ -65,7 +65,7 @@ class Owner:
 
     @classmethod
     def here(cls, server: str) -> Owner:
-        """Return this process as an owner with a new nonce; ``server`` is the name that its users know."""
+        """Return this process as an owner with a new nonce; ``server`` is the server's name in messages for users."""
         return cls(server, socket.gethostname(), os.getpid(), user_name(), uuid4().hex)
 
     def to_json(self) -> str:

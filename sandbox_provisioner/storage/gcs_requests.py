@@ -65,11 +65,11 @@ class Requests:
     def _report_time(self, answer: Any, **_: Any) -> None:
         """Report the time in the headers of a response. Called by ``requests`` for each response."""
         try:
-            said = parsedate_to_datetime(answer.headers.get("Date", ""))
+            server_time = parsedate_to_datetime(answer.headers.get("Date", ""))
         except ValueError:
             return
         if self._on_time:
-            self._on_time(said.timestamp())
+            self._on_time(server_time.timestamp())
 
     def retry(self) -> Any:
         """Return Google's default retry policy with our time limit and delays."""
