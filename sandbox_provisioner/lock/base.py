@@ -118,8 +118,8 @@ class Pace:
         if not usable or (self.lease_time > LONGEST_LEASE and self.lease_time != math.inf):
             raise ConfigurationError(
                 "lease_time",
-                f"Invalid times: a lease of {self.lease_time:g} s, renewed every {self.renewal:g} s and polled every "
-                f"{self.poll:g} s.",
+                f"A lease of {self.lease_time:g} s that is renewed every {self.renewal:g} s and polled every "
+                f"{self.poll:g} s is not possible.",
                 f"Each time must be shorter than the one before, and the lease at most {LONGEST_LEASE:g} s.",
             )
 
