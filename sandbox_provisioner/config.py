@@ -48,7 +48,7 @@ def _invalid(variable: str, value: str, reason: str, remedy: str) -> Configurati
 
 
 def words(variable: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the comma-separated items, without empty ones."""
+    """Return the comma-separated items of ``variable``, without empty items."""
     return [item.strip() for item in environ.get(variable, "").split(",") if item.strip()]
 
 
@@ -85,7 +85,7 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
     """Return the value. Raises ConfigurationError if it is not one of ``choices``."""
     value = environ.get(variable) or default
     if value not in choices:
-        raise _invalid(variable, value, "not a possible value", f"Set it to {' or '.join(choices)}.")
+        raise _invalid(variable, value, "not a valid value", f"Set it to {' or '.join(choices)}.")
     return value
 
 
@@ -125,7 +125,7 @@ def _value(variable: str, trait: TraitType[Any, Any], unset: Any) -> object:
 
 
 def user_name() -> str:
-    """Return the user's name in the records of sandboxes: the login name, or one with the uid if it has no name."""
+    """Return the user's name for the records of sandboxes: the login name, or "user UID" if the user has none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -138,11 +138,12 @@ def own_folder() -> Path:
 
 
 def signing_key(environ: Mapping[str, str] = os.environ) -> str:
-    """Return SANDBOX_SIGNING_KEY. Raises ConfigurationError, which does not contain the key, if it is too short."""
+    """Return SANDBOX_SIGNING_KEY. Raises ConfigurationError, without the key in its text, if the key is too short."""
     value = environ.get(SIGNING_KEY, "").strip()
     if value and len(value) < SHORTEST_KEY:
         problem = f"{SIGNING_KEY} has {len(value)} characters: a key that short can be guessed."
-        raise ConfigurationError(SIGNING_KEY, problem, f"Use {SHORTEST_KEY} or more, from `openssl rand -hex 32`.")
+        remedy = f"Use {SHORTEST_KEY} or more characters, such as the output of `openssl rand -hex 32`."
+        raise ConfigurationError(SIGNING_KEY, problem, remedy)
     return value
 
 
@@ -185,12 +186,12 @@ class GCSConfig:
     """The storage for persistent sandboxes, and the features that it makes possible on this server.
 
     Without any bucket and mount path, the storage is embedded: everything is in ``folder``, on this machine, and all
-    features are available. Otherwise each kind of object has its own place, a feature whose place is not set is not
-    available, and ``folder`` only contains data on the way to or from these places.
+    features are available. Otherwise each kind of object has its own place, a feature is only available if its place is
+    set, and ``folder`` only contains data that is being copied to or from these places.
 
-    Metadata and locks need compare-and-swap, so Google's client is used for their bucket even if a mount path is set; a
-    mount path alone is a folder that several servers share. Checkpoints and snapshots are never overwritten, so their
-    mount path is used if it is set.
+    Metadata and locks need compare-and-swap. Their bucket is therefore used through Google's client even if a mount
+    path is set; a mount path without a bucket is a folder that several servers share. Checkpoints and snapshots are
+    never overwritten, so their mount path is used if it is set.
     """
 
     folder: Path
@@ -238,7 +239,7 @@ class GCSConfig:
         return self.can_persist() and (self.embedded or self.checkpoints.is_set)
 
     def can_snapshot(self) -> bool:
-        """Return True if file snapshots can be stored, of ephemeral sandboxes too."""
+        """Return True if file snapshots can be stored, for both persistent and ephemeral sandboxes."""
         return self.embedded or self.snapshots.is_set
 
     def require(
@@ -267,7 +268,7 @@ class GCSConfig:
             names = [place.bucket_variable if place in strict else place.variables for place in missing]
             raise ConfigurationError(
                 missing[0].bucket_variable,
-                f"This server cannot store such a sandbox: {' and '.join(names)} must be set.",
+                f"This server cannot store the requested sandbox: {' and '.join(names)} must be set.",
                 "Set these variables in the server's environment, or request a sandbox that does not need them.",
             )
 
@@ -303,6 +304,6 @@ def _prefix(variable: str, environ: Mapping[str, str]) -> str:
     value = environ.get(variable, "")
     prefix = value.removesuffix("/")
     if value and not PREFIX.fullmatch(prefix):
-        remedy = "Use letters, digits, '-', '_' and '.', in parts that are separated by '/' and begin with no dot."
+        remedy = "Use letters, digits, '-', '_' and '.', in parts that do not begin with a dot, separated by '/'."
         raise _invalid(variable, value, "not a valid prefix of object names", remedy)
     return prefix

@@ -47,9 +47,9 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """An event of the kind ``what``. ``size`` is in bytes; ``doing`` is the kind that failed or is in progress.
+    """An event of the kind ``what``. ``size`` is in bytes; ``doing`` is the kind of the failed or unfinished work.
 
-    ``reason`` is the name of the exception that caused a failure: its text may contain a user's data.
+    ``reason`` is the class name of the exception that caused a failure, not its text, which may contain a user's data.
     """
 
     sandbox_id: str
@@ -68,7 +68,7 @@ Listener = Callable[[Entry], None]
 
 
 class EventBus:
-    """The event bus of this process; ``EVENT_BUS`` is the only instance. Any thread."""
+    """The event bus of this process; ``EVENT_BUS`` is the only instance. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -129,7 +129,7 @@ class Work:
         self._next = 0.0
 
     def advance(self, amount: int) -> None:
-        """Count ``amount`` more bytes, and publish progress at most every PROGRESS_EVERY seconds. Any thread."""
+        """Count ``amount`` more bytes, and publish progress at most every PROGRESS_EVERY seconds. Thread-safe."""
         with self._guard:
             self._moved += amount
             now, moved = time.monotonic(), self._moved

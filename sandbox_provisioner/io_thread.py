@@ -46,7 +46,7 @@ class IOThread:
         self._loop = None
 
     def hold(self, holder: object, at_exit: Callable[[], Awaitable[object]]) -> None:
-        """Add a holder, and start the thread if necessary. ``at_exit`` runs in it if the interpreter exits first."""
+        """Add a holder; start the thread if needed. ``at_exit`` is called if the interpreter exits before ``drop``."""
         with self._guard:
             self._holders[holder] = at_exit
             if self._loop is None:
@@ -62,7 +62,7 @@ class IOThread:
         return holder in self._holders
 
     def drop(self, holder: object) -> Future[threading.Thread] | None:
-        """Remove a holder, from any thread. The thread ends after its last holder is removed.
+        """Remove a holder; callable from any thread. The I/O thread ends after its last holder is removed.
 
         Return None if the thread continues, else a future whose result is the thread as soon as it can be joined.
         """
@@ -76,7 +76,7 @@ class IOThread:
         return ended
 
     async def release(self, holder: object) -> None:
-        """Remove a holder, from any other thread. If it was the last one, wait until the thread has ended."""
+        """Remove a holder; if it was the last, wait until the I/O thread has ended. Do not call in the I/O thread."""
         if ended := self.drop(holder):
             thread = await asyncio.shield(asyncio.wrap_future(ended))
             thread.join()  # returns at once
@@ -119,7 +119,7 @@ class IOThread:
         return tasks[0].result()
 
     def close(self) -> None:
-        """Call ``at_exit`` of all holders and end the thread. Called by ``atexit``."""
+        """Call each holder's ``at_exit`` function and end the thread. Called by ``atexit``."""
         with self._guard:
             loop, holders = self._loop, dict(self._holders)
         if loop is None:

@@ -1,8 +1,8 @@
 """Run a child process asynchronously, on the host or in a sandbox, with one interface.
 
 ``Process`` is the interface; ``LocalProcess`` is a child on the host, ``mux.process.GuestProcess`` a command in a
-sandbox. Output is buffered until it is read. While about ``BUFFER`` bytes are unread, a child that writes more waits;
-no output is lost.
+sandbox. Output is buffered until it is read. A child that writes more than about ``BUFFER`` unread bytes is blocked
+until the output is read; no output is lost.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LocalProcess(Process):
         self._child = child
         self._loop = asyncio.get_running_loop()
         self._outputs: dict[str, IO[bytes]] = {}
-        self._held: set[str] = set()
+        self._paused_outputs: set[str] = set()
         self._writable = asyncio.Event()
         self.pid = child.pid
         if child.stdin:
@@ -153,7 +153,7 @@ class LocalProcess(Process):
     async def run(
         cls, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
     ) -> tuple[int | None, bytes, bytes]:
-        """Run a command and return its status, stdout and stderr: None and no output after a timeout."""
+        """Run a command and return its status, stdout and stderr; after a timeout (None, b"", b"")."""
         process = cls.start(argv, env=env)
         try:
             out, err = await asyncio.wait_for(process.read(), timeout)
@@ -198,7 +198,7 @@ class LocalProcess(Process):
         """Close this end of the pipes. Output that has not arrived yet is lost."""
         self.close_stdin()
         for name in list(self._outputs):
-            self._drop(name)
+            self._close_output(name)
 
     def _readable(self, name: str) -> None:
         try:
@@ -206,21 +206,21 @@ class LocalProcess(Process):
         except BlockingIOError:
             return
         if not data:
-            self._drop(name)
+            self._close_output(name)
             return
         self._feed(Output(name, data))
         if self._size >= BUFFER:
-            self._held |= set(self._outputs)
+            self._paused_outputs |= set(self._outputs)
             for pipe in self._outputs.values():
                 self._loop.remove_reader(pipe.fileno())
 
     def _taken(self, piece: Output) -> None:
-        if self._held and self._size < BUFFER // 2:
-            for name in self._held & set(self._outputs):
+        if self._paused_outputs and self._size < BUFFER // 2:
+            for name in self._paused_outputs & set(self._outputs):
                 self._loop.add_reader(self._outputs[name].fileno(), self._readable, name)
-            self._held.clear()
+            self._paused_outputs.clear()
 
-    def _drop(self, name: str) -> None:
+    def _close_output(self, name: str) -> None:
         pipe = self._outputs.pop(name)
         self._loop.remove_reader(pipe.fileno())
         pipe.close()

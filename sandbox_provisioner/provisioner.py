@@ -39,8 +39,8 @@ from .workers import control
 
 STABLE_START = 20.0
 """Seconds after which a kernel that still runs counts as started; KernelRestarter uses it."""
-SHUTDOWN_HELP = 20.0
-"""Seconds that the guest has to help with the save when its kernel is shut down."""
+SHUTDOWN_SAVE_TIMEOUT = 20.0
+"""Seconds to wait for answers of the guest when its kernel is shut down; then it is saved without them."""
 
 
 class SandboxProvisioner(KernelOperations):
@@ -60,7 +60,7 @@ class SandboxProvisioner(KernelOperations):
         self._kernel.relay.max_message_size = self.max_message_size
         self._kernel.relay.on_oversized = self._report_oversized
         self._lost: Future[None] | None = None
-        """Set when another server has the kernel; done when everything of it is released here."""
+        """Set when another server has taken over the kernel; done when this server has released all its resources."""
         self._releasing_lost: asyncio.Task[None] | None = None
         self._launched_before = False
         self._releasing = False
@@ -97,7 +97,7 @@ class SandboxProvisioner(KernelOperations):
         if self.parent.shutting_down and signum == signal.SIGINT:
             if self._handle and self.on_shutdown == "checkpoint":
                 if self.can_save:
-                    await self.hibernate(insist=SHUTDOWN_HELP)
+                    await self.hibernate(insist=SHUTDOWN_SAVE_TIMEOUT)
                 self._keeps_state = True
             if self._kernel.asleep:
                 return
@@ -123,7 +123,7 @@ class SandboxProvisioner(KernelOperations):
     async def cleanup(self, restart: bool = False) -> None:
         """Release all resources. Before a restart keep them, so that clients find the same ports."""
         if not restart:
-            await self._release(forget=self.on_shutdown == "delete" and not self._keeps_state)
+            await self._release(delete_state=self.on_shutdown == "delete" and not self._keeps_state)
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Check the machine, open the persistent sandbox, reserve the ports, and then write the connection file.
@@ -141,7 +141,7 @@ class SandboxProvisioner(KernelOperations):
         self._releasing = False
         try:
             cwd = kwargs.get("cwd") or ""
-            # First: a refused folder must leave neither a record nor distrust of the programs in it.
+            # First: if the folder is refused, no record is created, and programs in the folder stay trusted.
             self._folder = await control(folders.choose_folder, self, self._root, cwd) if cwd else None
             await control(self._find_runsc, cwd)
             request = start_request.requested(kwargs, self, self.parent.kernel_name)
@@ -187,22 +187,22 @@ class SandboxProvisioner(KernelOperations):
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
-    async def _release(self, forget: bool = False) -> None:
+    async def _release(self, delete_state: bool = False) -> None:
         self._releasing = True
         await self._wait_until_released()
         if IO.held_by(self):
-            await IO.run(self._close(forget))
+            await IO.run(self._close(delete_state))
             await IO.release(self)
         self._client_side.restore_address()
         self._handle = None
         self._launched = False
 
-    async def _close(self, forget: bool) -> None:
-        """End the kernel and release its sandbox; with ``forget``, also delete its saved state. I/O thread only."""
+    async def _close(self, delete_state: bool) -> None:
+        """End the kernel and release its sandbox; with ``delete_state``, delete its saved state. I/O thread only."""
         self._client_side.stop_watching()
         await self._kernel.close()
         if self._manager and self._handle and not self._handle.closed:
-            if forget:
+            if delete_state:
                 await self._manager.delete(self._handle.sandbox_id)
             else:
                 await self._manager.close(self._handle, save=False)
@@ -216,7 +216,7 @@ class SandboxProvisioner(KernelOperations):
         if self.can_save and self.state in AWAKE:
             with suppress(UnresponsiveError):
                 await self._kernel.hibernate(insist=EXIT_DEADLINE / 3)
-        await self._close(forget=False)
+        await self._close(delete_state=False)
 
     def abandon(self) -> None:
         """Leave a persistent kernel running when the server ends. The next server saves it.
@@ -229,7 +229,7 @@ class SandboxProvisioner(KernelOperations):
         self._client_side.restore_address()
 
     async def _open(self, request: StartRequest, runsc: Runsc) -> None:
-        """Open the persistent sandbox; a cancelled caller can release it. I/O thread only."""
+        """Open the persistent sandbox. ``_release`` closes it, also if the caller was cancelled. I/O thread only."""
         settings = user_sandboxes.settings(self.storage_dir)
         self._manager = SandboxManager.shared(settings, runsc, user_sandboxes.server())
         self._handle = await self._manager.open(request)
@@ -257,7 +257,7 @@ class SandboxProvisioner(KernelOperations):
     async def _release_all(self, released: Future[None]) -> None:
         """Release the kernel's resources, including its listeners and the connection file. I/O thread only."""
         try:
-            await self._close(forget=False)
+            await self._close(delete_state=False)
         except Exception:
             self.log.exception("Kernel %s: not everything was released", self.kernel_id)
         finally:
@@ -268,7 +268,7 @@ class SandboxProvisioner(KernelOperations):
             released.set_result(None)
 
     async def _wait_until_released(self) -> None:
-        """Wait until everything of a kernel that moved to another server is released here."""
+        """Wait until this server has released the resources of a kernel that moved to another server."""
         if self._lost:
             await asyncio.shield(asyncio.wrap_future(self._lost))
 
@@ -288,7 +288,7 @@ class SandboxProvisioner(KernelOperations):
         runsc, launch = await control(self._plan, cmd, kwargs)
         ending = partial(output.ending, kwargs, self._report_end)
         if self._handle and self._resumes:
-            # The restored sandbox gets the mounts that a start would have now.
+            # The restored sandbox gets the mounts that a new start would get.
             await IO.run(self._handle.permit(match.grant_of(launch)))
             self.cwd = self._handle.contents["cwd"]
             await IO.run(self._kernel.resume(self._handle, ending()))
@@ -322,7 +322,7 @@ class SandboxProvisioner(KernelOperations):
         return folder if os.path.isabs(folder) and os.path.isdir(folder) else None
 
     def _require_wanted(self) -> None:
-        """Raise StateError if the kernel was shut down meanwhile, so that its start is not tried in another way."""
+        """Raise StateError if the kernel was shut down meanwhile: no other way to start it is tried then."""
         if self._releasing:
             raise StateError(self.kernel_id, "start", "it is being shut down")
 

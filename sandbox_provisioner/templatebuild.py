@@ -1,4 +1,4 @@
-"""The name under which servers of release 0.1 start the builder of templates. Remove it in the next release."""
+"""The module that servers of release 0.1 run to build a template. Remove this module in the next release."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """All exceptions of the package, with SandboxError as their base class.
 
-The text of each is for people: the ``problem`` (what happened, and why), then the ``remedy`` (what to do next).
-Attributes have the same facts for programs. The ``kind`` of a class is its HTTP status, problem type and exit status.
+The message is for people: the ``problem`` (what happened, and why), then the ``remedy`` (what to do next). Attributes
+have the same facts for programs. The ``kind`` of a class determines its HTTP status, problem type and exit status.
 docs/generate_rest.py copies the first line of each docstring, up to a semicolon, into the REST documentation.
 """
 
@@ -34,7 +34,7 @@ class SandboxError(Exception):
     """Base class. ``str()`` is one or two printable sentences for a notebook, a log or a terminal."""
 
     kind: Kind = Kind.SANDBOX
-    """Subclasses inherit it, or set another one in their ``class`` statement."""
+    """The kind of problem. Subclasses inherit it, or set their own in the ``class`` statement."""
 
     def __init_subclass__(cls, kind: Kind | None = None) -> None:
         """Set the kind of the subclass."""
@@ -139,19 +139,19 @@ class CommandNotFoundError(SandboxError, FileNotFoundError, kind=Kind.COMMAND):
 
 
 class ProgramNotFoundError(SandboxError):
-    """No trusted program of this name is on PATH; ``refused`` has those that were found, and why they are not used."""
+    """No trusted program of this name is on PATH; ``refused`` has a clause for each untrusted one, with the reason."""
 
     def __init__(self, name: str, refused: Sequence[str]) -> None:
         self.name = name
         self.refused = tuple(refused)
         super().__init__(
-            f"The program {name} was not found on this machine{''.join(f'; {one}' for one in refused)}.",
+            f"The program {name} was not found on this machine{''.join(f'; {clause}' for clause in refused)}.",
             "Install it in a system folder that is on PATH.",
         )
 
 
 class GuestError(SandboxError, kind=Kind.COMMAND):
-    """The guest refused a request, such as a command that does not exist; ``errno`` is the guest's, or None."""
+    """A request failed in the guest, for example because a command does not exist; ``errno`` is the cause, or None."""
 
     def __init__(self, problem: str, errno: int | None = None) -> None:
         self.errno = errno
@@ -159,7 +159,7 @@ class GuestError(SandboxError, kind=Kind.COMMAND):
 
 
 class UnresponsiveError(SandboxError):
-    """The sandbox did not answer while it was saved, and could not be saved without its help."""
+    """The sandbox was not saved because it did not answer; ``problem`` is a predicate, such as "did not answer"."""
 
     def __init__(self, sandbox_id: str, problem: str) -> None:
         self.sandbox_id = sandbox_id
@@ -181,7 +181,7 @@ class MetadataError(SandboxError, kind=Kind.DAMAGED):
 class SignatureError(SandboxError, kind=Kind.NOT_SIGNED):
     """A stored document is not signed with this user's key; ``foreign`` is True if it may be another user's.
 
-    ``reason`` is a predicate, such as "is not signed"; ``setting`` is the variable that may help.
+    ``reason`` is a predicate, such as "is not signed"; ``setting`` is the variable that can solve the problem.
     """
 
     def __init__(self, problem: str, remedy: str, foreign: bool, reason: str = "", setting: str = "") -> None:
@@ -191,10 +191,10 @@ class SignatureError(SandboxError, kind=Kind.NOT_SIGNED):
     @classmethod
     def unsigned(cls, name: str, where: str, foreign: bool) -> SignatureError:
         """Return the error for a document without a signature."""
-        problem = f"{name} in {where} is not signed and was refused: anyone who can write there may have made it."
+        problem = f"{name} in {where} is not signed and was refused: anyone who can write there could have made it."
         remedy = (
-            "If you saved it with a version that did not sign documents, set SANDBOX_TRUST_STORAGE=1, open it once and "
-            "unset the variable. To delete it, run `jupyter sandbox delete --unverified` with its id."
+            "If you saved it with a version that did not sign documents, set SANDBOX_TRUST_STORAGE=1, open the sandbox "
+            "once and unset the variable. To delete it, run `jupyter sandbox delete --unverified` with its id."
         )
         return cls(problem, remedy, foreign, "is not signed", "SANDBOX_TRUST_STORAGE")
 
@@ -203,29 +203,29 @@ class SignatureError(SandboxError, kind=Kind.NOT_SIGNED):
         """Return the error for a document that was signed with another key."""
         problem = f"{name} in {where} is signed with the key {theirs} and was refused: this server's key is {ours}."
         remedy = (
-            "Servers that share storage need one key: set SANDBOX_SIGNING_KEY on all of them, to the content of "
-            "sandbox/key in Jupyter's data folder of the server that saved it. If that key is lost, `jupyter sandbox "
-            "doctor` says what you can do."
+            "Servers that share storage need the same key. On the server that saved it, the key is in the file "
+            "sandbox/key in Jupyter's data folder: set SANDBOX_SIGNING_KEY to it on all servers. If that key is lost, "
+            "run `jupyter sandbox doctor` for advice."
         )
         return cls(problem, remedy, True, f"is signed with the key {theirs}", "SANDBOX_SIGNING_KEY")
 
     @classmethod
     def changed(cls, name: str, where: str) -> SignatureError:
         """Return the error for a document that does not match its signature."""
-        problem = f"{name} in {where} does not match its signature and was refused: it was changed, or moved there."
-        remedy = "Find out who can write there. Put back the original, or delete the sandbox."
+        problem = f"{name} in {where} does not match its signature and was refused: it was changed or moved."
+        remedy = "Find out who can write there. Restore the original, or delete the sandbox."
         return cls(problem, remedy, False, "was changed after it was signed")
 
     @classmethod
     def of_another(cls, name: str, where: str, user: str) -> SignatureError:
-        """Return the error for an unverified document that was to be deleted but names another user."""
+        """Return the error for a refusal to delete a document that is not verified and names another user."""
         problem = f"{name} in {where} was not deleted: it names the user {user!r:.100} and is not signed with your key."
         remedy = "Only that user or an administrator of the storage can delete it."
         return cls(problem, remedy, True, "names another user")
 
 
 class ForeignSandboxError(SandboxError, kind=Kind.NOT_YOURS):
-    """The sandbox belongs to another user, who does not share it with this one."""
+    """The sandbox belongs to another user, who does not share it."""
 
     def __init__(self, sandbox_id: str, user: str, ours: str) -> None:
         self.sandbox_id, self.user = sandbox_id, user
@@ -298,8 +298,8 @@ class LeaseHeldError(SandboxError, kind=Kind.IN_USE):
         self.name, self.owner = name, owner
         super().__init__(
             f"{_sandbox(name)} is in use by {owner}.",
-            "Stop that server, or set enable_handoff on both. Do not shut the kernel down there: that can delete the "
-            "saved state.",
+            "Stop that server, or set enable_handoff on both servers. Do not shut the kernel down there: that can "
+            "delete the saved state.",
         )
 
 
@@ -358,11 +358,11 @@ class NotebookInUseError(SandboxError, kind=Kind.IN_USE):
 
     def __init__(self, path: str, kernel: str = "a kernel on this server") -> None:
         self.path = path
-        super().__init__(f"Notebook {path} already has {kernel}.", "Shut it down, delete it, or name another notebook.")
+        super().__init__(f"Notebook {path} already has {kernel}.", "Shut down or delete that, or use another notebook.")
 
 
 class PlainKernelError(SandboxError, kind=Kind.PLAIN_KERNEL):
-    """The notebook ran in a sandbox and now asks for a kernel without one, which you did not confirm."""
+    """A kernel without a sandbox was requested, without confirmation, for a notebook that ran in a sandbox."""
 
 
 class AmbiguousSandboxError(SandboxError, kind=Kind.AMBIGUOUS):
@@ -383,14 +383,14 @@ class UnreadableRecordError(SandboxError, kind=Kind.DAMAGED):
 
 
 class StorageNotHereError(SandboxError, kind=Kind.ELSEWHERE):
-    """The sandbox is in a storage that this server does not have; ``storage`` and ``where`` identify it."""
+    """The sandbox is in storage that this server does not use; ``storage`` and ``where`` identify that storage."""
 
     def __init__(self, sandbox_id: str, storage: str, where: str, here: str) -> None:
         self.sandbox_id, self.storage, self.where = sandbox_id, storage, where
         self.setting = STORAGE_SETTINGS.get(storage, "")
         super().__init__(
             f"Sandbox {sandbox_id} is in {storage} storage at {where}, but this server uses {here}.",
-            f"Set {self.setting or 'the storage'} as on the server that saved it, or use the sandbox from there.",
+            f"Set {self.setting or 'the storage'} as on the server that saved it, or use the sandbox on that server.",
         )
 
 
@@ -420,7 +420,7 @@ class SavepointNotFoundError(SandboxError, kind=Kind.NOT_FOUND):
 
 
 class UnsaveableError(SandboxError, kind=Kind.UNSAVEABLE):
-    """The sandbox cannot be checkpointed now and continues to run; ``reasons`` has why."""
+    """The sandbox cannot be checkpointed now and continues to run; ``reasons`` lists why."""
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str]) -> None:
         self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
@@ -428,7 +428,7 @@ class UnsaveableError(SandboxError, kind=Kind.UNSAVEABLE):
 
 
 def _sandbox(lease: str) -> str:
-    """Return the words for the sandbox that a lease, such as "sandboxes/ID/lock", belongs to."""
+    """Return "Sandbox ID" for the name of its lease, "sandboxes/ID/lock"."""
     return lease.removesuffix("/lock").replace("sandboxes/", "Sandbox ")
 
 

@@ -1,4 +1,4 @@
-"""The gVisor driver: start, checkpoint and restore one sandbox with runsc. Knows no storage and no Jupyter.
+"""The gVisor driver: start, checkpoint and restore one sandbox with runsc. Independent of storage and Jupyter Server.
 
 - ``sandbox``: GVisorSandbox, the driver; ``state``: its legal actions and states
 - ``container``: one runsc container; ``pause``: stop a sandbox, write its image, and let it go on

@@ -48,8 +48,9 @@ class BundleSpec:
     """The description of a sandbox from which its bundle is built. ``python`` runs PID 1.
 
     A sandbox that ``outlives`` its server keeps running when the server is killed, so that another process can
-    checkpoint it. ``carried`` is the kernel's folder in a template or a copy of one: PID 1 binds it to its destination
-    when the copy is activated, and receives ``outlives`` at the same time.
+    checkpoint it. ``carried`` is the kernel's folder in a template or a copy of one. A template cannot contain the path
+    of a later kernel's folder, so the folder is mounted at the fixed path CARRIED. When a copy is activated, PID 1
+    binds it to its destination, and receives ``outlives``.
     """
 
     python: str
@@ -82,7 +83,7 @@ def parse_mount(text: str) -> Mount:
 
 
 def arrange(mounts: Iterable[Mount]) -> list[Mount]:
-    """Return the mounts in the order in which they are made, outer before inner, with the pins that protect them.
+    """Return the mounts in the order in which they are made, outer before inner, with their pins (see ``_pins``).
 
     The last mount for a destination wins. A mount whose content its outer mount already shows is left out.
     """
@@ -107,10 +108,10 @@ def _depth(path: str) -> tuple[int, str]:
 
 
 def _pins(mounts: Sequence[Mount]) -> set[Mount]:
-    """Return mounts that pin the folders between a writable mount and a mount inside it.
+    """Return the pins: each folder between a writable mount and a mount inside it, mounted on itself.
 
-    A mount point cannot be renamed, but a folder above it can. A kernel could thus move the files that the inner mount
-    protects, so each folder in between is mounted on itself.
+    A kernel cannot rename a mount point, but it can rename a folder above it, and so move the files that the inner
+    mount protects. As a mount point, the folder in between cannot be renamed either.
     """
     taken = {mount.destination for mount in mounts}
     pins = set()
@@ -169,9 +170,9 @@ def visible_mounts(spec: BundleSpec) -> list[Mount]:
 
 
 def config(spec: BundleSpec) -> dict[str, Any]:
-    """Return the content of config.json: the command of PID 1, which has no capabilities, the mounts and namespaces.
+    """Return the content of config.json: the mounts, the namespaces and PID 1's command, which has no capabilities.
 
-    PID 1 of a template has the two capabilities that it needs to bind the carried folder and then to drop them.
+    Only PID 1 of a template has two capabilities: it needs them to bind the carried folder, and then drops them.
     """
     held = ["CAP_SYS_ADMIN", "CAP_SETPCAP"] if spec.carried else []
     capabilities = dict.fromkeys(("bounding", "effective", "permitted"), held) | {"inheritable": [], "ambient": []}

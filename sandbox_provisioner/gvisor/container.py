@@ -1,6 +1,6 @@
 """One runsc container: its runtime folder, the runsc process that runs it, and the commands on it.
 
-Its stdin and stdout are always pipes: runsc restores only onto the same kind of file that it checkpointed.
+The container's stdin and stdout are always pipes: a restore needs the same kinds of files as the checkpoint had.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OUTPUT_KEPT = 1 << 14
 class Container:
     """A runsc container, used for one start or restore of a sandbox, with its own id.
 
-    ``reachable`` is False if PID 1 cannot be reached: its server was killed, or it did not answer and was cut off.
+    ``reachable`` is False if PID 1 cannot be reached: its server was killed, or ``Pause.cut_off`` was called.
     """
 
     def __init__(self, runsc: Runsc, spec: BundleSpec, platform: str) -> None:
@@ -52,11 +52,11 @@ class Container:
 
     @property
     def ended(self) -> bool:
-        """True unless its runsc process is a running child of this process."""
+        """True if no child process of this process runs the container: not started yet, exited or an orphan."""
         return self.main is None or self.main.returncode is not None
 
     def prepare(self, spec: BundleSpec, note: Mapping[str, Any] | None) -> None:
-        """Create its runtime folder with the bundle and the note. Raises SandboxError. Blocks."""
+        """Create the runtime folder with the bundle and the rescue note. Raises SandboxError. Blocks."""
         try:
             self.folder = RuntimeFolder.create()
             bundle.write(self.folder.bundle, spec)
@@ -70,7 +70,7 @@ class Container:
             ) from error
 
     def write_note(self, note: Mapping[str, Any] | None) -> None:
-        """Write ``note``, with the container's id, into its folder. Does nothing without a note or a folder."""
+        """Write the rescue note, with the container's id, to the folder. Does nothing without a note or a folder."""
         if note is not None and self.folder:
             self.folder.write_note({**note, "container_id": self.id})
 
@@ -97,7 +97,7 @@ class Container:
             os.close(guest_in)
             os.close(guest_out)
 
-    async def started(self, greet: Callable[[], Awaitable[None]], extra_time: float) -> None:
+    async def wait_until_started(self, greet: Callable[[], Awaitable[None]], extra_time: float) -> None:
         """Wait for ``greet``, which returns when the guest answers.
 
         Raises the error of ``explain`` if runsc exits first or the time is over, ProtocolError if the answer is wrong.
@@ -139,25 +139,25 @@ class Container:
         return out
 
     async def status(self) -> str:
-        """Return runsc's word for its state, such as "running" or "paused". Raises SandboxError."""
+        """Return the container's state as runsc reports it, such as "running" or "paused". Raises SandboxError."""
         try:
             return str(json.loads(await self.command("state"))["status"])
         except (ValueError, LookupError, TypeError) as error:
             raise SandboxError(f"The answer of `runsc state` for container {self.id} is invalid: {error}.") from error
 
     def kill(self) -> None:
-        """Begin to kill its processes, without waiting for that."""
+        """Begin to kill the container's processes, and return at once."""
         if self.folder:
             CONTROL.submit(partial(kill_processes, self.folder.state))
 
     async def kill_now(self) -> None:
-        """Kill its processes, so that the operation in progress fails at once."""
+        """Kill the container's processes, so that the operation in progress fails at once."""
         if self.main and self.folder:
             self.main.send_signal(SIGKILL)
             await control(kill_processes, self.folder.state)
 
     async def remove(self) -> None:
-        """Kill its processes and remove its folder. May be called more than once."""
+        """Kill the container's processes and remove its folder. May be called more than once."""
         folder, main = self.folder, self.main
         self.folder = self.main = None
         if main:

@@ -21,7 +21,7 @@ STDERR_KEPT = 1 << 12
 
 
 class GuestTool:
-    """A running script. ``task`` names its purpose; each GuestError begins with it."""
+    """A running script. ``task`` names the script's purpose; the text of each GuestError begins with it."""
 
     def __init__(self, process: GuestProcess, task: str) -> None:
         self._process = process

@@ -47,17 +47,17 @@ def with_entrypoint(argv: Sequence[str]) -> list[str]:
 
 
 def as_zygote(argv: Sequence[str]) -> list[str]:
-    """Add the flag to stop before the kernel serves to an ``argv`` with the entrypoint; return [] for any other."""
+    """Return ``argv`` with the flag to stop before the kernel serves; [] if it does not run the entrypoint."""
     script = f"{GUEST_INSIDE}/entrypoint.py"
     place = list(argv).index(script) + 1 if script in argv else 0
     return [*argv[:place], "--frozen", *argv[place:]] if place else []
 
 
 def pip_target(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return a folder in the home for packages of a virtual environment, and the variables that make pip use it.
+    """Return the folder in the home where pip installs packages, and the variables that make pip install there.
 
-    The environment itself is read-only in the sandbox, and pip would install nowhere else. Outside an environment pip
-    falls back to the user's own folder, so the result is empty, as for any other program.
+    Without them pip fails in a virtual environment, which is read-only in the sandbox. Both are empty for any other
+    ``program``: outside an environment, pip falls back to the user's own folder.
     """
     prefix, own = Path(program).parent.parent, f"{env['HOME']}/{OWN_PACKAGES}"
     try:
@@ -72,7 +72,7 @@ def pip_target(program: str, env: Mapping[str, str]) -> tuple[str, dict[str, str
 
 
 class NeededPath(NamedTuple):
-    """A path that a command needs, as named and with links followed. Files in the folders ``origins`` name it."""
+    """A path that a command needs, as named and with links followed; ``origins``: folders of the files that name it."""
 
     path: str
     real: str
@@ -129,9 +129,9 @@ def _installations(program: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _trusted_entries(folder: str) -> Iterator[str]:
-    """Yield the search path entries that files in ``folder`` add.
+    """Yield the trusted ones of the search path entries that files in ``folder`` add.
 
-    Those of an environment other than the server's own must lie in the folder that contains the environment.
+    All entries of the server's own environment are trusted; those of others only in the folder with the environment.
     """
     own = any(within(folder, prefix) for prefix in (sys.prefix, sys.base_prefix))
     beside = str(Path(folder).parents[3])

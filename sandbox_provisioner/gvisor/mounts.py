@@ -87,7 +87,7 @@ def require_below_root(folder: Mount, root: str, mounts: Iterable[Mount]) -> Non
     if any(within(folder.source, os.path.realpath(place)) for place in (root, *named)):
         return
     link = planted_link(folder.destination, [root])
-    why = f"{link[0]} is a link to {link[1]}" if link else f"it is {folder.source}"
+    why = f"{link[0]} is a link to {link[1]}" if link else f"its real path is {folder.source}"
     raise ConfigurationError(
         "working_folder",
         f"A sandboxed kernel cannot work in {folder.destination}: it is not below the server's root folder {root}, "
@@ -144,7 +144,7 @@ def identity(*mounts: Mount | None) -> dict[str, int]:
     """Return the change time (st_ctime_ns) of each mount's source by destination. PID 1 compares them in the sandbox.
 
     runsc follows links when it mounts: a guest that can write to a folder above may replace the source by a link after
-    our check. It cannot choose a change time. Raises ConfigurationError if a source was replaced already.
+    our check, but cannot choose a change time. Raises ConfigurationError if a source was already replaced.
     """
     return {mount.destination: _change_time(mount) for mount in mounts if mount}
 
@@ -153,10 +153,10 @@ def _change_time(mount: Mount) -> int:
     try:
         place = os.open(mount.source, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:
-        raise replaced(mount) from error
+        raise replaced_error(mount) from error
     try:
         if os.readlink(f"/proc/self/fd/{place}") != mount.source:
-            raise replaced(mount)
+            raise replaced_error(mount)
         return os.fstat(place).st_ctime_ns
     finally:
         os.close(place)
@@ -171,20 +171,23 @@ def require_itself(folder: Mount) -> None:
     if real != folder.source:
         raise ConfigurationError(
             "working_folder",
-            f"{folder.source}, which the kernel sees, is now another folder or file: a link leads to {real}.",
-            "Replace the link by the original; the kernel's state is kept.",
+            f"{folder.source}, which is mounted in the sandbox, was replaced: a link now leads to {real}.",
+            "Replace the link by the original folder or file. The kernel's saved state is unchanged.",
         )
 
 
-def replaced(*mounts: Mount) -> ConfigurationError:
-    """Return the error if one of ``mounts`` was replaced while the kernel started."""
+def replaced_error(*mounts: Mount) -> ConfigurationError:
+    """Return the error for a mount, one of ``mounts``, whose source was replaced while the kernel started."""
     places = " or ".join(mount.destination for mount in mounts)
     problem = f"{places} was replaced by something else while the kernel started, so the kernel was not started."
     return ConfigurationError("working_folder", problem, "Check the folder, then start the kernel again.")
 
 
 def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mount]:
-    """Return empty folders that cover each ``secret`` folder in a mount, except ``home``, which is in memory anyway."""
+    """Return a mask for each ``secret`` folder in a mount: an empty folder in memory that hides it from the kernel.
+
+    ``home`` gets no mask, because it is in memory anyway.
+    """
     mounts = list(mounts)
     given = {mount.destination for mount in mounts} | {home}
     places = [place for mount in mounts for _, place in _inside(mount, secret)]
@@ -192,7 +195,10 @@ def masks(mounts: Iterable[Mount], secret: Iterable[str], home: str) -> list[Mou
 
 
 def shields(mounts: Iterable[Mount], trusted: Iterable[str]) -> list[Mount]:
-    """Return read-only mounts over ``trusted`` paths, which the host reads or runs, in writable mounts."""
+    """Return a shield for each ``trusted`` path in a writable mount: a read-only mount of the path over itself.
+
+    The host reads or runs these files, so a kernel must not change them.
+    """
     writable = [mount for mount in mounts if mount.source and mount.writable]
     return [Mount(real, place) for mount in writable for real, place in _inside(mount, trusted)]
 

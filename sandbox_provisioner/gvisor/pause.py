@@ -1,7 +1,7 @@
 """Pause a running sandbox, write its image, and let it continue.
 
-The order of the steps keeps the only copy of the state: runsc kills a sandbox when a checkpoint without
-``--leave-running`` fails, so the sandbox stays paused until its image is stored, and only then it is ended.
+No failed step loses the state: runsc kills a sandbox when a checkpoint without ``--leave-running`` fails, so this flag
+is used. The sandbox stays paused until its image is stored, and is ended only then.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Pause:
     connection: GuestConnection
 
     async def write_image(self, partial: Path, image: Path, force: bool = False) -> None:
-        """Quiesce and pause it, and write its memory to ``partial``, which is then renamed to ``image``.
+        """Quiesce and pause the sandbox; write its memory to ``partial``, which is then renamed to ``image``.
 
-        If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` cuts the sandbox off.
+        If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` calls ``cut_off``.
         """
         await self._quiesce(force)
         # The killed server of an orphan may have paused it, and runsc refuses to pause it again.
@@ -55,17 +55,17 @@ class Pause:
         await finished(control(partial.rename, image))
 
     async def resume(self, outlives: bool, hurried: asyncio.Event) -> None:
-        """Let it continue after a failed checkpoint or a copy. Raises SandboxError or TimeoutError if it is lost.
+        """Let the sandbox continue after a failed checkpoint or a copy. Raises SandboxError or TimeoutError if lost.
 
-        Waits for a sandbox that does not answer until ``RESUME_TIMEOUT`` or until ``hurried`` is set, because its state
-        is not saved. Then a sandbox that ``outlives`` this server is cut off: it can still be saved as it is.
+        Waits for an answer until ``RESUME_TIMEOUT`` or until ``hurried`` is set, because the state is not saved.
+        Without an answer, calls ``cut_off`` for a sandbox that ``outlives`` this server: it can be saved as it is.
         """
         await self._unpause(hurried)
         if self.container.reachable:
             await self._await_answer(outlives, hurried)
 
     def cut_off(self) -> None:
-        """Close the connection, because PID 1 does not answer. The sandbox can then only be checkpointed or deleted."""
+        """Close the connection, because PID 1 does not answer: the sandbox can only be saved as it is, or deleted."""
         self.connection.detach()
         self.container.reachable = False
 
@@ -75,10 +75,10 @@ class Pause:
                 await asyncio.wait_for(self.connection.quiesce(), QUIESCE_TIMEOUT)
                 return
             except TimeoutError:
-                problem = f"did not stop its traffic within {QUIESCE_TIMEOUT:g} seconds for a checkpoint"
+                problem = f"did not stop its traffic for a checkpoint within {QUIESCE_TIMEOUT:g} seconds"
                 if not force:
                     raise UnresponsiveError(self.sandbox_id, problem) from None
-            log.warning("Sandbox %s %s; saving it without its help", self.sandbox_id, problem)
+            log.warning("Sandbox %s %s; saving it as it is", self.sandbox_id, problem)
             self.cut_off()
         await self._wait_for_other_commands()
 
@@ -118,29 +118,29 @@ class Pause:
     async def _await_answer(self, outlives: bool, hurried: asyncio.Event) -> None:
         """Wait until the guest answers after a resume.
 
-        Raises LinkClosedError if it exits. At the timeout, or when ``hurried`` is set, a guest that ``outlives`` this
-        server is cut off; for others, raises TimeoutError.
+        Raises LinkClosedError if it exits. At the timeout, or when ``hurried`` is set, calls ``cut_off`` for a guest
+        that ``outlives`` this server, and raises TimeoutError for others.
         """
         assert self.container.main is not None
         answer = asyncio.ensure_future(self.connection.resume())
         end = asyncio.ensure_future(self.container.main.wait())
         waits: list[asyncio.Future[Any]] = [answer, end, asyncio.ensure_future(hurried.wait())]
         try:
-            waited = await self._first_of(waits)
+            waited = await self._wait_for_first(waits)
             if answer.done():
                 return answer.result()
             if end.done():
                 raise LinkClosedError("it ended.")
             if not outlives:
                 raise TimeoutError(f"it did not answer for {waited:g} seconds")
-            log.error("Sandbox %s does not answer. It is cut off and can only be saved as it is", self.sandbox_id)
+            log.error("Sandbox %s does not answer: connection closed. It can only be saved as it is", self.sandbox_id)
             self.cut_off()
         finally:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    async def _first_of(self, waits: list[asyncio.Future[Any]]) -> float:
+    async def _wait_for_first(self, waits: list[asyncio.Future[Any]]) -> float:
         """Wait for the first of ``waits`` or the timeout, with a warning each time that the waiting time has doubled.
 
         Return the seconds that passed without a result.

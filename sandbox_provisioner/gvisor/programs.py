@@ -95,7 +95,7 @@ def _changeable(place: str) -> str:
 
 
 def _unmapped(place: str, uid: int) -> bool:
-    """Return True if the owner has no uid in this user namespace (root outside a container) and we cannot write."""
+    """Return True if ``uid``, such as root outside a container, is not in this user namespace, and we cannot write."""
     try:
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
         partial = Path("/proc/self/uid_map").read_text().split() != ["0", "0", str((1 << 32) - 1)]

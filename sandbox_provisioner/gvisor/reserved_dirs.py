@@ -40,7 +40,7 @@ def require_unreserved(mount: Mount, reserved: Mapping[str, str], setting: str) 
 
 
 def hide(mounts: Iterable[Mount], reserved: Mapping[str, str], home: str) -> list[Mount]:
-    """Return masks over the reserved folders that a kernel could otherwise write to.
+    """Return masks (see ``mounts.masks``) of the reserved folders that a kernel could otherwise write to.
 
     Creates a reserved folder that does not exist yet, so that a kernel cannot create it first. Raises
     ConfigurationError if the path of a reserved folder contains a link in a writable folder.

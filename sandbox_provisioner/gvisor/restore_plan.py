@@ -20,8 +20,8 @@ from .mounts import within
 class Grant:
     """The mounts, network and platform that the present configuration and start request allow a sandbox.
 
-    ``spec``, which mounts the kernel's ``folder``, is for a sandbox that was started without a template. ``carrying``
-    is for a copy of a template; None if the folder cannot be carried, because files in it must be protected.
+    ``spec``, which mounts the kernel's ``folder``, is for a sandbox that was started without a template. ``carrying``,
+    with the folder as ``BundleSpec.carried``, is for a copy of a template; None if files in the folder are protected.
     """
 
     spec: BundleSpec
@@ -65,7 +65,10 @@ def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, li
     spec = replace(inside, mounts=tuple(mounts.values()))
     if not reasons:
         now = {mount.destination for mount in requested_mounts(spec)}
-        reasons += [f"{_shown(place)} cannot be mounted separately any more" for place in sorted({*mounts} - now)]
+        reasons += [
+            f"{_shown(place)} was a separate mount when it was saved, and is now part of another mount"
+            for place in sorted({*mounts} - now)
+        ]
     return spec, reasons
 
 
@@ -96,8 +99,8 @@ def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple
         if now is None:
             setting = "working_folder" if place == cwd else "mounts"
             reasons.append(
-                f"{_shown(place)}, which it sees, is not mounted by the present configuration "
-                f"(the setting {setting} could add it)"
+                f"{_shown(place)} was mounted when it was saved, and is not in the present configuration "
+                f"(the setting {setting} can add it)"
             )
         elif bool(now.source) != bool(mount.source):
             kinds = ("a private folder in memory", "a folder or file of the host")

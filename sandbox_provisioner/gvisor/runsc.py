@@ -36,7 +36,7 @@ OLDEST = date(2024, 7, 29)
 """Oldest usable build: earlier ones cannot checkpoint a process that polls a socket, and every kernel does."""
 
 REFUSES_REMOUNT = date(2026, 9, 5)
-"""Oldest build seen to refuse a guest that remounts a read-only folder writable; 2024-07-29 was seen to allow it."""
+"""Oldest tested build in which a guest cannot remount a read-only folder as writable; in that of 2024-07-29 it can."""
 
 PLATFORMS = ("systrap", "ptrace", "kvm")
 """gVisor's ways to intercept system calls, the default first."""
@@ -120,7 +120,7 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
 
 
 def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
-    """Return the runsc at ``path`` with its version, of any age. Raises RunscNotFoundError if it does not run."""
+    """Return the runsc at ``path``, even if it is too old. Raises RunscNotFoundError if it does not run."""
     named = f"{path} ({origin})" if origin else str(path)
     if not os.access(path, os.F_OK) or not path.is_file():
         raise RunscNotFoundError(f"No runsc at {named}.", remedy)
@@ -132,7 +132,7 @@ def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
 
 @cache
 def _read_version(path: Path, mtime: int, size: int, remedy: str) -> str:
-    """Return the version of the binary. ``mtime`` and ``size`` let it be read again after the file was replaced."""
+    """Return the version of the binary. ``mtime`` and ``size`` are part of the cache's key: files are replaced."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -231,7 +231,7 @@ def _namespaces_forbidden(output: str) -> UserNamespacesForbiddenError:
 
 
 def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
-    """Return advice for allowing user namespaces: a command that changes the sysctl that forbids them, if one does."""
+    """Return advice on how to allow user namespaces: the command that sets the sysctl which forbids them, if any."""
     for setting, good in (
         ("kernel/apparmor_restrict_unprivileged_userns", "0"),
         ("kernel/unprivileged_userns_clone", "1"),
@@ -253,7 +253,7 @@ def checked(argv: Sequence[str], returncode: int | None, output: bytes) -> None:
 
 
 def explain(argv: Sequence[str], returncode: int | None, output: str) -> SandboxError:
-    """Return the error for a sandbox that did not start, by its cause if it is known, else with runsc's message."""
+    """Return the error for a sandbox that did not start: a specific one for a known cause, else RunscError."""
     if "unshare failed" in output or "unshare: write failed" in output:
         return _namespaces_forbidden(output)
     if "no space left on device" in output.lower():

@@ -1,8 +1,8 @@
 """Manage the folders of running sandboxes: each is locked by its owner process, and removed after the owner exits.
 
 The lock is a flock on the folder itself: Linux releases it however the owner exits, and systemd's cleaner of /tmp skips
-locked folders. A folder with a note belongs to a persistent sandbox, which may still run without its server: ``sweep``
-keeps it for ``sandbox.recovery``, which reads the note.
+locked folders. A folder with a rescue note belongs to a persistent sandbox, which may still run without its server:
+``sweep`` keeps it for ``sandbox.recovery``, which reads the note.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ KILL_TIMEOUT = 5.0
 """Seconds to wait until killed runsc processes have exited, before their folder is removed."""
 NOTE = "note.json"
 RESCUED = "rescued"
-"""File in a folder whose lock is held by a process that saves the sandbox, and is not its server."""
+"""File that marks a folder which is locked by a process that rescues the sandbox, not by the sandbox's server."""
 
 
 def runtime_root() -> Path:
     """Return the folder that contains the folders of this user's sandboxes; create it if needed.
 
-    Without SANDBOX_RUNTIME_DIR it is a folder in /tmp with a random name, which is recorded in Jupyter's data folder,
-    so that no other user can create it first. XDG_RUNTIME_DIR is not used: it is removed when the user logs out, and
-    with it the state of kernels that still run. Raises ConfigurationError if others can change the folder.
+    Without SANDBOX_RUNTIME_DIR it is a folder in /tmp whose name is random, so that no other user can create it first,
+    and recorded in Jupyter's data folder. XDG_RUNTIME_DIR is not used: it is removed when the user logs out, and with
+    it the state of kernels that still run. Raises ConfigurationError if others can change the folder.
     """
     if chosen := os.environ.get("SANDBOX_RUNTIME_DIR"):
         return _create_root(Path(chosen, "jupyter-sandbox").absolute())
@@ -139,11 +139,11 @@ class RuntimeFolder:
     """The locked folder of one live sandbox: its OCI bundle, runsc's state and, if persistent, its note."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        self._move(path)
+        self._set_paths(path)
         self._lock = lock
         _held.add(self)
 
-    def _move(self, path: Path) -> None:
+    def _set_paths(self, path: Path) -> None:
         self.path = path
         self.bundle = path / "bundle"
         self.state = path / "runsc"
@@ -158,7 +158,7 @@ class RuntimeFolder:
         folder = cls(unnamed, os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY))
         try:
             fcntl.flock(folder._lock, fcntl.LOCK_EX)
-            folder._move(unnamed.rename(root / name))
+            folder._set_paths(unnamed.rename(root / name))
             folder.bundle.mkdir()
             folder.state.mkdir()
         except OSError:
@@ -262,7 +262,7 @@ NoteFilter = Callable[[dict[str, Any] | None], bool]
 
 
 def scan(wanted: NoteFilter) -> tuple[list[RuntimeFolder], list[Path]]:
-    """Lock and return the folders of exited owners whose note is ``wanted``; also return those that others rescue.
+    """Lock and return exited owners' folders with a ``wanted`` note; also return those that other processes rescue.
 
     Only one scan runs at a time: a scan locks each folder for a moment, and would hide it from another scan. Blocks.
     """

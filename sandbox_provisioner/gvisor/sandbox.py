@@ -78,7 +78,7 @@ class GVisorSandbox:
         return self._container is None or self._container.reachable
 
     def leave_note(self, note: Mapping[str, Any]) -> None:
-        """Store ``note``, with the container's id, for the process that saves the sandbox if this one is killed."""
+        """Write the rescue note, from which another process learns how to save the sandbox if this one is killed."""
         self._note = note
         if self._container:
             self._container.write_note(note)
@@ -106,7 +106,7 @@ class GVisorSandbox:
             self._enter(Action.START)
 
     async def restore(self, image: Path) -> None:
-        """Restore it from ``image``, which this or another process saved. A failure leaves the state unchanged."""
+        """Restore the sandbox from ``image``, saved by any process. A failure leaves the state unchanged."""
         async with self._lock:
             after(self.sandbox_id, Action.RESTORE, self._state)
             if not self.reachable:  # its streams have ended, and its clients would wait for replies forever
@@ -119,11 +119,11 @@ class GVisorSandbox:
             self._enter(Action.RESTORE)
 
     async def checkpoint(self, image: Path, commit: Commit | None = None, force: bool = False) -> None:
-        """Write its memory to the new folder ``image``, await ``commit`` if it is given, and end it.
+        """Write the sandbox's memory to the new folder ``image``, await ``commit`` if given, and end the sandbox.
 
         The sandbox stays paused from the write until the commit. If a step fails, the sandbox runs on and the image is
-        removed. If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` cuts the sandbox off
-        and saves it as it is.
+        removed. If PID 1 does not quiesce in time, raises UnresponsiveError, or with ``force`` calls ``cut_off`` and
+        saves the sandbox as it is.
         """
         async with self._lock:
             after(self.sandbox_id, Action.CHECKPOINT, self._state)
@@ -140,7 +140,7 @@ class GVisorSandbox:
             await self._end()
 
     async def copy(self, image: Path) -> None:
-        """Write its memory to the new folder ``image`` and let it run on. A failure leaves no image."""
+        """Write the sandbox's memory to the new folder ``image``, and let it run on. A failure leaves no image."""
         async with self._lock:
             after(self.sandbox_id, Action.COPY, self._state)
             draft = await finished(control(_new_draft, image))
@@ -170,7 +170,7 @@ class GVisorSandbox:
         files: Mapping[str, str] | None = None,
         expect: Mapping[str, int] | None = None,
     ) -> GuestProcess:
-        """Run a command in it, after writing ``files`` there. Raises GuestError if that fails.
+        """Write ``files`` in the sandbox, then run a command there. Raises GuestError if that fails.
 
         ``expect`` maps paths in the sandbox to their change time (st_ctime_ns): if one differs, the error's errno is
         ESTALE.
@@ -185,7 +185,7 @@ class GVisorSandbox:
         self._hurried.set()
 
     async def delete(self) -> None:
-        """End it in any state, and remove its folder and processes. May be called more than once."""
+        """End the sandbox in any state; remove its folder and processes. May be called more than once."""
         self._deleting = True
         if self._lock.locked() and self._container:
             await self._container.kill_now()  # the operation that holds the lock fails at once
@@ -201,7 +201,7 @@ class GVisorSandbox:
             await container.run(self.connection, command, *arguments)
             if self._deleting:
                 raise LinkClosedError(f"Sandbox {self.sandbox_id} was deleted while it started.")
-            await container.started(greet, self.connection.hooks.seconds)
+            await container.wait_until_started(greet, self.connection.hooks.seconds)
         except BaseException:
             self.connection.detach()
             await asyncio.shield(self._end())
@@ -209,7 +209,7 @@ class GVisorSandbox:
         self._watch = asyncio.create_task(self._watch_main(container))
 
     async def _watch_main(self, container: Container) -> None:
-        """Notice the unexpected exit of a running sandbox. An exit during an operation is reported by the operation."""
+        """Wait for the container's exit. Close the connection, unless an operation runs and reports the exit."""
         assert container.main is not None
         await container.main.wait()
         if self._state == State.RUNNING and not self._lock.locked():

@@ -16,7 +16,7 @@ from typing import Any
 from jupyter_client.session import Session
 
 from ..errors import ConfigurationError, SandboxError
-from ..errors.redaction import public
+from ..errors.redaction import without_paths
 from ..mux.connection import GuestConnection
 from ..persistence.metadata import Checkpoint
 from ..persistence.names import SANDBOX_ID
@@ -88,7 +88,8 @@ class NotebookActions:
 
         def last_messages(kept: str, problem: SandboxError | None) -> tuple[bytes, bytes]:
             text = f"Rewound to {name}; the state before is kept as savepoint {kept}."
-            return end_cell(cell, self._session(), text, public(problem) if problem else "") if cell else (b"", b"")
+            details = without_paths(problem) if problem else ""
+            return end_cell(cell, self._session(), text, details) if cell else (b"", b"")
 
         return await self._kernel.rewind(name, last_messages)
 
@@ -126,7 +127,7 @@ async def serve(request: Mapping[str, Any], actions: NotebookActions) -> dict[st
     try:
         return _bounded(await _run(request, actions))
     except SandboxError as error:
-        return {"problem": public(error)[:MAX_PROBLEM]}
+        return {"problem": without_paths(error)[:MAX_PROBLEM]}
     except Exception:
         log.exception("A request of a notebook to its sandbox failed")
         return {"problem": INTERNAL}

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import GuestError
 from ..guest.capabilities import CARRIED
 from ..gvisor.bundle import Mount
-from ..gvisor.mounts import identity, replaced
+from ..gvisor.mounts import identity, replaced_error
 from ..gvisor.sandbox import GVisorSandbox
 from ..mux.activation import activate
 from ..mux.process import GuestProcess
@@ -49,7 +49,7 @@ async def start_process(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
         except GuestError as error:
             if error.errno != errno.ESTALE:
                 raise
-    raise replaced(*filter(None, (start.folder, *start.watched)))
+    raise replaced_error(*filter(None, (start.folder, *start.watched)))
 
 
 async def _execute(sandbox: GVisorSandbox, start: Start) -> GuestProcess:

@@ -43,10 +43,10 @@ from ..workers import Workers
 
 T = TypeVar("T")
 
-LONGEST_WORD = 200
+LONGEST_FIELD = 200
 LONGEST_LEASE = 3600.0
 OVERTIME = 1.2
-"""Lease times, from the last renewal, for which a release is retried: by then others treat the lease as expired."""
+"""A release is retried until this many lease times after the last renewal: by then others treat it as expired."""
 THREADS = 32
 
 
@@ -65,7 +65,7 @@ class Owner:
 
     @classmethod
     def here(cls, server: str) -> Owner:
-        """Return this process as an owner with a new nonce; ``server`` is the name that its users know."""
+        """Return this process as an owner with a new nonce; ``server`` is the server's name in messages for users."""
         return cls(server, socket.gethostname(), os.getpid(), user_name(), uuid4().hex)
 
     def to_json(self) -> str:
@@ -79,13 +79,13 @@ class Owner:
         Unusable fields become "an unknown ..." (0 for ``pid``); nothing is raised.
         """
         fields = json_object(text)
-        words = {key: _printable(fields.get(key)) or f"an unknown {key}" for key in ("server", "host", "user", "nonce")}
+        texts = {key: _printable(fields.get(key)) or f"an unknown {key}" for key in ("server", "host", "user", "nonce")}
         pid = fields.get("pid")
-        return cls(pid=pid if type(pid) is int and 0 < pid < 1 << 32 else 0, **words)
+        return cls(pid=pid if type(pid) is int and 0 < pid < 1 << 32 else 0, **texts)
 
 
-def _printable(word: object) -> str:
-    return "".join(filter(str.isprintable, word[:LONGEST_WORD])) if isinstance(word, str) else ""
+def _printable(field: object) -> str:
+    return "".join(filter(str.isprintable, field[:LONGEST_FIELD])) if isinstance(field, str) else ""
 
 
 class Clock:
@@ -118,9 +118,9 @@ class Pace:
         if not usable or (self.lease_time > LONGEST_LEASE and self.lease_time != math.inf):
             raise ConfigurationError(
                 "lease_time",
-                f"A lease of {self.lease_time:g} s cannot be renewed every {self.renewal:g} s and looked at by others "
-                f"every {self.poll:g} s.",
-                f"Each must be shorter than the one before, and the lease at most {LONGEST_LEASE:g} s.",
+                f"A lease of {self.lease_time:g} s that is renewed every {self.renewal:g} s and polled every "
+                f"{self.poll:g} s is not possible.",
+                f"Each time must be shorter than the one before, and the lease at most {LONGEST_LEASE:g} s.",
             )
 
     def pauses(self) -> Iterator[float]:
@@ -158,19 +158,19 @@ class Attempt(Protocol):
         """Acquire the lease if it is free or expired. Return None if another server holds it."""
 
     def ask(self) -> None:
-        """Become the waiter if there is no other, or renew that place."""
+        """Become the waiter if there is none, or remain the waiter."""
 
     def withdraw(self) -> None:
-        """Give up the waiter's place."""
+        """Stop being the waiter."""
 
     def abandon(self) -> None:
-        """Remove everything of this attempt, even a lease that it acquired without learning of it."""
+        """Remove everything that this attempt stored, even a lease whose creation was not confirmed."""
 
 
 async def retry(
     step: Callable[[], Awaitable[T]], errors: type[Exception], clock: Clock, pauses: Iterator[float], deadline: float
 ) -> T:
-    """Call ``step`` again after one of ``errors`` and each of ``pauses``. Raises the error at the ``deadline``."""
+    """Return the result of ``step``. After one of ``errors``, pause and retry; raise the error at the ``deadline``."""
     while True:
         try:
             return await step()
@@ -198,13 +198,13 @@ class Leases(ABC):
 
     @abstractmethod
     def _holder(self, name: str) -> Owner | None:
-        """Return the result of ``holder``. Blocks."""
+        """Return the current owner, as ``holder`` does. Blocks."""
 
     async def acquire(self, name: str, owner: Owner, patience: float = 0.0) -> Lease:
-        """Acquire the lease of ``name``. If another server holds it, request it and wait up to ``patience`` seconds.
+        """Acquire the lease of ``name``. If a server holds it, request a hand-off and wait up to ``patience`` seconds.
 
-        Only one server at a time can be the waiter. Raises LeaseHeldError, which names the owner, and leaves nothing;
-        StorageUnavailableError if storage cannot be reached for a whole lease time.
+        Only one server at a time can be the waiter. Raises LeaseHeldError, which names the owner, and leaves nothing in
+        storage. Raises StorageUnavailableError if storage cannot be reached for a whole lease time.
         """
         attempt = self._attempt(valid_name("the leases", name), owner)
         try:

@@ -113,7 +113,7 @@ class _ExpiringAttempt:
         self._waiter_renewed = -math.inf
         """The clock's time when the waiter's entry was last renewed."""
         self._existing: set[str] = set()
-        """Names of entries that existed when last checked: read first, because storage limits the rate of changes."""
+        """Names of entries that existed when last checked: they are read before a write, as writes are rate-limited."""
         self._ours: dict[str, Entry] = {}
         """Entries that this attempt created, by name."""
         self._unconfirmed: dict[str, float] = {}
@@ -208,7 +208,7 @@ class _ExpiringClaim:
     def renew(self) -> bool:
         """Renew the entry. Return True if another server waits. Raises LeaseLostError if the entry is not ours.
 
-        If the response to a renewal was lost, the entry is ours but in another version: it is renewed from there.
+        If the response to a renewal was lost, our entry has another version: it is read, and renewed in that version.
         """
         for _ in range(TRIES):
             sent = self._entries.clock.now()
@@ -229,7 +229,7 @@ class _ExpiringClaim:
         self._entries.remove(self._entry)
 
     def _has_waiter(self) -> bool:
-        """Return True if a waiter renewed its entry since the last check, which a crashed one does not do."""
+        """Return True if a waiter has renewed its entry since the last check. A crashed waiter does not."""
         found = self._entries.read(waiter_of(self._entry.name))
         before = self._waiter
         self._waiter = (found.generation, found.version) if found else (0, 0)

@@ -50,7 +50,7 @@ class _GCSEntries(EntryStore):
         self._seconds = seconds
         self._timeout = min(LONGEST_REQUEST, seconds / 3)
         self._offset: tuple[float, float] | None = None
-        """Seconds by which the server's clock is at least ahead of ours, and our time when that was recorded."""
+        """Lower bound of the seconds by which the server's clock is ahead of ours, and our time when it was found."""
 
     def create(self, name: str, owner: Owner) -> Entry | None:
         blob = self._blob(name)

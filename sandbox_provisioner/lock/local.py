@@ -1,7 +1,7 @@
-"""Leases among the servers of one machine: one locked file each. The kernel unlocks it when its process ends.
+"""Leases among the servers of one machine: one locked file each. Linux unlocks the file when its process ends.
 
 The locks belong to the open file description (F_OFD_SETLK). Unlike with flock, another process can test for a lock
-without holding it for a moment.
+without taking it briefly.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LocalAttempt:
             raise _unusable(self._path, error) from error
 
     def ask(self) -> None:
-        """Lock the waiter's file, unless this attempt or another has. Raises StorageError."""
+        """Lock the waiter's file, unless it is already locked by this or another attempt. Raises StorageError."""
         try:
             if self._waiter_file is None or not self._waiter_file.in_place():
                 self.withdraw()
@@ -126,7 +126,7 @@ class LockedFile:
 
     @classmethod
     def lock(cls, path: Path, owner: Owner) -> LockedFile | None:
-        """Create the file if needed, lock it and write ``owner`` into it. Return None if another has locked it."""
+        """Create the file if needed, lock it and write ``owner`` to it. None if another process has locked it."""
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             file = cls(path, os.open(path, flags, 0o600))
@@ -221,7 +221,7 @@ def _read_owner(descriptor: int) -> bytes:
 
 
 def _next_token(counter: Path) -> int:
-    """Return a number greater than any before. At least the clock's microseconds: a lost counter repeats none."""
+    """Return a number greater than all earlier ones; at least the clock's microseconds, in case the file was lost."""
     descriptor = os.open(counter, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
 """Leases in any ObjectStore: for a folder that several machines have mounted.
 
-Such a store has no reliable clock, so its times are never compared. Instead, a server that wants the lease observes, by
-its own clock, that it is not renewed for its whole lease time. The observations are kept from one attempt to the next.
+Such a store has no reliable clock, so its times are never compared. Instead, a server that wants a lease observes, by
+its own clock, that the lease is not renewed for the whole lease time. Observations are kept for the next attempt.
 
 Each entry has a beat: a separate object that a renewal writes, and whose name contains the entry's generation. A late
 renewal therefore cannot affect a newer lease.
@@ -20,10 +20,10 @@ from .expiring import Entry, EntryStore, ExpiringLeases, duration
 
 
 class ObjectLeases(ExpiringLeases):
-    """Leases in ``store``. The lease of a crashed owner goes to an attempt that has watched it for its lease time.
+    """Leases in ``store``. A crashed owner's lease can be acquired when it was watched here for the whole lease time.
 
-    A shorter attempt starts the watch; one that follows at least a lease time later succeeds. The default lease time is
-    longer than a MountedStore waits before it breaks the lock of a crashed writer.
+    The first attempt starts the watch. If that attempt is shorter, a second one succeeds after the lease time. The
+    default lease time is longer than a MountedStore waits before it removes the lock of a crashed writer.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class _ObjectEntries(EntryStore):
         return self.clock.now() - since
 
     def _delete(self, name: str, generation: int) -> bool:
-        """Delete one object. Return False if another is in its place."""
+        """Delete one object. Return False if it was replaced: the name has another generation."""
         try:
             self._store.delete(name, generation)
         except ConflictError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ..errors.redaction import public
+from ..errors.redaction import without_paths
 from ..events import Entry
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import StoredSandbox
@@ -84,7 +84,7 @@ def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative)
         notebook_path=relative(subject.notebook_path),
         created=subject.created.astimezone(UTC),
         last_used=subject.last_used.astimezone(UTC),
-        problem=public(stored.problem) if stored and stored.problem else None,
+        problem=without_paths(stored.problem) if stored and stored.problem else None,
     )
 
 

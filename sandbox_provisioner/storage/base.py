@@ -122,7 +122,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
-        """Copy a file to ``target`` and verify it. Raises CorruptObjectError, without a ``target``, if it differs."""
+        """Copy a file to ``target`` and verify it. If it differs, raises CorruptObjectError; ``target`` is not made."""
 
     @abstractmethod
     def delete_all(self, prefix: str) -> int:

@@ -33,8 +33,8 @@ def disk_errors(where: str, doing: str) -> Iterator[None]:
         problem = f"Could not {doing} in {where}: {error.strerror or error}."
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             remedy = (
-                "Check that the folder belongs to you and can be written to. SANDBOX_STORAGE_DIR names it, or for a "
-                "mounted one the variable that ends in _MOUNT_PATH."
+                "Check that the folder belongs to you and can be written to. It is set by SANDBOX_STORAGE_DIR or, if "
+                "it is mounted, by a variable whose name ends in _MOUNT_PATH."
             )
             raise StorageError(where, problem, remedy) from error
         if error.errno in MAY_PASS:

@@ -44,10 +44,10 @@ COARSEST = 10**10
 
 
 class FolderStore(ObjectStore):
-    """A store in a folder, which the first write creates with mode 0700."""
+    """A store in a folder. The first write creates the folder with mode 0700."""
 
     def __init__(self, folder: Path, most_verified: int = 0) -> None:
-        """``most_verified`` is the number of files that are not read again after they were verified, if unchanged."""
+        """Remember the last ``most_verified`` files that were verified: unchanged ones are not read again."""
         self.root = Path(os.path.abspath(folder))
         self.where = str(self.root)
         self._verified = VerifiedFiles(most_verified)

@@ -1,8 +1,10 @@
 """GCSStore: objects in a bucket of Google Cloud Storage, through Google's own client.
 
-A request is retried after a temporary failure, and an earlier attempt may have succeeded. Each write therefore stores a
-unique id in the object's metadata, and recognizes itself after a retry. If another write has replaced the object in the
-meantime, the retry is a conflict. A file is stored in parts: the objects ``<name>/00000``, ``<name>/00001`` and so on.
+A request is retried after a temporary failure, although the failed attempt may have succeeded on the server. Each write
+therefore stores a unique id in the object's metadata, which shows after a retry that an earlier attempt succeeded. If
+another write has replaced the object in the meantime, the retry is a conflict.
+
+A file is stored in parts: the objects ``<name>/00000``, ``<name>/00001`` and so on.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from .disk import READ, closing, disk_errors, replacing
 from .gcs_parts import CHUNK, Meter, PartReader, PartWriter
 from .gcs_requests import TIMEOUT, MissingError, PreconditionError, Requests
 from .names import is_name, valid_name, valid_prefix
-from .parts import PART, Span, Sums, checksum, in_parallel, no_copy, recorded, spans, spans_of, wrong_checksum
+from .parts import PART, Span, Sums, checksum, in_parallel, no_copy, record_from_sums, spans, spans_of, wrong_checksum
 
 WRITE = "write"
-"""Key in an object's metadata of the unique id of its write."""
+"""Key in an object's metadata for the unique id of the write that created the object."""
 
 
 class GCSStore(ObjectStore):
@@ -96,7 +98,7 @@ class GCSStore(ObjectStore):
             if set(existing) - {self._prefix + _part(name, span.number) for span in expected}:
                 raise ConflictError(self.where, name, NEW)
             send = partial(self._send, file, name, existing, advance)
-            return recorded(size, in_parallel([partial(send, span) for span in expected]))
+            return record_from_sums(size, in_parallel([partial(send, span) for span in expected]))
 
     def download(self, name: str, record: FileRecord, target: Path, advance: Advance = nothing) -> None:
         """Fetch the parts of a file, several in parallel, except those that an interrupted download completed."""
@@ -149,7 +151,7 @@ class GCSStore(ObjectStore):
         return self._info(blob) if (blob.metadata or {}).get(WRITE) == metadata[WRITE] else None
 
     def _send(self, file: int, name: str, existing: dict[str, Any], advance: Advance, span: Span) -> Sums:
-        """Upload a part unless it is in the bucket; return its checksums. Raises ConflictError if that one differs."""
+        """Upload a part, unless the bucket has it, and return its checksums. Raises ConflictError if they differ."""
         found = checksum(file, span, no_copy)
         meter = Meter(advance)
         blob = self._blob(_part(name, span.number))

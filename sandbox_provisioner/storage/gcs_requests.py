@@ -65,11 +65,11 @@ class Requests:
     def _report_time(self, answer: Any, **_: Any) -> None:
         """Report the time in the headers of a response. Called by ``requests`` for each response."""
         try:
-            said = parsedate_to_datetime(answer.headers.get("Date", ""))
+            server_time = parsedate_to_datetime(answer.headers.get("Date", ""))
         except ValueError:
             return
         if self._on_time:
-            self._on_time(said.timestamp())
+            self._on_time(server_time.timestamp())
 
     def retry(self) -> Any:
         """Return Google's default retry policy with our time limit and delays."""
@@ -78,7 +78,7 @@ class Requests:
         return DEFAULT_RETRY.with_timeout(self.patience).with_delay(initial=0.1, maximum=5.0, multiplier=2.0)
 
     def ask(self, request: Callable[[], Result], retried: list[Exception] | None = None) -> Result:
-        """Call ``request``, with retries, and return its result. Raises StorageError, or one of the errors above.
+        """Call ``request``, with retries, and return its result. Raises StorageError, MissingError, PreconditionError.
 
         Each failure that was retried is added to ``retried``: that attempt may have succeeded on the server.
         """

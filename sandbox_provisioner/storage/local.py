@@ -15,7 +15,7 @@ from .disk import OPEN, closing
 from .folder import GENERATION, Check, FolderStore
 
 VERIFIED = 256
-"""Files of the last sandboxes that were saved: a checkpoint has one large file."""
+"""Number of verified files that are not read again while they are unchanged. A checkpoint has one large file."""
 
 
 class LocalStore(FolderStore):

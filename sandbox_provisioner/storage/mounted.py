@@ -22,9 +22,9 @@ LOCK = ".lock"
 class MountedStore(FolderStore):
     """A store in a shared or FUSE-mounted folder.
 
-    Writers exclude each other by a lock file, which only one of them can create. A lock file that is unchanged for
-    ``stale`` seconds belongs to a dead writer, and is broken. The file system must create files with O_EXCL, and rename
-    files, atomically for all machines. NFS does. gcsfuse does not: it renames by copying, and two machines may both
+    Writers exclude each other by a lock file: only one can create it. A lock file that is unchanged for ``stale``
+    seconds belongs to a dead writer, and is removed. The file system must create files with O_EXCL, and rename files,
+    atomically for all machines. NFS does. gcsfuse does not: it renames by copying, and two machines may both
     create a file before either closes it. With gcsfuse, use this store for files that are written once (checkpoints,
     snapshots), and the bucket itself for metadata and locks. One race remains: a writer that is paused for longer than
     ``stale`` between its last check of the lock and its rename still renames.
@@ -84,7 +84,7 @@ def _holder(root: int) -> bytes | None:
 
 
 def _break(root: int, holder: bytes, attempt: int) -> None:
-    """Remove the lock of ``holder``. Only one process does per attempt, so that none removes the next holder's lock."""
+    """Remove the lock of ``holder``. Only one process per ``attempt`` does so: none removes the next holder's lock."""
     with parent_of(root, f"{TEMPORARY}/", create=True) as folder:
         claim = f"break-{hashlib.sha256(holder).hexdigest()}-{attempt}"
         try:

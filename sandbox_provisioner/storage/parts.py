@@ -85,7 +85,7 @@ def checksum(file: int, span: Span, each: OnPiece) -> Sums:
     return found
 
 
-def recorded(size: int, sums: Sequence[Sums]) -> FileRecord:
+def record_from_sums(size: int, sums: Sequence[Sums]) -> FileRecord:
     """Return the record of a file from the checksums of its parts."""
     return FileRecord(size, PART, tuple(part.crc for part in sums), tuple(part.digest for part in sums))
 
@@ -112,7 +112,7 @@ def record_of(file: int, each: OnPiece, flush: bool = False) -> FileRecord:
     tasks: list[Callable[[], Sums | None]] = [partial(checksum, file, span, each) for span in spans(size, PART)]
     if flush:
         tasks.insert(0, partial(os.fsync, file))
-    return recorded(size, [sums for sums in in_parallel(tasks) if sums])
+    return record_from_sums(size, [sums for sums in in_parallel(tasks) if sums])
 
 
 def verify(where: str, name: str, file: int, record: FileRecord, each: OnPiece) -> None:

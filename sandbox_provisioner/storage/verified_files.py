@@ -1,10 +1,10 @@
 """Remember which files this process has verified, so that a large image is not read again when its sandbox wakes.
 
-A file counts as unchanged while its device, inode, size, mtime and ctime are the same. Users cannot set the ctime: the
-kernel renews it with every write, under any name of the file, and with every rename. A change could go unnoticed in
+A file counts as unchanged while its device, inode, size, mtime and ctime are the same. Users cannot set the ctime:
+Linux renews it with every write, under any name of the file, and with every rename. A change could go unnoticed in
 three ways, which are excluded:
 
-- Two writes within one step of the kernel's clock get the same ctime. ``identify`` therefore waits for the next step,
+- Two writes within one step of Linux's clock get the same ctime. ``identify`` therefore waits for the next step,
   so that the file is read after the step in which it was last changed.
 - Other file systems may have coarser times, or those of another machine. Only those in FILE_SYSTEMS are trusted.
 - Damage on the disk does not change any time. Therefore a file is read again after TRUSTED seconds.
@@ -28,7 +28,7 @@ TRUSTED = 3600.0
 SMALL = 4 << 20
 """Bytes below which a file is not remembered: to read it takes little more time than to wait for the clock."""
 COARSE_CLOCK = 5
-"""CLOCK_REALTIME_COARSE, the kernel's clock for the times of files. Python has no name for it."""
+"""CLOCK_REALTIME_COARSE, Linux's clock for the times of files. Python has no name for it."""
 LONGEST_STEP = 0.05
 """Seconds to wait for the clock at most. Its step is 1 to 10 ms; a ctime further ahead is not trusted."""
 

@@ -36,7 +36,7 @@ from .store import Template, TemplateShelf, mark
 STARTING = 120.0
 """Longest time, in seconds, until a kernel must have stopped for the checkpoint."""
 SERVING = 10.0
-"""Seconds after its first socket answers until a kernel that did not stop is considered serving."""
+"""Seconds after a kernel's first socket answers until it is considered serving, if it did not stop before."""
 PRELOADING = 600.0
 """Longest time for the import of one module, in seconds."""
 SETTLED = 1.0
@@ -65,7 +65,7 @@ def in_background(recipe: Recipe) -> None:
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(json.dumps(recipe.to_json()).encode())
     _background.append(process)
-    _background[:] = [one for one in _background if one.poll() is None]
+    _background[:] = [started for started in _background if started.poll() is None]
 
 
 _background: list[subprocess.Popen[bytes]] = []
@@ -166,7 +166,8 @@ async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> 
 async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) -> dict[str, Any]:
     """Start the kernel, make it import ``modules``, and return its report.
 
-    ``unfit`` is why it cannot have a template, ``left_out`` the modules that cannot be part of it, ``files`` its files.
+    ``unfit``: why the kernel cannot have a template; ``left_out``: the modules that cannot be part of the template,
+    with the reasons; ``files``: the files that the kernel and PID 1 use.
     """
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
     process = await sandbox.execute(as_zygote(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
@@ -188,7 +189,7 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
         end.cancel()
         await asyncio.gather(end, return_exceptions=True)
     if not isinstance(found.get("files"), list):
-        raise GuestError("The stopped kernel sent an invalid report. No template was built.")
+        raise GuestError("The template's kernel sent an invalid report. No template was built.")
     return {"unfit": "", "left_out": left_out, "files": found["files"]}
 
 
@@ -196,7 +197,7 @@ async def _preload(sandbox: GVisorSandbox, name: str) -> str:
     """Make the kernel import a module. Return why the module cannot be part of a template, or an empty string."""
     try:
         async with asyncio.timeout(PRELOADING):
-            said = await tell(sandbox.connection, op="preload", modules=[name])
+            answer = await tell(sandbox.connection, op="preload", modules=[name])
     except TimeoutError:
         raise SandboxError(
             f"{name} could not be imported within {PRELOADING:g} seconds. No template was built.",
@@ -205,7 +206,7 @@ async def _preload(sandbox: GVisorSandbox, name: str) -> str:
     except LinkClosedError:
         await asyncio.sleep(POLL)
         return "its import ended the kernel"
-    left_out = said.get("left_out")
+    left_out = answer.get("left_out")
     return printable(str(left_out.get(name, ""))[:MAX_REASON]) if isinstance(left_out, dict) else ""
 
 
@@ -221,7 +222,7 @@ async def _unfit(sandbox: GVisorSandbox, recipe: Recipe, end: asyncio.Future[tup
         if end.done():
             output = b"\n".join(end.result())[-MAX_REASON:]
             return f"it ended before it could be checkpointed: {printable(output)}"
-        return "it serves without stopping for the checkpoint, unlike ipykernel"
+        return "unlike ipykernel, it does not stop for the checkpoint before it serves clients"
     finally:
         for task in (answer, serving):
             task.cancel()

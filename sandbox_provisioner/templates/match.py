@@ -31,14 +31,14 @@ from .store import Template, TemplateShelf
 log = logging.getLogger(__name__)
 
 UNFIT_FOR = timedelta(days=1)
-"""Time until another build for a kernelspec that could have no template."""
+"""Time until the next build for a kernelspec that could not have a template."""
 FAILED_FOR = timedelta(minutes=5)
-"""Time until another build after one that failed."""
+"""Time until the next build after a failed one."""
 
 
 @dataclass(frozen=True)
 class TemplateMatch:
-    """A start that can be a copy of ``template`` in a sandbox with ``spec``; None if the template is not built yet."""
+    """A start that can be a copy of ``template``, None if not built yet, in a sandbox with ``spec``."""
 
     recipe: Recipe
     spec: BundleSpec
@@ -86,7 +86,7 @@ def grant_of(launch: Launch) -> Grant:
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:
-    """Return the recipe for this kernel; None if it can have no template, or if this start's environment differs."""
+    """Return the recipe for this kernel; None if it cannot have a template, or if this start's environment differs."""
     kernelspec, manager = settings.kernel_spec, settings.parent
     if settings.template == "none" or kernelspec is None or manager is None:
         return None
@@ -106,7 +106,7 @@ def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe
 
 
 def recipe_for(kernel_name: str, config: Config) -> Recipe:
-    """Return a kernelspec's recipe under a server's configuration. Raises SandboxError if it can have no template."""
+    """Return a kernelspec's recipe under a server's configuration. Raises SandboxError if it cannot have one."""
     with tempfile.TemporaryDirectory(prefix="jupyter-sandbox-template-") as folder:
         manager = KernelManager(kernel_name=kernel_name, config=config, connection_file=f"{folder}/kernel.json")
         try:
@@ -118,7 +118,8 @@ def recipe_for(kernel_name: str, config: Config) -> Recipe:
         )
         if not isinstance(settings, SandboxSettings):
             raise SandboxError(
-                f"Kernel {kernel_name} does not run in a sandbox.", "`jupyter sandbox setup` adds a twin."
+                f"Kernel {kernel_name} does not run in a sandbox.",
+                "`jupyter sandbox setup` adds a kernelspec that does.",
             )
         settings.template = "use"  # the user asked for this template, even if the setting is "none"
         given = asyncio.run(KernelProvisionerBase.pre_launch(settings, env=dict(os.environ)))
@@ -129,7 +130,7 @@ def recipe_for(kernel_name: str, config: Config) -> Recipe:
         recipe = recipe_of(launch, runsc, settings)
     if recipe is None:
         raise SandboxError(
-            f"Kernel {kernel_name} can have no template: it is not a Python module, or uses your own IPython profile.",
+            f"Kernel {kernel_name} cannot have a template: it is not a Python module, or uses your IPython profile.",
             "It starts without a template.",
         )
     return recipe

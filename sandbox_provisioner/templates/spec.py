@@ -44,7 +44,7 @@ _PUBLIC = {"transport", "ip", "signature_scheme", "kernel_name", *(f"{channel}_p
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a kernelspec's template is built from. The ``carried`` folder of its spec has no source."""
+    """Everything that a kernelspec's template is built from. The ``carried`` folder has no source: copies get one."""
 
     kernel_name: str
     argv: tuple[str, ...]

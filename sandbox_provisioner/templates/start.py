@@ -34,8 +34,8 @@ TEMPLATE_ERRORS = (RunscError, GuestError, LinkClosedError, ProtocolError, FileN
 class KernelStart:
     """One start of ``kernel`` by the plan ``launch``, in the open sandbox ``handle`` or, if None, an ephemeral one.
 
-    ``ending`` returns new outputs of the kernel for each attempt. ``require_wanted`` raises StateError if the kernel
-    was shut down meanwhile: no other attempt follows. I/O thread only.
+    ``ending`` returns the kernel's outputs and exit callback, new for each attempt. ``require_wanted`` raises
+    StateError if the kernel was shut down meanwhile: no other attempt follows. I/O thread only.
     """
 
     kernel: SandboxedKernel

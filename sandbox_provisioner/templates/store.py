@@ -32,7 +32,7 @@ POLL = 0.1
 EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 Mark = list[int]
-"""Values that show if a file has changed: device, inode, size, mtime and ctime; for a folder no size and ctime."""
+"""Values that show if a file has changed: device, inode, size, mtime and ctime; for a folder device, inode, mtime."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from uuid import uuid4
 from ..errors import GuestError, SandboxError
 from ..guest.capabilities import CARRIED
 from ..gvisor.bundle import Mount
-from ..gvisor.mounts import identity, replaced
+from ..gvisor.mounts import identity, replaced_error
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
 from ..io_thread import IO
@@ -73,7 +73,7 @@ class WarmPool:
 
     @property
     def copies(self) -> list[Copy]:
-        """The copies in the pool. Any thread."""
+        """The copies in the pool. Thread-safe."""
         return list(self._copies)
 
     def take(self, match: TemplateMatch) -> GVisorSandbox | None:
@@ -108,7 +108,7 @@ class WarmPool:
         await self._end([copy for copy in self._copies if copy.sandbox.sandbox_id == sandbox_id])
 
     async def end(self) -> None:
-        """End all copies and release the I/O thread. Any thread except that one."""
+        """End all copies and release the I/O thread. Do not call in the I/O thread."""
         if IO.held_by(self):
             await IO.run(self.close())
             await IO.release(self)
@@ -177,7 +177,7 @@ class WarmPool:
                 if error.errno != errno.ESTALE:  # ESTALE: a write of others changed the time that identifies the folder
                     raise
         else:
-            raise replaced(folder)
+            raise replaced_error(folder)
         await tell(sandbox.connection, op="report")
 
     async def _end(self, copies: list[Copy]) -> None:

@@ -677,7 +677,7 @@ def test_wake_refused_when_folder_became_a_link(open_notebook: Open, notebook_fo
     precious.mkdir()
     notebook_folder.rename(moved)
     notebook_folder.symlink_to(precious)
-    with pytest.raises(ConfigurationError, match="is now another folder or file: a link leads to"):
+    with pytest.raises(ConfigurationError, match="was replaced: a link now leads to"):
         notebook.wake()
     assert notebook.asleep
     notebook_folder.unlink()

@@ -118,7 +118,7 @@ def test_user_profile_prevents_template(
     spec = kernelspecs.get_kernel_spec("python3").to_dict()
     name = sandboxed(spec=spec | {"argv": [*spec["argv"], option]})
     monkeypatch.setenv("JUPYTER_PATH", str(Path(kernelspecs.kernel_dirs[0]).parent))
-    with pytest.raises(SandboxError, match="can have no template"):
+    with pytest.raises(SandboxError, match="cannot have a template"):
         recipe_for(name, Config())
 
 

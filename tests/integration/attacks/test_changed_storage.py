@@ -102,7 +102,7 @@ async def test_changed_document_is_refused(saved: None, attach: Open, stores: St
     for changed in (data.replace(b'"network": "none"', b'"network": "host"'), data + b"\n"):
         assert changed != data
         stores.metadata.write(BOX, changed)
-        await refused(attach, stores, r"does not match its signature and was refused.*Put back the original")
+        await refused(attach, stores, r"does not match its signature and was refused.*Restore the original")
     stores.metadata.write(BOX, data)
     handle = await attach()
     await handle.restore()
@@ -138,7 +138,7 @@ async def test_foreign_document_is_refused_with_the_variable(
     theirs = stores_of(tmp_path, "theirs").signer
     data, _ = stores.metadata.read(BOX)
     stores.metadata.write(BOX, theirs.sign(BOX, unsign(data)))
-    await refused(attach, stores, r"signed with the key [0-9a-f]{16} .* set SANDBOX_SIGNING_KEY on all of them")
+    await refused(attach, stores, r"signed with the key [0-9a-f]{16} .* set SANDBOX_SIGNING_KEY to it on all servers")
     with pytest.raises(SignatureError):
         await detached.destroy_persistent(stores, "box", Owner.here("second"))
 

@@ -200,7 +200,7 @@ async def test_sandbox_with_a_stopped_pid_1_is_saved(
         await sandbox.checkpoint(tmp_path / "image", force=True)
         assert sandbox.state == State.CHECKPOINTED
         assert os.listdir(tmp_path / "image")
-        with pytest.raises(Exception, match="saved without its help"):
+        with pytest.raises(Exception, match="saved while it did not respond"):
             await sandbox.restore(tmp_path / "image")
     finally:
         await sandbox.delete()

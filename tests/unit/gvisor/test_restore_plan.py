@@ -32,7 +32,7 @@ def test_source_and_mode_come_from_the_grant(tmp_path: Path) -> None:
 def test_destination_without_grant_is_refused_by_name() -> None:
     saved = with_mounts(Mount("/root", "/root", True))
     _, reasons = derive(saved, "/work", Grant(BASE))
-    assert len(reasons) == 1 and "/root, which it sees" in reasons[0] and "mounts" in reasons[0]
+    assert len(reasons) == 1 and "/root was mounted when" in reasons[0] and "mounts" in reasons[0]
     _, reasons = derive(saved, "/root", Grant(BASE))
     assert "working_folder" in reasons[0]
 
@@ -76,13 +76,13 @@ def test_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "part").symlink_to("/etc")
     saved = with_mounts(Mount(str(tmp_path), "/work", True), Mount("/root", "/work/part"))
     _, reasons = derive(saved, "/work", Grant(with_mounts(Mount(str(tmp_path), "/work", True))))
-    assert "/work/part, which it sees" in reasons[0]
+    assert "/work/part was mounted when" in reasons[0]
 
 
 def test_destination_that_is_not_normalized_is_refused(tmp_path: Path) -> None:
     saved = with_mounts(Mount("/root", "/work/../etc"))
     _, reasons = derive(saved, "/work", Grant(with_mounts(Mount(str(tmp_path), "/work", True))))
-    assert "/work/../etc, which it sees" in reasons[0]
+    assert "/work/../etc was mounted when" in reasons[0]
 
 
 def test_network_of_the_present_configuration() -> None:

@@ -347,7 +347,7 @@ async def test_checkpoint_is_refused_if_a_mount_is_missing(
     await handle.start()
     await handle.save()
     await handle.release()
-    with pytest.raises(IncompatibleError, match=r"/extra, which it sees, .*the setting mounts could add it"):
+    with pytest.raises(IncompatibleError, match=r"/extra was mounted when .*the setting mounts can add it"):
         await attach()
     await (await attach(spec=shown)).restore()
 

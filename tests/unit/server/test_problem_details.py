@@ -10,7 +10,7 @@ from tornado.web import HTTPError
 
 from sandbox_provisioner import errors
 from sandbox_provisioner.errors import BadRequestError, ConfigurationError, SandboxError, subclasses
-from sandbox_provisioner.errors.redaction import public
+from sandbox_provisioner.errors.redaction import without_paths
 from sandbox_provisioner.server.openapi import check
 from sandbox_provisioner.server.problem_details import describe
 
@@ -77,7 +77,7 @@ def test_problem_with_hidden_path_names_the_setting(error: SandboxError, setting
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_problems_contain_no_path(kind: type[SandboxError]) -> None:
     error = example(kind)
-    for text in (str(describe(error)), public(error)):
+    for text in (str(describe(error)), without_paths(error)):
         for part in ("/home", "files/storage", "/root", "/etc", "/var", "jupyter/z", "/srv", "/run", "/usr"):
             assert part not in text
 
@@ -104,7 +104,7 @@ def test_problem_names_the_missing_variable() -> None:
 
 def test_text_without_paths_is_unchanged() -> None:
     text = "Set a/b.ipynb, 1/2, and/or `jupyter sandbox list`; see https://gvisor.dev/docs."
-    assert public(BadRequestError(text)) == text
+    assert without_paths(BadRequestError(text)) == text
 
 
 def test_forbidden_gives_no_reason() -> None:
