@@ -24,7 +24,7 @@ from .file_functions import guard
 from .links import Area, LinkRules
 
 MAX_FILE_SIZE = 512 << 20
-"""Default limit in bytes: the longest string in Chromium. JupyterLab cannot open a larger file."""
+"""Default limit in bytes: the longest string in Chromium, so JupyterLab cannot open a larger file."""
 
 
 class GuardedContents(LoggingConfigurable):

@@ -262,7 +262,7 @@ class LinkRules:
         return name, {self.scope(folder) for folder in set(walk.links)}
 
     def _permits(self, scope: Area, real: str, write: bool, requested: set[str]) -> bool:
-        """Return True if a link of this scope may lead to ``real``. The names in ``requested`` are not hidden."""
+        """Return True if a link of this scope may lead to ``real``. Names in ``requested`` do not count as hidden."""
         if not scope.trusted and any(within(real, os.path.realpath(place)) for place in self._forbidden()):
             return False
         allowed = _innermost(self._allowed, real)

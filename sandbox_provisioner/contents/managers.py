@@ -150,7 +150,7 @@ class _Checkpoints(GuardedContents):
 
 
 def _without_loop(function: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    """Return a plain function that runs a coroutine function, which must never have to wait, to its end."""
+    """Return a plain function that runs a coroutine function, which must never wait, and returns its result."""
 
     @wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:

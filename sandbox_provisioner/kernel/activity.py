@@ -195,7 +195,7 @@ class KernelActivity:
         others = [one for one in requests if one.msg_type != EXECUTE]
         found = []
         if cells:
-            waiting = f", and {len(cells) - 1} more wait" if len(cells) > 1 else ""
+            waiting = f", with {len(cells) - 1} more waiting" if len(cells) > 1 else ""
             found.append(f"A cell has been running for {_duration_text(now - cells[0].since)}{waiting}")
         if others:
             found.append(f"The kernel has worked on {others[0].msg_type!r} for {_duration_text(now - others[0].since)}")

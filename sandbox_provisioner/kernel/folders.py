@@ -52,7 +52,7 @@ def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Moun
     except ConfigurationError as error:
         if wanted:
             raise
-        settings.log.warning("The kernel gets a private, empty home instead of a folder. %s", error.problem)
+        settings.log.warning("The kernel gets an empty home of its own, not the server's folder. %s", error.problem)
         return None
     if folder.source in map(os.path.realpath, sys.path):
         settings.log.warning(

@@ -133,7 +133,7 @@ class ChannelRelay:
 
     @property
     def asleep(self) -> bool:
-        """True while the kernel is only in its checkpoint: from the end of the save until the restore begins."""
+        """True from the end of a save that ended the sandbox until the restore begins; ``resting`` lasts longer."""
         return self._connection is not None and self._connection.asleep
 
     @property

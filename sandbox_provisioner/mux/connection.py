@@ -82,7 +82,7 @@ class GuestConnection:
 
     @property
     def quiet(self) -> bool:
-        """True in every state but OPEN: no frame is sent. True whenever ``resting`` is."""
+        """True in every state but OPEN, so also while ``resting``: ``send`` does not send frames now."""
         return self.state is not ConnectionState.OPEN
 
     @property
