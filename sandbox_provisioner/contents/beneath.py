@@ -23,11 +23,11 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Beneath:
-    """File operations on paths beneath a folder that no link can lead outside, by ``rules``.
+    """File operations on paths beneath a folder. Links are followed only as ``rules`` permit.
 
-    A folder that is moved out of a shared folder or area is registered with ``share`` as a shared folder: its links
-    stay bound to it, including those that a sandbox, which may still have the folder open, makes later. The copy of a
-    folder with links is registered too. A link that is moved out on its own must still lead to an allowed place.
+    A folder that is moved out of a shared folder or area is passed to ``share``, which makes it a shared folder: links
+    in it still may not lead out of it. A sandbox may have it open, and make further links in it. The copy of a folder
+    with links is passed to ``share`` too. A link that is moved out on its own must still lead to an allowed place.
     """
 
     def __init__(self, rules: LinkRules, share: Callable[[Iterable[str]], None] = lambda folders: None) -> None:

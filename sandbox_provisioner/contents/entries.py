@@ -12,7 +12,7 @@ SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class AccessRefused(Exception):
-    """The path leads through a link to a place outside, or is neither a file nor a folder."""
+    """The path leads through a link that must not be followed, or is neither a file nor a folder."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Replace the functions of os, shutil and others with which Jupyter Server's contents managers access files.
+"""Define replacements for the functions of os, shutil and others that Jupyter Server's contents managers call.
 
 The replacements take the same path strings and act through ``Beneath``. Paths outside of guarded folders are refused.
 """
@@ -25,8 +25,8 @@ from .links import LinkRules
 from .trash import home_trash, move_to_trash
 
 ADVICE = (
-    " A notebook's code may have made it. Delete the link, for example with os.unlink in a cell, or name the folder "
-    "that its links may lead to in the setting GuardedContents.allowed_link_targets."
+    " A notebook's code may have made the link. Delete it, for example with os.unlink in a cell, or add the "
+    "folder to which it leads to the setting GuardedContents.allowed_link_targets."
 )
 
 
@@ -38,7 +38,7 @@ class Refused(HTTPError):
 
 
 _guards: dict[str, Beneath] = {}
-"""The guards by folder, under the path that Jupyter Server uses for it."""
+"""The guard of each folder, by the folder's path in Jupyter Server."""
 
 
 def guard(beneath: Beneath) -> None:
@@ -116,7 +116,7 @@ def _access(path: str, mode: int) -> bool:
 
 
 def is_file_hidden(path: str, stat_res: os.stat_result | None = None) -> bool:
-    """Return True if the name begins with a dot or a folder cannot be listed, like jupyter_core's function."""
+    """Return True for a name that begins with a dot or a folder that cannot be listed, like jupyter_core's function."""
     if os.path.basename(os.path.abspath(path)).startswith("."):
         return True
     try:

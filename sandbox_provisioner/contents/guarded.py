@@ -1,4 +1,4 @@
-"""GuardedContents: the settings of guarded file access, and the guard of the server's folder."""
+"""Define the settings of guarded file access, and guard the server's folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .file_functions import guard
 from .links import Area, LinkRules
 
 MAX_FILE_SIZE = 512 << 20
-"""Default limit in bytes. Chromium has no longer strings, so JupyterLab cannot open a larger file."""
+"""Default limit in bytes: the longest string in Chromium, so JupyterLab cannot open a larger file."""
 
 
 class GuardedContents(LoggingConfigurable):

@@ -1,10 +1,10 @@
-"""Find the place that a path leads to, and decide which links on the way may be followed.
+"""Resolve a path to a folder and a name in it, and check that the symbolic links on the way may be followed.
 
-A path is walked one component at a time on descriptors, without following links in the kernel. A link is read and
-walked in the same way. The result is the descriptor of a folder and a name in it, together with the real path, which is
-checked against the rules for links.
+The path is walked one component at a time: each folder is opened relative to the one before, and the system never
+follows a link. A link's target is read and walked in the same way. The result is a Place: the open folder, the name of
+the entry in it, and the entry's real path, which LinkRules has checked.
 
-``openat2(RESOLVE_BENEATH)`` is not used: it refuses absolute links that stay inside, cannot name the link that leads
+``openat2(RESOLVE_BENEATH)`` is not used: it refuses absolute links to places inside, does not report which link leads
 outside, and needs this walk as a fallback anyway.
 """
 
@@ -24,24 +24,24 @@ from .entries import SAFE, AccessRefused, Place
 LINKS = 40
 """Maximum number of links that one path may lead through; the same limit as in Linux."""
 STEPS = 1000
-"""Maximum components of a path and its links; a guest can make targets with thousands, and each costs time."""
+"""Maximum number of components of a path and of all link targets on the way: a guest can make very long targets."""
 SPARE_STEPS, STEPS_PER_PATH = 10_000, 25
-"""Maximum steps that the links of one request may take together: a fixed number, and so many more for each path."""
+"""Steps (components) that all links of a request may take together: SPARE_STEPS, and STEPS_PER_PATH for each path."""
 
 
 @dataclass(frozen=True)
 class Area:
-    """A folder or file, by its real path, that links may lead to."""
+    """A folder or file that links may lead to, and the limits for links in it. ``real`` is its real path."""
 
     real: str
     writable: bool = True
     trusted: bool = False
-    """True if no sandbox can write there, so that its links are the user's own."""
+    """True if no sandbox can write to this folder, so that all links in it were made by the user."""
 
 
 @dataclass
 class _Walk:
-    """The open folders from a base folder, given by its real path, to the current one."""
+    """A position during a walk: the open folders from ``base``, a real path, through ``names`` to the current one."""
 
     base: str
     folders: list[int]
@@ -81,21 +81,21 @@ def open_real(path: str) -> int:
 
 @dataclass
 class _Request:
-    """Follow the links of each path only once in a request, and limit the steps for all paths together.
+    """The walks during one request to the server: their results, for reuse, and the number of steps that remain.
 
-    Without the limit, a guest could make a folder of chained links that takes minutes to list. A path that leads
-    elsewhere in the middle of a request is no risk: each walk opens the folder that was found without following links,
-    and the rules are checked for that folder.
+    Without a limit of steps, a guest could make a folder of chained links that takes minutes to list. Outdated results
+    are no risk: a walk that reuses a result opens that folder without following links, and the rules are checked for
+    that folder.
     """
 
     steps: int = SPARE_STEPS
-    """Steps that links may still take."""
+    """Number of components that the links of this request may still lead through."""
     found: dict[tuple[str | bool, ...], tuple[str, str, Sequence[str]]] = field(default_factory=dict)
-    """The end of each walk: the real path of a folder, a name in it, and the links on the way."""
+    """Where each walk ended: the real path of a folder, a name in it, and the folders of the links on the way."""
     refused: dict[tuple[str | bool, ...], str] = field(default_factory=dict)
 
     def walk(self, walk: _Walk, relative: str, follow: bool) -> str:
-        """Walk to the last component and return its name. Raises AccessRefused for too many links or steps."""
+        """Move ``walk`` to the last component's folder; return its name. Raises AccessRefused for too many links."""
         path, parent = (walk.base, relative, follow), (walk.base, os.path.dirname(relative))
         if path in self.refused:
             raise AccessRefused(self.refused[path])
@@ -118,8 +118,8 @@ class _Request:
     def _follow(
         self, walk: _Walk, pending: list[str], follow: bool, relative: str, parent: tuple[str | bool, ...]
     ) -> str:
-        """Walk the ``pending`` components, the last one first, and return the name that the walk ends with."""
-        charge = steps = 0  # steps cost nothing before the first link
+        """Move ``walk`` along ``pending``, a reversed list of components, and return the name of the final one."""
+        charge = steps = 0  # a step costs ``charge``: 0 before the first link, then 1
         while pending:
             part = pending.pop()
             if not pending:
@@ -166,7 +166,7 @@ _request: ContextVar[_Request | None] = ContextVar("request", default=None)
 
 @contextmanager
 def one_request() -> Iterator[None]:
-    """Treat all walks in the block as one request. A block in another one belongs to the same request."""
+    """Let all walks in the block share one _Request. A nested block shares the request of the outer block."""
     token = _request.set(_request.get() or _Request())
     try:
         yield
@@ -177,12 +177,11 @@ def one_request() -> Iterator[None]:
 class LinkRules:
     """The rules for links beneath the folder ``root``, and the walk that applies them.
 
-    A link in one of the ``shared()`` folders, which sandboxes can write to, may lead to a place in that folder. Any
-    other link may lead to a place beneath the root. All links may lead to the ``allowed`` areas. Writing through a link
-    in a shared folder or area to a ``protected()`` or hidden place is refused, because a sandbox cannot write there
-    itself.
-
-    No link in a shared folder or area may lead to a ``forbidden()`` place, which sandboxes do not see at all.
+    The scope of a link is the innermost ``shared()`` folder or ``allowed`` area that contains the link, else the root.
+    Sandboxes can write to shared folders. A link may lead to places in its scope, and to all allowed areas. Links whose
+    scope is not the root may not lead to ``forbidden()`` places, which sandboxes do not see, and may not be used to
+    write to ``protected()`` or hidden places in the scope, which sandboxes cannot write to. No link may be used to
+    write to a read-only area.
     """
 
     def __init__(
@@ -202,31 +201,32 @@ class LinkRules:
 
     @contextmanager
     def locate(self, path: str, *, follow: bool = True, write: bool = False) -> Iterator[Place]:
-        """Walk to ``path``, an absolute path beneath the root, and yield its place; the entry need not exist.
+        """Yield the place of ``path``, an absolute path beneath the root; the entry at its end need not exist.
 
-        Raises AccessRefused if a link leads to a forbidden place, and OSError as the system does.
+        With ``follow``, a link at the end is followed too. With ``write``, the rules for writing are checked as well.
+        Raises AccessRefused if the rules do not permit a link on the way, and OSError as the system does.
         """
         relative = self._relative(path)
         walk = _Walk(self._root.real, [open_real(self._root.real)])
         try:
             name, scopes = self._walk(walk, relative, follow)
             real = os.path.join(walk.real, name) if name != "." else walk.real
-            asked = set(relative.split("/"))
-            if not all(self._permits(scope, real, False, asked) for scope in scopes):
+            requested = set(relative.split("/"))
+            if not all(self._permits(scope, real, False, requested) for scope in scopes):
                 raise AccessRefused(_outside(path, real))
-            if write and not all(self._permits(scope, real, True, asked) for scope in scopes):
+            if write and not all(self._permits(scope, real, True, requested) for scope in scopes):
                 raise AccessRefused(_read_only(path, real))
             yield Place(walk.folders[-1], name, real)
         finally:
             walk.close()
 
     def area_left(self, old: str, new: str) -> Area | None:
-        """Return the area, if any, that links at the real path ``old`` are bound to, but links at ``new`` are not."""
+        """Return the scope that a link leaves if moved from real path ``old`` to ``new``; None if none, or trusted."""
         scope = self.scope(os.path.dirname(old))
         return None if scope.trusted or within(self.scope(os.path.dirname(new)).real, scope.real) else scope
 
     def require_movable(self, target: str, scope: Area, old: Place, new: Place) -> None:
-        """Raise AccessRefused unless a link, from its new place, leads to where it was allowed to lead before."""
+        """Raise AccessRefused unless a link to ``target``, moved to ``new``, leads to a place that ``scope`` allows."""
         folder = "/" if os.path.isabs(target) else os.path.dirname(new.real)
         walk = _Walk(folder, [open_real(folder)])
         try:
@@ -240,11 +240,11 @@ class LinkRules:
         if not permitted:
             raise AccessRefused(
                 f"{old.real} is a symbolic link to {target}, which cannot be moved out of {scope.real}: in "
-                f"{os.path.dirname(new.real)} it would lead to another place."
+                f"{os.path.dirname(new.real)} it would lead to a place that is not allowed."
             )
 
     def scope(self, folder: str) -> Area:
-        """Return the area that the links in a folder, given by its real path, may lead to."""
+        """Return the scope of the links that lie directly in ``folder``, a real path."""
         shared = [Area(path) for path in self.shared()]
         return _innermost([*self._allowed, *shared], folder) or self._root
 
@@ -257,12 +257,12 @@ class LinkRules:
         return place[len(self.name) :].lstrip("/") or "."
 
     def _walk(self, walk: _Walk, relative: str, follow: bool) -> tuple[str, set[Area]]:
-        """Walk to the last component. Return its name, and the areas that the links on the way are bound to."""
+        """Move ``walk`` to the last component's folder. Return its name, and the scopes of the links on the way."""
         name = (_request.get() or _Request()).walk(walk, relative, follow)
         return name, {self.scope(folder) for folder in set(walk.links)}
 
-    def _permits(self, scope: Area, real: str, write: bool, asked: set[str]) -> bool:
-        """Return True if a link of this scope may lead to the real path; ``asked`` are the names in the request."""
+    def _permits(self, scope: Area, real: str, write: bool, requested: set[str]) -> bool:
+        """Return True if a link of this scope may lead to ``real``. Names in ``requested`` do not count as hidden."""
         if not scope.trusted and any(within(real, os.path.realpath(place)) for place in self._forbidden()):
             return False
         allowed = _innermost(self._allowed, real)
@@ -275,7 +275,7 @@ class LinkRules:
         if not write or scope.trusted:
             return True
         inner = os.path.relpath(real, scope.real).split("/")
-        hidden = any(name.startswith(".") and name != "." and name not in asked for name in inner)
+        hidden = any(name.startswith(".") and name != "." and name not in requested for name in inner)
         return not hidden and not any(within(real, os.path.realpath(place)) for place in self._protected())
 
 
@@ -312,5 +312,5 @@ def _too_many_links(path: str) -> str:
 def _too_much_work(path: str) -> str:
     return (
         f"{path} leads through a symbolic link that was not followed, because the links of this request lead through "
-        "too many other links and folders. Open it alone."
+        "too many other links and folders. Open this path in a request of its own."
     )

@@ -2,7 +2,7 @@
 
 A notebook's code can write to its folder, and so replace a file, a folder or a checkpoint by a link to one of the
 user's files. The classes here run the code of the installed Jupyter Server's own classes with the file functions of
-``file_functions`` instead. Each of these checks and uses a file in one step, so no check can be outdated when the file
+``file_functions`` instead. Each function checks and uses a file in one step, so no check can be outdated when the file
 is used.
 """
 
@@ -132,12 +132,12 @@ class _Checkpoints(GuardedContents):
     """Base class of the guarded checkpoints."""
 
     async def rename_all_checkpoints(self, old_path: str, new_path: str) -> None:
-        """Rename the checkpoints of a renamed file. Log a warning if a link is in the way."""
+        """Rename the checkpoints of a renamed file. Log a warning if a link prevents that."""
         with self._refusals_logged(old_path):
             await ensure_async(super().rename_all_checkpoints(old_path, new_path))  # type: ignore[misc]
 
     async def delete_all_checkpoints(self, path: str) -> None:
-        """Delete the checkpoints of a deleted file. Log a warning if a link is in the way."""
+        """Delete the checkpoints of a deleted file. Log a warning if a link prevents that."""
         with self._refusals_logged(path):
             await ensure_async(super().delete_all_checkpoints(path))  # type: ignore[misc]
 
@@ -150,7 +150,7 @@ class _Checkpoints(GuardedContents):
 
 
 def _without_loop(function: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    """Return a plain function that does the same as the coroutine function, which must not wait for anything."""
+    """Return a plain function that runs a coroutine function, which must never wait, and returns its result."""
 
     @wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:

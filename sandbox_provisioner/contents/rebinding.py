@@ -1,4 +1,4 @@
-"""Derive classes from Jupyter Server's that run its code with the file functions of ``file_functions``."""
+"""Make subclasses of Jupyter Server's classes that run the same code with the functions of ``file_functions``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _rebind(function: Any, names: dict[str, Any], own_class: CellType) -> Any:
 
 
 def _guarded_names(module: ModuleType) -> dict[str, Any]:
-    """Return a copy of a module's globals, in which it and its own functions use guarded file functions."""
+    """Return a copy of a module's globals in which the module's own functions use the guarded file functions."""
     names = {name: value for name, value in vars(module).items() if not isinstance(value, TraitType)}
     names |= REPLACEMENTS
     for name, value in vars(module).items():

@@ -185,7 +185,7 @@ class Init:
                 self.host_api.answer(message["number"], message["answer"])
 
     def drop_streams(self) -> None:
-        """Close all streams and end the quiesced state: a new host knows the processes, but not the streams."""
+        """Close all streams and end the quiesced state: a new host takes over the processes, not the streams."""
         self.streams.close_all()
         self.quiesced = False
 

@@ -45,7 +45,7 @@ class Place:
     def has(self, found: os.stat_result) -> bool:
         """Return True if a file or folder with this status is in this place.
 
-        An overlay's files are on devices of their own, so a file is in it if it is on no other mount.
+        An overlay's files have other device numbers than its folders, so a file is in it if it is on no other mount.
         """
         if stat.S_ISDIR(found.st_mode):
             return found.st_dev == self.device

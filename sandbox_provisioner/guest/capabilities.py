@@ -1,7 +1,7 @@
 """Bind the notebook's folder to its path in a copy of a template, and give up all capabilities permanently.
 
-PID 1 calls this in the sandbox. A template cannot know the path of the notebook's folder, and a restore cannot move a
-mount. So the folder is mounted at a fixed path, and bound to its own path when that is known. From then on no process
+PID 1 calls this in the sandbox. A template is made before the path of the notebook's folder is known, and a restore
+cannot move a mount. So the folder is mounted at a fixed path, and later bound to its own path. From then on no process
 in the sandbox has a capability, as in a sandbox that was not made from a template.
 """
 

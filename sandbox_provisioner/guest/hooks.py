@@ -90,12 +90,12 @@ def _handle(name: str, reseed: bool) -> str:
 
 def _run_hook(shell: Any, hook: Callable[[], object]) -> str:
     """Run a hook once, in the main thread if that is free soon, else in this thread. Return its error."""
-    first, started, ended = threading.Lock(), threading.Event(), threading.Event()
+    only_once, started, ended = threading.Lock(), threading.Event(), threading.Event()
     error = ""
 
     def run() -> None:
         nonlocal error
-        if not first.acquire(blocking=False):
+        if not only_once.acquire(blocking=False):
             return
         started.set()
         try:

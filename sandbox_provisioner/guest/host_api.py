@@ -1,8 +1,8 @@
 """Forward requests from processes in the sandbox to the host. Runs in PID 1, in its event loop.
 
 The processes connect to a unix socket. A connection carries one request, a JSON object that ends with the end of the
-input, and then one answer of the same form. PID 1 itself refuses a request that is too large or malformed, and one over
-the limit of open connections.
+input, and then one answer of the same form. PID 1 itself refuses a request that is too large or malformed, or that
+exceeds the limit of open connections.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Client:
 class HostApi:
     """All connections. ``tell`` sends the host a control message.
 
-    A request is sent with a number, which the host's answer repeats. ``pending`` maps it to the connection that waits.
+    A request is sent with a number, which the host's answer repeats. ``pending`` maps numbers to waiting connections.
     """
 
     def __init__(self, epoll: select.epoll, tell: Callable[..., None]) -> None:
@@ -134,13 +134,13 @@ class HostApi:
         self.tell(op="ask", number=client.number, request=request)
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
-        """Forward an answer from the host, and confirm its arrival: the host limits the unconfirmed requests."""
+        """Forward an answer from the host. Confirm its arrival, because the host limits unconfirmed requests."""
         self.tell(op="answered", number=number)
         if number in self.pending:
             self._reply(self.pending[number], answer)
 
     def answer_all(self, answer: dict[str, Any]) -> None:
-        """Answer all requests that wait for the host: the current host does not know them."""
+        """Send ``answer`` to all requests that wait for the host, because the current host never received them."""
         for client in list(self.pending.values()):
             self._reply(client, answer)
 
@@ -167,7 +167,7 @@ class HostApi:
         client.socket.close()
 
     def _watch(self, client: Client, events: int) -> None:
-        """Watch a connection for ``events``. For 0 it is not even watched for a hang-up: the host has the request."""
+        """Watch a connection for ``events``; with 0, not even for a hang-up, because the host has the request."""
         if client.watched:
             self.epoll.unregister(client.socket)
         if events:

@@ -23,11 +23,11 @@ MAX_REQUEST = 4096
 SHELLS = "IPython.core.interactiveshell"
 USAGE = """\
 %sandbox status           show the id of this kernel's sandbox and its saved state
-%sandbox savepoint NAME   save the kernel's memory as a savepoint; the kernel runs on
+%sandbox savepoint NAME   save the kernel's memory as a savepoint; the kernel keeps running
 %sandbox savepoints       list the savepoints
-%sandbox rewind NAME      go back to a savepoint; the present state is kept as another savepoint
+%sandbox rewind NAME      go back to a savepoint; first save the present state as another one
 %sandbox keep-awake [on|off|DURATION]
-                          do not hibernate while threads or subprocesses work; a duration is such as 90s, 30m or 2h
+                          do not hibernate while threads or subprocesses work; DURATION: for example 90s, 30m, 2h
 """
 OPERATIONS = {"status": (0, 0), "savepoint": (1, 1), "savepoints": (0, 0), "rewind": (1, 1), "keep-awake": (0, 1)}
 """The operations, each with the minimum and maximum number of arguments."""
@@ -112,7 +112,7 @@ def _magic(shell: Any) -> Callable[[str], None]:
 
 
 def _current_cell(shell: Any) -> dict[str, Any]:
-    """Return the header of the cell's request and its execution count: after a rewind the host answers this request."""
+    """Return the header and execution count of the cell's request, which the host has to answer after a rewind."""
     try:
         return {"parent": shell.get_parent()["header"], "count": len(shell.history_manager.input_hist_parsed) - 1}
     except (AttributeError, LookupError, TypeError):
@@ -198,13 +198,13 @@ def _as_text(value: Any) -> str:
 
 
 def answer_text(op: str, name: str, answer: dict[str, Any]) -> str:
-    """Return the text that tells the user about an answer."""
+    """Return the text that the user sees for an answer."""
     if answer.get("outcome") == "restored":
         if op == "savepoint":
             return f"Restored from savepoint {name}.\n"
         return f"Restored to the state before the rewind to {name}.\n"
     if op == "savepoint":
-        return f"Saved as {name} ({size(answer['size'])} in {answer['seconds']:.1f} s). The kernel runs on.\n"
+        return f"Saved as {name} ({size(answer['size'])} in {answer['seconds']:.1f} s). The kernel keeps running.\n"
     if op == "rewind":
         return f"Rewound to {name}; the state before is kept as savepoint {answer['kept']}.\n"
     if op == "keep-awake":
@@ -215,10 +215,10 @@ def answer_text(op: str, name: str, answer: dict[str, Any]) -> str:
 def _status(status: dict[str, Any]) -> str:
     lines = {"Sandbox": status["sandbox_id"], "State": status["state"], "Notebook": status.get("notebook")}
     if status.get("ephemeral"):
-        lines["Kept"] = status["ephemeral"]
+        lines["Ephemeral"] = status["ephemeral"]
     else:
         timeout = status.get("idle_timeout")
-        lines["When idle"] = f"hibernates after {duration(timeout)}" if timeout else "runs on"
+        lines["When idle"] = f"hibernates after {duration(timeout)}" if timeout else "keeps running"
     lines["Awake"] = status.get("awake")
     return "".join(f"{label + ':':<12}{text}\n" for label, text in lines.items() if text)
 

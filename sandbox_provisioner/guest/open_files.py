@@ -1,12 +1,12 @@
-"""List the files that the sandbox's processes have mapped, open or as working folder: a restore needs them again.
+"""List the files that processes have mapped or open, and their working folders: a restore needs all of them.
 
 Runs in the sandbox as a process of its own, before a checkpoint. Prints a JSON list of [path, use, state], explained by
 FilePrint in ``persistence.compatibility``.
 
 If such a file is missing, the restore fails without naming it; if it was replaced, the old mapping shows the new bytes.
 A file that was replaced while the sandbox ran is found by its inode: the inode of a private mapping is compared with
-the one that its path has now. Open files are not compared: replacing one may be intended, and once a look at the path
-has shown gVisor the replacement, gVisor does not save the file.
+the one that its path has now. Open files are not compared: replacing one may be intended, and a lookup of its path
+would make gVisor notice the replacement, after which gVisor does not save the file.
 """
 
 from __future__ import annotations

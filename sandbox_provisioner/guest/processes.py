@@ -65,7 +65,7 @@ class Processes:
             pass
 
     def reap(self) -> None:
-        """Report all processes that have exited, and reap those that they left behind."""
+        """Report all of these processes that have exited, and reap orphans, which became children of PID 1."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -108,8 +108,8 @@ def record_mappings() -> None:
 def write_files(files: dict[str, str], expect: dict[str, int]) -> None:
     """Write ``files``, after a check that each path in ``expect`` still has the given st_ctime_ns.
 
-    Raises OSError: ESTALE if a path has changed; also, without blocking, if a file's place holds a FIFO or a link,
-    which another process may have put there.
+    Raises OSError: ESTALE if a path has changed, another errno if there is a FIFO or a link at the path of a file.
+    Another process may have made it; opening it does not block.
     """
     for path, changed in expect.items():
         if os.stat(path).st_ctime_ns != changed:

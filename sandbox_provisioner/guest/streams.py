@@ -102,7 +102,7 @@ class Streams:
             self._read(endpoint)
 
     def connect_pending(self) -> None:
-        """Try again to connect to sockets that did not listen; after a failure, leave the others for the next call."""
+        """Connect to sockets that did not listen before. After a failure, leave the others for the next call."""
         for stream in list(self.connecting):
             if not self._connect(stream):
                 self.connecting[stream] = self.connecting.pop(stream)

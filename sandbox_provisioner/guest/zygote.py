@@ -1,7 +1,7 @@
 """Stop a template's kernel just before it serves, and give each restored copy its identity.
 
 Runs in the main thread of the kernel's process in the sandbox, with any version of Python. The host sends requests to a
-socket (``mux.activation`` and ``templates.build``): each connection carries a line of JSON and the answer, another one.
+socket (``mux.activation`` and ``templates.build``): each connection carries one line of JSON, and one as the answer.
 The requests "preload" and "report" come before the checkpoint. Each restored copy then gets the request "activate" with
 its key, folder and environment. It draws new random state, so that it differs from the other copies, and applies the
 user's configuration, extensions and startup files.
@@ -38,11 +38,11 @@ def stop_at_start() -> None:
     originals = {name: getattr(kind, name) for name in ("load_config_file", "init_extensions", "init_code", "start")}
 
     def init_extensions(app: Any) -> None:
-        if not _extended(app):
+        if not _has_extensions(app):
             originals["init_extensions"](app)
 
     def init_code(app: Any) -> None:
-        if not _has_code(app):
+        if not _has_startup_code(app):
             originals["init_code"](app)
 
     def start(app: Any) -> None:
@@ -61,12 +61,12 @@ def stop_at_start() -> None:
     kind.init_extensions, kind.init_code, kind.start = init_extensions, init_code, start
 
 
-def _extended(app: Any) -> bool:
+def _has_extensions(app: Any) -> bool:
     """Return True if extensions beyond IPython's default ones are configured."""
     return bool(app.extensions or app.extra_extensions)
 
 
-def _has_code(app: Any) -> bool:
+def _has_startup_code(app: Any) -> bool:
     """Return True if the application, started now, would run code before the first cell."""
     options = (app.exec_lines, app.exec_files, app.code_to_run, app.file_to_run, app.module_to_run)
     application = import_module("IPython.core.application")
@@ -75,7 +75,7 @@ def _has_code(app: Any) -> bool:
     return any(options) or "PYTHONSTARTUP" in os.environ or any(map(_has_python_files, folders))
 
 
-def _configured(app: Any) -> bool:
+def _has_config_file(app: Any) -> bool:
     """Return True if the application, started now, would find a configuration file."""
     stems = {"ipython_config", *(name.rpartition(".")[0] for name in app.config_files)}
     names = {f"{stem}{ending}" for stem in stems for ending in (".py", ".json")}
@@ -233,16 +233,16 @@ def _reset_random_state(app: Any) -> None:
 
 def _apply_user_settings(app: Any) -> None:
     """Apply the user's configuration, extensions and startup files as a newly started application does."""
-    if _configured(app):
+    if _has_config_file(app):
         from_command_line = app.config.copy()
         app.load_config_file()
         app.update_config(from_command_line)
         for configurable in (app.kernel, app.shell, *app.shell.configurables):
             configurable.update_config(app.config)
         app.init_gui_pylab()
-    if _extended(app):
+    if _has_extensions(app):
         app.init_extensions()
-    if _has_code(app):
+    if _has_startup_code(app):
         app.init_code()
     app.shell.history_manager.reset(new_session=False)
     import_module("tornado.ioloop").IOLoop.current().call_later(

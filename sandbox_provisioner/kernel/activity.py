@@ -23,7 +23,7 @@ from ..errors import SandboxError
 
 STATUS = b'"status"'
 LARGEST_STATUS = 1 << 16
-"""Bytes of the largest message that is parsed as a status. A guest could hold up the server with a larger one."""
+"""Maximum bytes of a message that is parsed as a status: a guest could block the server with larger ones."""
 EXECUTE = "execute_request"
 CONTROL_TYPES = frozenset(
     f"{name}_request"
@@ -37,9 +37,9 @@ MAX_SAVED = 64
 MAX_ID = 200
 MAX_HOLDS = 100
 USER_HOLD = "notebook"
-"""Name of the hold that ``%sandbox keep-awake``, the command line and the REST API all set and end."""
+"""Name of the hold (a reason to keep awake) that ``%sandbox keep-awake``, the command line and the REST API set."""
 OLD_USER_HOLD = "api"
-"""Another name of that hold in checkpoints of older versions."""
+"""Name of USER_HOLD in checkpoints of older versions."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class KernelActivity:
         self._holds: dict[str, float] = {}
         self._last = 0
         self.executions: set[object] = set()
-        """Commands that currently run beside the kernel. Changed in the server's loop."""
+        """Commands that currently run in the sandbox beside the kernel. Changed in Jupyter Server's loop."""
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class KernelActivity:
             self._add(parent)
 
     def reset(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Start over for another kernel. ``saved`` is the result of ``record`` that was stored with its checkpoint."""
+        """Forget all requests and holds. Then load ``saved``, the ``record`` from a restored kernel's checkpoint."""
         self._requests.clear()
         self._holds.clear()
         if not saved:
@@ -125,9 +125,10 @@ class KernelActivity:
         self._requests[msg_id[:MAX_ID]] = Request(self._last, msg_type[:MAX_ID], subshell, time.time())
 
     def _end(self, parent: Mapping[str, Any]) -> None:
-        """Remove a request, and earlier ones of its subshell, whose replies are lost: a kernel replies in order.
+        """Remove a request that has ended, and earlier requests of the same subshell, except cells.
 
-        Earlier cells stay: it is better to count an ended cell as running than to hibernate a running one.
+        A kernel replies in order, so the replies to earlier requests were lost. Cells stay, because it is better to
+        count an ended cell as running than to hibernate a running one.
         """
         ended = self._requests.pop(str(parent.get("msg_id", ""))[:MAX_ID], None)
         if ended is None:
@@ -161,12 +162,12 @@ class KernelActivity:
         return bool(self._active_holds())
 
     def awake_for(self) -> str:
-        """Return how long the kernel is kept awake, as a sentence without a full stop; empty if it is not."""
+        """Return how long the kernel is kept awake, as a sentence without a full stop; empty if not."""
         holds = self._active_holds()
         if not holds:
             return ""
         until = max(holds.values())
-        span = "" if until == math.inf else f" for another {_about(until - time.time())}"
+        span = "" if until == math.inf else f" for another {_duration_text(until - time.time())}"
         if USER_HOLD in holds:
             return f"It is kept awake{span}"
         return "It is still kept awake by keep_awake() in the notebook" + (f",{span}" if span else "")
@@ -194,10 +195,10 @@ class KernelActivity:
         others = [one for one in requests if one.msg_type != EXECUTE]
         found = []
         if cells:
-            waiting = f", and {len(cells) - 1} more wait" if len(cells) > 1 else ""
-            found.append(f"A cell has been running for {_about(now - cells[0].since)}{waiting}")
+            waiting = f", with {len(cells) - 1} more waiting" if len(cells) > 1 else ""
+            found.append(f"A cell has been running for {_duration_text(now - cells[0].since)}{waiting}")
         if others:
-            found.append(f"The kernel has worked on {others[0].msg_type!r} for {_about(now - others[0].since)}")
+            found.append(f"The kernel has worked on {others[0].msg_type!r} for {_duration_text(now - others[0].since)}")
         if awake := self.awake_for():
             found.append(awake)
         if commands := len(self.executions):
@@ -221,7 +222,7 @@ def _valid_requests(pending: Any) -> Sequence[tuple[str, str, str]]:
     ]
 
 
-def _about(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     """Return a duration as text, in the largest unit that gives at least 2."""
     whole = max(0, round(seconds))
     for length, unit in ((3600, "hours"), (60, "minutes")):
@@ -328,7 +329,7 @@ def _join_context(watch: ActivityWatch) -> zmq.asyncio.Context:
 
 
 def _leave_context(watch: ActivityWatch) -> None:
-    """End the shared context after its last watch."""
+    """Remove a watch from the shared context. End the context if this was its last watch."""
     context, users = _watching.get(os.getpid(), (None, set()))
     users.discard(watch)
     if context and not users:

@@ -28,9 +28,9 @@ MAX_SOCKET_PATH = 107
 class ClientSide:
     """The addresses and keys that ``km``, the KernelManager, has for the clients of ``kernel``.
 
-    With the keys it also acts as a client, to watch the kernel's activity, and as the kernel, to answer its clients.
-    Owned by the provisioner. The methods about addresses, and ``adopt_keys``, run on Jupyter's loop, all others in the
-    I/O thread.
+    Also uses the keys to watch the kernel's activity as a client, and to answer clients in the kernel's place. Owned
+    by the provisioner. The methods about addresses, and ``adopt_keys``, run on Jupyter's loop, all others in the I/O
+    thread.
     """
 
     def __init__(self, km: Any, kernel: SandboxedKernel, log: logging.Logger) -> None:
@@ -55,7 +55,7 @@ class ClientSide:
             if not ipaddress.ip_address(ip).is_loopback:
                 raise ConfigurationError(
                     "KernelManager.ip",
-                    f"A sandboxed kernel can only be reached over loopback, and {km.ip} is not.",
+                    f"{km.ip} is not a loopback address: clients reach a sandboxed kernel only over loopback.",
                     "Leave KernelManager.ip at 127.0.0.1.",
                 )
             wanted = {channel: getattr(km, f"{channel}_port") for channel in CHANNELS}
@@ -89,7 +89,7 @@ class ClientSide:
         names = (folder / f"kernel-{kernel_id[:length]}" for length in (8, 13, 36))
         prefix = next(name for name in names if not os.path.lexists(f"{name}-1"))
         if len(os.fsencode(prefix)) > MAX_SOCKET_PATH - len("-1"):
-            self._log.warning("Kernel %s is reached over TCP: %s is too long for unix sockets", kernel_id, folder)
+            self._log.warning("Kernel %s is reached over TCP: path %s is too long for unix sockets", kernel_id, folder)
             return ""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return str(prefix)
@@ -136,7 +136,7 @@ class ClientSide:
 
     def refuse_held(self, error: SandboxError) -> None:
         """Answer the held requests with the reason why the kernel was not woken; the next cell retries."""
-        reason = f"The kernel could not be woken, and its state is kept. {error}"
+        reason = f"The kernel could not be woken; its saved state is unchanged. {error}"
         self._kernel.relay.answer(lambda held: error_replies(held, self.session(), reason))
 
 

@@ -19,7 +19,7 @@ FALLBACK_HOME = "/home/sandbox"
 
 
 def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
-    """Return the variables of ``env`` that the kernel gets, and those that are specific to a sandbox.
+    """Return the kernel's environment: the allowed variables of ``env``, and those that every sandbox sets.
 
     The kernel gets variables that are ``permitted``, in PASSED or set for this start. A variable was set for this start
     if the server never had it with that value.
@@ -40,7 +40,7 @@ def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
 
 
 _server_environment: set[tuple[str, str]] = set()
-"""Every (name, value) that the server's environment had so far: a restart passes the values of the first start."""
+"""Each (name, value) that the server ever had: a restart passes the values that it had at the first start."""
 
 
 def _initial_environment() -> dict[str, str]:

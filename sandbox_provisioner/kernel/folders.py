@@ -23,11 +23,11 @@ from ..gvisor.reserved_dirs import reserved_folders
 from .settings import SandboxSettings
 
 _read: dict[Path, tuple[tuple[int, int], frozenset[str]]] = {}
-"""The parsed content of each file, with the modification time and size that it had then."""
+"""Cache of ``recall``: for each list, its modification time and size when it was read, and the folders in it."""
 
 
 def server_root(kernel_manager: Any) -> str:
-    """Return the root folder of the kernel's Jupyter Server; empty under any other kernel manager."""
+    """Return the root folder of the kernel's Jupyter Server; empty if the kernel manager has no server."""
     return str(getattr(getattr(kernel_manager, "parent", None), "root_dir", "") or "")
 
 
@@ -52,12 +52,12 @@ def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Moun
     except ConfigurationError as error:
         if wanted:
             raise
-        settings.log.warning("The kernel works in a private, empty home. %s", error.problem)
+        settings.log.warning("The kernel gets an empty home of its own, not the server's folder. %s", error.problem)
         return None
     if folder.source in map(os.path.realpath, sys.path):
         settings.log.warning(
             "The server imports Python modules from %s, which this kernel can write to: it could change the "
-            "server's code. Remove the folder from the server's PYTHONPATH, or start the server in another one.",
+            "server's code. Remove the folder from the server's PYTHONPATH, or start the server in another folder.",
             folder.source,
         )
     return folder
@@ -70,12 +70,12 @@ def remember_shared(settings: SandboxSettings, folder: Mount | None) -> None:
         remember({os.path.realpath(mount.source) for mount in given if mount.writable}, list_file())
     except OSError as error:
         settings.log.warning(
-            "The server will follow links that this kernel makes: its folders were not recorded: %s", error
+            "This kernel's writable folders were not recorded, so the server will follow links in them: %s", error
         )
 
 
 def remember_protected(spec: BundleSpec) -> None:
-    """Record the read-only mounts in folders that the kernel can write to: the server then does not write there."""
+    """Record read-only mounts inside writable folders, so that the server does not write to them through links."""
     writable = [mount.source for mount in spec.mounts if mount.source and mount.writable]
     shown = [mount.source for mount in spec.mounts if mount.source and not mount.writable]
     inner = {os.path.realpath(path) for path in shown if any(within(path, place) for place in writable)}
@@ -94,7 +94,7 @@ def protected_file() -> Path:
 
 
 def remember(folders: Iterable[str], file: Path) -> None:
-    """Add real paths to the list ``file``. Call before a sandbox gets them. Raises OSError if writing fails."""
+    """Add real paths to the list ``file``. Call it before the sandbox starts. Raises OSError if writing fails."""
     missing = sorted(set(folders) - recall(file))
     if missing:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -94,8 +94,8 @@ class KernelHandshake:
 class HeldClient:
     """A client that connected while its kernel was hibernated. Owned by its connection, until the kernel has woken.
 
-    ``answered`` is the handshake with the client, ``kernel`` filters that of the woken kernel. ``waiting`` has the
-    client's bytes after its greeting; the kernel gets them after it has sent its own greeting.
+    ``answered`` sends the kernel's part of the handshake; ``kernel`` drops that part when the woken kernel sends it
+    again. ``waiting`` has the client's bytes after the greeting; they are sent once the kernel has sent its greeting.
     """
 
     def __init__(self, channel: str) -> None:
@@ -114,9 +114,9 @@ class HeldClient:
         return greeting
 
     def from_kernel(self, stream: GuestStream, data: bytes) -> bytes:
-        """Process bytes from the kernel, and return those for the client. The kernel gets credit for the others.
+        """Return the part of the kernel's bytes that the client needs. Give the kernel credit for the rest.
 
-        After the kernel's greeting, send it the bytes that wait.
+        If the kernel has sent its greeting, send it ``waiting``.
         """
         passed = self.kernel.strip(data)
         stream.consumed(len(data) - len(passed))
@@ -127,7 +127,7 @@ class HeldClient:
 
 
 class Heartbeat:
-    """The echo of a hibernated kernel's heartbeat socket, for one connection. Owned by its ``ClientConnection``.
+    """Answers the heartbeats of one connection for a hibernated kernel. Owned by its ``ClientConnection``.
 
     An encrypted heartbeat cannot be answered without the kernel.
     """

@@ -34,7 +34,7 @@ MAX_AWAKE = 10_000_000
 FIELDS = ("msg_id", "msg_type", "session", "username", "date", "version")
 """Fields that are copied from a message's header."""
 EPHEMERAL = (
-    "Nothing of this kernel is kept: it was started for no notebook and without a sandbox_id, or persistent is not set."
+    "This kernel's state is not saved: it has neither a notebook nor a sandbox_id, or the setting persistent is off."
 )
 
 
@@ -51,8 +51,8 @@ class NotebookActions:
     async def status(self) -> dict[str, Any]:
         """Return the fields that ``%sandbox status`` shows; ``idle_timeout`` is in seconds, 0 without hibernation.
 
-        ``awake`` states how long the kernel is kept awake, ``ephemeral`` why its state is not saved; each is empty if
-        that is not the case.
+        ``awake`` states how long the kernel is kept awake, and is empty if it is not kept awake. ``ephemeral`` states
+        why the kernel's state is not saved, and is empty if it is saved.
         """
         assert self._kernel.handle is not None
         handle = self._kernel.handle
@@ -77,12 +77,12 @@ class NotebookActions:
     async def rewind(self, name: str, cell: Cell | None) -> str:
         """Restore a savepoint and return the name of the one that has the state from before.
 
-        ``cell`` is ended on the kernel's behalf, because its kernel is replaced. Raises SandboxError if the kernel's
-        connections are encrypted: the cell could not be ended.
+        ``cell`` requested the rewind. It is ended on the kernel's behalf, because the restored kernel does not have it.
+        Raises SandboxError if the kernel's connections are encrypted, because the cell could not be ended.
         """
         if "curve_publickey" in self._require_persistent().contents.get("connection", {}):
             raise SandboxError(
-                "This kernel's connections are encrypted, and the cell that rewinds it could not be ended.",
+                "A cell cannot rewind this kernel: its connections are encrypted, so the cell could not be ended.",
                 "Rewind it from outside: `jupyter sandbox rewind`.",
             )
 

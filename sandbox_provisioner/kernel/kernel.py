@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 LAST_OUTPUT = 1.0
 """Seconds to wait for the last messages and output of a kernel that has ended."""
-INTERNAL = "An internal error occurred; the server's log has more."
+INTERNAL = "An internal error occurred; the server's log has the details."
 LOST = 1
 """Exit status of a kernel that could not be restored."""
 
@@ -53,11 +53,11 @@ class KernelState(StrEnum):
 
 
 AWAKE = frozenset({KernelState.RUNNING, KernelState.SAVING})
-"""States in which the kernel's memory is not saved yet."""
+"""States in which the kernel runs, so that its memory has changes that no checkpoint contains."""
 
 
 class SandboxedKernel(HandleObserver):
-    """A kernel and the listeners for its clients, which a later kernel takes over; ``launch`` ends the earlier one.
+    """A kernel and the listeners for its clients. ``launch`` or ``resume`` replaces the kernel and keeps the listeners.
 
     Owned by the provisioner; observes the handle of its sandbox. The first request of a client wakes a hibernated
     kernel if ``may_wake`` returns True. If that fails, ``on_wake_failed`` is called with the error. ``on_connected`` is
@@ -66,7 +66,7 @@ class SandboxedKernel(HandleObserver):
 
     def __init__(self) -> None:
         self.activity = KernelActivity()
-        self.restored = False  # if True, it may be working on requests that did not pass through this server
+        self.restored = False  # if True, the kernel may be working on requests that did not pass through this server
         self.relay = ChannelRelay(self.activity)
         self.relay.on_call = self._wake_for_client
         self.on_wake_failed: Callable[[SandboxError], None] = lambda error: None
@@ -164,7 +164,7 @@ class SandboxedKernel(HandleObserver):
 
         Clients have to reconnect, as after a restart. If one of the kernel's own cells requested it, ``last_messages``
         makes the messages that end the cell. On failure the kernel continues in its previous state; if that cannot be
-        restored either, it has ended.
+        restored either, the kernel has ended.
         """
         assert self.handle is not None
         handle, was_asleep = self.handle, self.asleep
@@ -238,7 +238,7 @@ class SandboxedKernel(HandleObserver):
 
     @property
     def asleep(self) -> bool:
-        """True while the kernel is hibernated."""
+        """True while the kernel is hibernated or waking: until its restore is complete."""
         return self.state in (KernelState.ASLEEP, KernelState.WAKING)
 
     @asynccontextmanager
@@ -270,7 +270,7 @@ class SandboxedKernel(HandleObserver):
         self._life = asyncio.create_task(self._run(handle, self._process, ending))
 
     def busy(self) -> bool:
-        """Return True while the kernel is not idle. The idle timer, the culler, REST and the metrics all call it."""
+        """Return True while a client waits for the kernel (``waited_for``) or ``activity`` is busy."""
         return self.relay.waited_for or self.activity.busy
 
     def saving(self) -> None:
@@ -284,7 +284,7 @@ class SandboxedKernel(HandleObserver):
             self._wake_for_client()
 
     def gone(self, reason: str) -> None:
-        """Tell the owner that this server no longer has the sandbox."""
+        """Pass the reason why this server no longer has the sandbox to ``on_gone``."""
         self.on_gone(reason)
 
     def _wake_for_client(self) -> None:
@@ -299,11 +299,11 @@ class SandboxedKernel(HandleObserver):
             self.on_wake_failed(error)
         except Exception as error:
             log.exception("Kernel could not be woken")
-            remedy = "The server's log has more. Run the cell again."
+            remedy = "The server's log has the details. Run the cell again."
             self.on_wake_failed(SandboxError(f"{type(error).__name__}: {error}.", remedy))
 
     async def signal(self, signum: int) -> None:
-        """Wake the kernel and signal its process group; SIGKILL ends the whole sandbox, without help of the guest."""
+        """Wake the kernel and signal its process group. SIGKILL ends the whole sandbox instead, without PID 1."""
         if signum == SIGKILL:
             await self.kill()
         elif self._process and self.status is None:
@@ -312,7 +312,7 @@ class SandboxedKernel(HandleObserver):
                 self._process.send_signal(signum)
 
     async def kill(self) -> None:
-        """End the kernel and its sandbox now. If a rewind is in progress, also end the instance that it leaves."""
+        """End the kernel and its sandbox now. If a rewind is in progress, also end its new instance."""
         if self.handle:
             await self.handle.instance.delete()  # operations in progress fail
             if self._rewinds:

@@ -90,7 +90,7 @@ def plan(
 def _configured(
     folder: Mount | None, settings: SandboxSettings, root: str
 ) -> tuple[tuple[Mount, ...], tuple[Mount, ...]]:
-    """Return the mounts of the settings, then those of them that other kernels could replace during the start.
+    """Return all mounts of the settings, and separately those that other kernels could replace during the start.
 
     Raises ConfigurationError for a link that a kernel may have made, or a writable mount of a reserved folder.
     """

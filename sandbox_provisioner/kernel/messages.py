@@ -47,7 +47,7 @@ class MessageTracker:
         self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
 
     def from_client(self, data: bytes) -> int:
-        """Process the client's bytes. Return how many signed messages are in them, or all messages if unreadable."""
+        """Process the client's bytes. Return how many signed messages they have; if not ``readable``, all messages."""
         self._signed = 0
         begun = self._requests.follow(data)
         if self._requests.ready and not self.identity:

@@ -58,7 +58,7 @@ class KernelOperations(SandboxSettings):
 
     @property
     def asleep(self) -> bool:
-        """True while the kernel is hibernated."""
+        """True while the kernel is hibernated or waking: until its restore is complete."""
         return self._kernel.asleep
 
     @property
@@ -68,31 +68,31 @@ class KernelOperations(SandboxSettings):
 
     @property
     def executions(self) -> set[object]:
-        """Commands that currently run beside the kernel."""
+        """Commands that currently run in the sandbox beside the kernel."""
         return self.activity.executions
 
     @property
     def busy(self) -> bool:
-        """True while the kernel is not idle."""
+        """True while the kernel is not idle: ``waited_for``, with an unfinished request, or kept awake."""
         return self._kernel.busy()
 
     @property
     def waited_for(self) -> bool:
-        """True while a client waits for the kernel's reaction to a request, or a command runs beside the kernel."""
+        """True while the kernel has not reacted to a client's last request, or a command runs beside the kernel."""
         return bool(self.activity.executions) or self._kernel.relay.waited_for
 
     def busy_reasons(self) -> list[str]:
         """Return the reasons why the kernel is busy, as sentences without a full stop; empty if it is idle."""
         reasons = self.activity.reasons()
         if not reasons and self.waited_for:
-            reasons.append("A client waits for its reply")
+            reasons.append("A client waits for the kernel's reply")
         return reasons
 
     async def hibernate(self, insist: float | None = None) -> None:
         """Save the kernel, if it is persistent, and free its memory. A client's next request wakes it.
 
-        Set ``insist`` when the server or the kernel ends: after that many seconds the kernel is saved without the help
-        of the guest. Raises UnresponsiveError if that fails too.
+        Set ``insist`` when the server or the kernel ends: if PID 1 does not answer within that many seconds, the kernel
+        is saved without PID 1. Raises UnresponsiveError if that fails too.
         """
         if self._handle and self._launched and self._kernel.status is None:
             await IO.run(self._kernel.hibernate(insist))
@@ -147,18 +147,18 @@ class KernelOperations(SandboxSettings):
     def _require_persistent(self) -> SandboxHandle:
         if self._handle is None:
             raise SandboxError(
-                f"Sandbox {self.kernel_id} is ephemeral: nothing of it is kept.",
-                "A kernel is kept if it is started for a notebook or with a sandbox_id, and persistent is set.",
+                f"Sandbox {self.kernel_id} is ephemeral: its state is not saved.",
+                "Start the kernel for a notebook or with a sandbox_id, and turn on the setting persistent.",
             )
         return self._handle
 
     @property
     def moved(self) -> str:
-        """The reason why another server has the kernel; empty while this one has it."""
+        """The reason why another server has the kernel; empty while this server has it."""
         return self._moved
 
     def keep_state(self) -> None:
-        """Keep the saved state, however the kernel ends now, and do not wake it for clients.
+        """Never delete the saved state when the kernel ends, and do not wake the kernel for clients.
 
         Called by the server before it stops, culls the kernel, or ends it with its state kept.
         """

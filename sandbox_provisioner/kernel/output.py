@@ -180,7 +180,7 @@ class LogLines:
 
 
 async def copy_output(process: Process, ending: Ending, sandbox_id: str) -> None:
-    """Copy the output of ``process`` to the sinks until it ends, and keep the last of it in ``ending``."""
+    """Copy the output of ``process`` to the sinks until it ends. Store the last bytes in ``ending``."""
     loop = asyncio.get_running_loop()
     budget = Budget(loop.time())
     logs = {name: LogLines(sandbox_id, budget) for name in ending.logged}

@@ -30,7 +30,7 @@ CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 MAX_CLIENTS = 250
 """Maximum number of connections to one kernel; each client opens five."""
 MAX_FOREIGN = 10
-"""Maximum number of these that other users of the machine may open."""
+"""Maximum number of these connections that other users of the machine may open."""
 MAX_LINGERING = 64
 """Maximum number of streams that are kept for replies after their client has disconnected."""
 MAX_MESSAGE = 256 << 20
@@ -43,8 +43,8 @@ class ChannelRelay:
 
     ``sent`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``answered``
     is the value of ``sent`` when the kernel last began a message. ``activity`` gets all requests and replies.
-    ``on_call`` is called when a client needs a hibernated kernel, ``on_oversized`` with the channel of a message that
-    was refused because it exceeds ``max_message_size`` bytes.
+    ``on_call`` is called when a client's request has to wake the kernel, ``on_oversized`` with the channel of a message
+    that was refused because it exceeds ``max_message_size`` bytes.
     """
 
     def __init__(self, activity: KernelActivity | None = None) -> None:
@@ -116,7 +116,7 @@ class ChannelRelay:
     ) -> None:
         """Join every client, waiting or future, to the kernel behind ``connection``, at its channel's target.
 
-        ``signing`` is the kernel's key and signature scheme; without it, messages cannot be checked and all count.
+        ``signing`` is the kernel's key and signature scheme; without it, all messages count as requests, unchecked.
         """
         self._connection, self._targets, self._signing = connection, targets, signing
         self.sent = self.answered = 0
@@ -133,12 +133,12 @@ class ChannelRelay:
 
     @property
     def asleep(self) -> bool:
-        """True while the kernel is hibernated."""
+        """True from the end of a save that ended the sandbox until the restore begins; ``resting`` lasts longer."""
         return self._connection is not None and self._connection.asleep
 
     @property
     def resting(self) -> bool:
-        """True while the kernel is hibernated, being hibernated or waking: it cannot answer heartbeats."""
+        """True while the kernel cannot answer: it is being saved, ``asleep`` or being restored."""
         return self._connection is not None and self._connection.resting
 
     def reconnect_heartbeats(self) -> None:
@@ -187,12 +187,12 @@ class ChannelRelay:
 
     @property
     def called(self) -> bool:
-        """True while a client has a request that the kernel has not received, because it sleeps or is not ready."""
+        """True while the kernel has not received a client's request: at least one client is ``calling``."""
         return any(client.calling for client in self._clients)
 
     @property
     def waited_for(self) -> bool:
-        """True if the kernel has sent nothing since a client's last request, or has not received that request."""
+        """True while the kernel has not reacted to a request: ``called``, or received it and sent nothing since."""
         return self.sent > self.answered or self.called
 
     async def drained(self) -> None:
@@ -256,7 +256,7 @@ class ChannelRelay:
 
     @property
     def knows_key(self) -> bool:
-        """True if messages can be checked."""
+        """True if the key that signs the messages is known, so that they can be checked."""
         return self._signing is not None
 
     def reader(self, on_message: Callable[[Header, Header], None]) -> MessageReader | None:

@@ -1,7 +1,7 @@
 """Pass bytes between one client and one channel of its kernel, unchanged.
 
-``messages`` tracks the messages in them. While the kernel is hibernated, the client's handshake and heartbeats are
-answered here, and its messages are held for the kernel.
+The module ``messages`` tracks the Jupyter messages in these bytes. While the kernel is hibernated, the client's
+handshake and heartbeats are answered here, and its messages are held for the kernel.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class ClientConnection(asyncio.Protocol):
         self._heart: Heartbeat | None = None
         self._held: HeldClient | None = None
         self._messages = MessageTracker(relay, channel)
-        self._early = b""
-        self._waiting = bytearray()
-        self._unsent = 0
-        self._congested = False
-        self._client_sent = self._kernel_sent = self._calling = False
+        self._early = b""  # from the client, received before the kernel ran
+        self._to_client = bytearray()  # waits until the client reads
+        self._uncredited = 0  # bytes that were sent to the client, but the guest has no credit for them yet
+        self._congested = False  # True while the client does not read fast enough
+        self._client_sent = self._kernel_sent = self._has_request = False
 
     # -- called by asyncio
 
@@ -111,7 +111,7 @@ class ClientConnection(asyncio.Protocol):
         self.join()
 
     def data_received(self, data: bytes) -> None:
-        """Pass the client's bytes on. While the kernel is hibernated, hold them, or answer them if heartbeats."""
+        """Pass the client's bytes on. While the kernel is hibernated, hold them; answer heartbeats."""
         if self._heart or (self._relay.resting and self.channel == "hb" and data.startswith(PING)):
             self._answer_heartbeat(data)
             return
@@ -128,10 +128,10 @@ class ClientConnection(asyncio.Protocol):
         self._pass_on(data)
         waiting = self._waits_for_kernel
         if requests and waiting:
-            self._calling = True
+            self._has_request = True
         if waiting > self._room:
             self._transport.pause_reading()
-            self._calling = self._calling or self.trusted
+            self._has_request = self._has_request or self.trusted
         if self._relay.asleep and self.calling:
             self._relay.on_call()
 
@@ -142,9 +142,9 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Send the bytes that waited for the client to read."""
         self._congested = False
-        if self._waiting:
-            waiting, self._waiting = bytes(self._waiting), bytearray()
-            self._transport.write(waiting)
+        if self._to_client:
+            data, self._to_client = bytes(self._to_client), bytearray()
+            self._transport.write(data)
         if not self._congested:
             self._grant_credit()
             if self.channel == "hb":
@@ -170,7 +170,7 @@ class ClientConnection(asyncio.Protocol):
     # -- called by the relay
 
     def join(self) -> None:
-        """Join the connection to the kernel, if one runs. Answer heartbeats here while it is hibernated."""
+        """Join the connection to the kernel, if there is one. While it is hibernated, answer heartbeats instead."""
         if self._stream or self._transport.is_closing():
             return
         if self._relay.resting and self.channel == "hb":
@@ -207,16 +207,16 @@ class ClientConnection(asyncio.Protocol):
     @property
     def interruptible(self) -> bool:
         """True if a message to the client can begin now."""
-        return self._messages.between_replies and not self._waiting and not self._congested
+        return self._messages.between_replies and not self._to_client and not self._congested
 
     @property
     def calling(self) -> bool:
-        """True if a trusted client has a request for the kernel, or needs the kernel to continue the handshake."""
+        """True while a trusted client's request, or handshake that only the kernel can answer, waits for the kernel."""
         if self._stream is None or self.channel not in CALLS or not self.trusted:
             return False
-        needs_kernel = self._held is None or self._held.answered.opaque
-        in_handshake = self._client_sent and not self._kernel_sent and needs_kernel
-        return in_handshake or (self._calling and self._waits_for_kernel > 0)
+        only_kernel_can_answer = self._held is None or self._held.answered.opaque
+        in_handshake = self._client_sent and not self._kernel_sent and only_kernel_can_answer
+        return in_handshake or (self._has_request and self._waits_for_kernel > 0)
 
     @property
     def _waits_for_kernel(self) -> int:
@@ -224,7 +224,7 @@ class ClientConnection(asyncio.Protocol):
         return (self._stream.backlog if self._stream else 0) + (len(self._held.waiting) if self._held else 0)
 
     def held(self) -> bytes:
-        """Return the client's messages that are held for the kernel, without the client's handshake."""
+        """Return the bytes after the client's handshake that the kernel has not received, even without a request."""
         if self._held:
             return bytes(self._held.waiting[self._messages.handshake_size :])
         return self._stream.held() if self._stream else b""
@@ -235,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
             del self._held.waiting[self._messages.handshake_size :]
         elif self._stream:
             self._stream.forget_held()
-        self._calling = False
+        self._has_request = False
         self._transport.resume_reading()
         self._send(answer)
 
@@ -280,7 +280,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def _pass_on(self, data: bytes) -> None:
-        """Write bytes to the kernel; if the handshake was answered here, only after the kernel has sent its own."""
+        """Write bytes to the kernel; if the handshake was answered here, only after the kernel's greeting."""
         assert self._stream is not None
         if data := self._held.to_kernel(data) if self._held else data:
             self._stream.write(data)
@@ -296,7 +296,7 @@ class ClientConnection(asyncio.Protocol):
     @property
     def _room(self) -> int:
         """Bytes to hold before reading pauses: enough for a whole message if it can wake the kernel, else MAX_EARLY."""
-        can_wake = self._relay.asleep and self.trusted and not self._calling
+        can_wake = self._relay.asleep and self.trusted and not self._has_request
         return self._relay.max_message_size if can_wake and self._messages.readable else MAX_EARLY
 
     # -- from the kernel to the client
@@ -314,9 +314,9 @@ class ClientConnection(asyncio.Protocol):
             return
         if messages and self.channel != "hb":
             self._relay.note_reaction()
-        self._unsent += len(data)
+        self._uncredited += len(data)
         if self._congested:
-            self._waiting += data
+            self._to_client += data
         else:
             self._transport.write(data)
         if not self._congested:
@@ -344,9 +344,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _grant_credit(self) -> None:
         """Give the guest credit for the bytes that were sent to the client."""
-        if self._stream and self._unsent:
-            self._stream.consumed(self._unsent)
-        self._unsent = 0
+        if self._stream and self._uncredited:
+            self._stream.consumed(self._uncredited)
+        self._uncredited = 0
 
     def _answer_heartbeat(self, data: bytes) -> None:
         """Answer on the kernel's behalf. Stop reading from a client that does not read the answers."""

@@ -64,8 +64,8 @@ class SandboxSettings(LocalProvisioner):
         Int(
             MAX_MESSAGE,
             min=1 << 20,
-            help="Bytes of the largest message that a kernel can send its clients; the connection on which it sends a "
-            "larger one is closed.",
+            help="Bytes of the largest message that a kernel can send its clients; a larger message closes the "
+            "connection on which it is sent.",
         ),
     )
     working_folder = config.setting(
@@ -114,8 +114,8 @@ class SandboxSettings(LocalProvisioner):
     sandbox_id = config.setting(
         "SANDBOX_ID",
         Unicode(
-            help="Id, chosen by you, of the persistent sandbox for the kernel, in the storage of this server; empty "
-            "means the notebook's own sandbox."
+            help="Id of the kernel's persistent sandbox in this server's storage, chosen by you. The sandbox is "
+            "created if it does not exist. Empty means the notebook's own sandbox."
         ),
     )
     gcs_sandbox_id = config.setting(

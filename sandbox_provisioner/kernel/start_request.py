@@ -1,4 +1,4 @@
-"""Make the StartRequest of a kernel's start from its keyword or its environment, and from the settings."""
+"""Make a kernel's StartRequest from the keyword or environment of the start, completed from the settings."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def start_process(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
     Raises ConfigurationError if the requested folder was replaced by another one while the sandbox started.
     """
     begin = _activate if sandbox.spec.carried else _execute
-    for _ in range(IDENTIFY_TRIES):  # writes of others change the time that identifies a folder
+    for _ in range(IDENTIFY_TRIES):  # writes of other processes change the time that identifies a folder
         try:
             return await begin(sandbox, start)
         except GuestError as error:

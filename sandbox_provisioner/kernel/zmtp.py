@@ -1,4 +1,4 @@
-"""Encode, decode and follow ZeroMQ's wire protocol, ZMTP 3: the only place that knows its bytes."""
+"""Encode, decode and follow ZeroMQ's wire protocol, ZMTP 3. No other module depends on its byte format."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SOCKET_TYPES = {"shell": b"ROUTER", "stdin": b"ROUTER", "control": b"ROUTER", "i
 HANDSHAKE = 2
 """Maximum number of commands in a side's handshake; on an encrypted connection all later ones are messages."""
 FRAME_COST = 1 << 10
-"""Bytes that count for each frame besides its own, because a receiver keeps an object for each."""
+"""Bytes that count for each frame in addition to its body, because a receiver keeps an object for each frame."""
 UNLIMITED = 1 << 65
 """A number of bytes that no frame can exceed."""
 MAJOR = 10
-"""Offset of the major version in a greeting that begins with FIRST and has the lowest bit set at MAJOR - 1."""
+"""Offset of the major version in a greeting, if it begins with FIRST and the byte before MAJOR is odd."""
 FIRST = 0xFF
 ZMTP_3 = 3
 MAX_READY = 512
@@ -99,9 +99,9 @@ class Sink(Protocol):
 
 
 class Position:
-    """The protocol state of one direction of a connection, from the bytes that have passed.
+    """The protocol state of one direction of a connection, computed from the bytes that have passed.
 
-    ``limit`` is the largest message in bytes; each frame counts ``FRAME_COST`` bytes more than it has. With a limit,
+    ``limit`` is the largest message in bytes; each frame counts ``FRAME_COST`` bytes extra. With a limit,
     the peer must speak ZMTP 3: libzmq also accepts the earlier versions, whose frames begin elsewhere.
     """
 

@@ -17,7 +17,7 @@ from .connection import GuestConnection
 
 ZYGOTE = "unix:/run/jupyter/frozen"
 MAX_ANSWER = 1 << 23
-"""Bytes of the stopped kernel's answer."""
+"""Maximum bytes of the stopped kernel's answer."""
 MAX_PROBLEM = 500
 """Characters of the stopped kernel's error that are reported."""
 ACTIVATING = 30.0

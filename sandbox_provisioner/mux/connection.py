@@ -45,10 +45,10 @@ class Hooks:
 
 
 class ConnectionState(Enum):
-    """The state of a connection. Frames are sent only in OPEN; in the other states they are held."""
+    """The state of a connection. Frames are sent only in OPEN, dropped in CLOSED, and held in all others."""
 
     NEW = "new"
-    """The guest has not sent its hello message yet."""
+    """The guest has not sent its hello message."""
     OPEN = "open"
     QUIESCED = "quiesced"
     """The traffic is stopped for a checkpoint, or not yet continued after a restore."""
@@ -68,7 +68,7 @@ class GuestConnection:
         self.on_hook_failed: Callable[[str], None] = lambda reason: None
         self.host_api = HostApi(lambda message: self.send(_control(message)))
         self.control_waits = False
-        """True if a control message, such as a signal, waits for the guest. An answer to its request does not count."""
+        """True if a control message, such as a signal, is held for the guest. Answers to its requests do not count."""
         self._loop = asyncio.get_running_loop()
         self._decoder = Decoder()
         self._pipe: Pipe | None = None
@@ -82,17 +82,17 @@ class GuestConnection:
 
     @property
     def quiet(self) -> bool:
-        """True while frames for the guest are held."""
+        """True in every state but OPEN, so also while ``resting``: ``send`` does not send frames now."""
         return self.state is not ConnectionState.OPEN
 
     @property
     def asleep(self) -> bool:
-        """True while the sandbox has ended and is to be restored from its checkpoint."""
+        """True only in DETACHED: the sandbox has ended with a checkpoint, and its restore has not begun."""
         return self.state is ConnectionState.DETACHED
 
     @property
     def resting(self) -> bool:
-        """True while the guest is hibernated, being checkpointed or being restored."""
+        """True in QUIESCED and DETACHED: the guest is being saved, is ``asleep`` or is being restored."""
         return self.state in (ConnectionState.QUIESCED, ConnectionState.DETACHED)
 
     # -- the pipe ----------------------------------------------------------------------------------------------
@@ -163,10 +163,10 @@ class GuestConnection:
         self._start_hook(AFTER_RESTORE)
         self._send_at_once(op="resume")
         try:
-            await self._reply("resumed")
+            await self._wait_for_reply("resumed")
         finally:
             self._restoring = False
-        self._flow()
+        self._continue_traffic()
 
     async def call_hook(self, name: str) -> None:
         """Run a hook of the kernel, if it has one, and wait until it has finished or its time is over."""
@@ -181,8 +181,8 @@ class GuestConnection:
         self._send_at_once(op="hook", request=request, seconds=self.hooks.seconds)
         return self._hook_waits[-1]
 
-    def _flow(self) -> None:
-        """Send the frames that were held, in order, and from now on all frames."""
+    def _continue_traffic(self) -> None:
+        """Enter OPEN: send the held frames in order, and later frames at once."""
         self.state = ConnectionState.OPEN
         self.control_waits = False
         held, self._held = self._held, []
@@ -219,7 +219,7 @@ class GuestConnection:
         return await self._processes.spawn({**request, "files": dict(files or {}), "expect": dict(expect or {})})
 
     def process(self, number: int) -> GuestProcess | None:
-        """Return the running process of that number and start receiving its output. None if there is none."""
+        """Return the running process with this number, and start to receive its output; None if it has ended."""
         process = self._processes.get(number)
         if process:
             process.begin()
@@ -228,7 +228,7 @@ class GuestConnection:
     async def activate(self, **message: Any) -> None:
         """Ask PID 1 to activate a copy of a template, and wait. Raises GuestError if it fails."""
         self.tell(op="activate", **message)
-        await self._reply("activated")
+        await self._wait_for_reply("activated")
 
     # -- sending -----------------------------------------------------------------------------------------------
 
@@ -261,15 +261,15 @@ class GuestConnection:
         if self.error:
             raise LinkClosedError(f"The sandbox is gone: {self.error}")
 
-    async def _reply(self, op: str) -> None:
-        """Wait for the reply ``op``. A guest that sends it at any other time breaks a rule."""
+    async def _wait_for_reply(self, op: str) -> None:
+        """Wait for the reply ``op``. If the guest sends this reply at any other time, it breaks a rule."""
         self._waits[op] = self._loop.create_future()
         try:
             await self._waits[op]
         finally:
             self._waits.pop(op, None)
 
-    def _waiting(self, op: str) -> bool:
+    def _reply_expected(self, op: str) -> bool:
         return op in self._waits and not self._waits[op].done()
 
     # -- receiving ---------------------------------------------------------------------------------------------
@@ -312,10 +312,10 @@ class GuestConnection:
                 self._hook_waits.popleft().set_result(None)
                 if problem := str(message["trouble"]):
                     self.on_hook_failed(printable(problem[:MAX_HOOK_ERROR]))
-            case "resumed" if self._waiting(op):
-                self._quiesce_waits.clear()  # The guest never received them: it replies in order.
+            case "resumed" if self._reply_expected(op):
+                self._quiesce_waits.clear()  # The guest never got these requests: it replies in order.
                 self._waits[op].set_result(None)
-            case "activated" if self._waiting(op):
+            case "activated" if self._reply_expected(op):
                 if message["errno"]:
                     self._waits[op].set_exception(refusal("The copy of a template could not be activated", message))
                 else:
@@ -331,7 +331,7 @@ class GuestConnection:
         if version != VERSION:
             raise ProtocolError(f"The guest uses protocol version {version!r:.20}, not {VERSION}.")
         self._processes.adopt(processes, restored=self._restoring)
-        self._flow()
+        self._continue_traffic()
         self._waits["hello"].set_result(None)
 
 

@@ -61,7 +61,7 @@ class HostApi:
             asyncio.get_running_loop().call_later(LISTENER_WAIT, self._refuse_early)
 
     def confirm(self, number: Any) -> None:
-        """Close a request whose answer the guest has received. Called by the connection. Raises ProtocolError."""
+        """Close a request whose answer the guest has received. Raises ProtocolError if none was sent."""
         if type(number) is not int or not self._answered.get(number):
             raise ProtocolError("The guest confirmed an answer that was not sent.")
         del self._answered[number]

@@ -59,15 +59,15 @@ class GuestStream:
 
     @property
     def backlog(self) -> int:
-        """Number of bytes that wait for credit, or for the connection to resume."""
+        """Number of written bytes that were not sent: they wait for credit, or for the connection to resume."""
         return len(self._unsent)
 
     def held(self) -> bytes:
-        """Return the bytes that wait for credit, or for the connection to resume."""
+        """Return the bytes that ``backlog`` counts."""
         return bytes(self._unsent)
 
     def forget_held(self) -> None:
-        """Discard the bytes that wait."""
+        """Discard the bytes that ``backlog`` counts."""
         self._unsent.clear()
 
     def write(self, data: bytes) -> None:

@@ -192,7 +192,7 @@ def test_failed_wake_is_explained_in_notebook_and_retried(
             file.write(content)
         os.utime(image, ns=(times.st_atime_ns, times.st_mtime_ns))
         if content != whole:
-            with pytest.raises(AssertionError, match=r"could not be woken, and its state is kept.*is damaged"):
+            with pytest.raises(AssertionError, match=r"could not be woken; its saved state is unchanged.*is damaged"):
                 notebook.run("x")
     assert notebook.run("x") == "1"
     notebook.close()

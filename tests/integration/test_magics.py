@@ -119,7 +119,7 @@ def usage_error(notebook: Notebook, line: str) -> str:
 def test_magic_saves_lists_and_refuses_in_one_line(notebook: Notebook, clerk: Clerk) -> None:
     assert "%sandbox rewind NAME" in notebook.run("%sandbox")
     assert notebook.run("name = 'before'\n%sandbox savepoint {name}") == (
-        "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
+        "Saved as before (123 MB in 0.4 s). The kernel keeps running.\n"
     )
     assert notebook.run("%sandbox status").startswith("Sandbox:    nb-1\n")
     assert "  before  2026-11-16 15:50 UTC  123 MB\n" in notebook.run("%sandbox savepoints")
@@ -205,8 +205,8 @@ def test_magic_savepoint_and_rewind(open_notebook: Open, notebook_folder: Path) 
 @runsc_
 def test_magic_in_ephemeral_kernel(open_notebook: Open) -> None:
     notebook = open_notebook(name="")
-    assert "Nothing of this kernel is kept" in notebook.run("%sandbox status")
-    assert "Nothing of this kernel is kept" in usage_error(notebook, "%sandbox savepoint before")
+    assert "This kernel's state is not saved" in notebook.run("%sandbox status")
+    assert "This kernel's state is not saved" in usage_error(notebook, "%sandbox savepoint before")
 
 
 # -- asks in a sandbox that sleeps ---------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ async def test_request_is_answered_after_hibernation(make: Make, tmp_path: Path,
         await asyncio.sleep(0)
     await sandbox.restore(tmp_path / "image")
     clerk.go.set()
-    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel runs on."
+    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel keeps running."
 
 
 @runsc_
@@ -266,7 +266,7 @@ async def test_restored_copy_knows_it_is_the_savepoint(make: Make, tmp_path: Pat
     await asyncio.wait_for(clerk.begun.wait(), LONG)
     await sandbox.copy(tmp_path / "image")
     clerk.go.set()
-    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel runs on."
+    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel keeps running."
     heir = make()
     await heir.restore(tmp_path / "image")
     adopted = heir.connection.process(process.number)

@@ -441,7 +441,7 @@ def test_reasons_name_cells_and_other_requests(activity: KernelActivity) -> None
     activity.requested(request("next"))
     activity.requested(request("complete", "complete_request"))
     assert activity.reasons() == [
-        "A cell has been running for 0 seconds, and 1 more wait",
+        "A cell has been running for 0 seconds, with 1 more waiting",
         "The kernel has worked on 'complete_request' for 0 seconds",
     ]
 

@@ -110,7 +110,8 @@ def test_any_request_is_answered_or_refused(request_: dict[str, Any]) -> None:
 async def test_savepoint_is_made_and_its_size_and_time_are_reported(clerk: Clerk) -> None:
     answer = await serve({"op": "savepoint", "name": "before"}, clerk)
     assert list(clerk.made) == ["before"]
-    assert answer_text("savepoint", "before", answer) == "Saved as before (123 MB in 0.4 s). The kernel runs on.\n"
+    text = answer_text("savepoint", "before", answer)
+    assert text == "Saved as before (123 MB in 0.4 s). The kernel keeps running.\n"
 
 
 async def test_status_lists_the_savepoints_oldest_first(clerk: Clerk) -> None:

@@ -221,14 +221,14 @@ async def test_client_that_does_not_read_delays_no_other_and_needs_bounded_memor
         tracemalloc.start()
         sullen = socket.create_connection((IP, ports["iopub"]))
         sullen.send(b"flood")
-        await until(lambda: any(client._unsent > WINDOW // 2 for client in relay._clients))
+        await until(lambda: any(client._uncredited > WINDOW // 2 for client in relay._clients))
         for number in range(200):
             message = b"message %d " % number * 100
             await brisk.send(message)
             assert await brisk.receive(len(message)) == message
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert sum(client._unsent for client in relay._clients) <= WINDOW
+        assert sum(client._uncredited for client in relay._clients) <= WINDOW
         assert peak < 4 * WINDOW + 2 * len(block)  # what the window holds, and what the server here has under way
         received = await asyncio.to_thread(read_exactly, sullen, 24 * len(block))
         sullen.close()
@@ -387,7 +387,7 @@ async def test_close_does_not_wait_for_a_client_that_does_not_read(
         with socket.socket() as client_that_does_not_read:
             client_that_does_not_read.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
             client_that_does_not_read.connect((IP, ports["iopub"]))
-            await until(lambda: any(client._unsent > WINDOW // 2 for client in relay._clients))
+            await until(lambda: any(client._uncredited > WINDOW // 2 for client in relay._clients))
             await asyncio.wait_for(relay.close(), LIMIT)
             await until(lambda: not relay._clients)
     with pytest.raises(ConnectionRefusedError):
@@ -495,7 +495,7 @@ async def test_kernel_is_waited_for_until_it_reacts_to_a_request(
         await client.send(QUESTION * 3)
         await until(lambda: relay.sent == 3)
         assert relay.waited_for
-        connection._flow()
+        connection._continue_traffic()
         await client.receive(3 * len(QUESTION))
         assert not relay.waited_for
         connection.state = ConnectionState.QUIESCED

@@ -115,7 +115,7 @@ async def test_unsigned_messages_neither_count_nor_wake(
         await client.send(data[bad])
         await until(lambda: any(one.held() for one in relay._clients))
         assert not relay.waited_for and not relay.activity.busy
-        connection._flow()
+        connection._continue_traffic()
         await until(lambda: end.heard[channel] == CLIENT + data[bad])  # it still passes
         assert relay.sent == 0 and calls == []
 
@@ -135,7 +135,7 @@ async def test_kernel_usage_requests_do_not_wake_the_kernel(
         assert not relay.called
         await client.send(message("debug_request")[1])
         await until(lambda: relay.called)
-        connection._flow()
+        connection._continue_traffic()
 
 
 async def test_client_of_a_hibernated_kernel_gets_its_handshake(
@@ -150,7 +150,7 @@ async def test_client_of_a_hibernated_kernel_gets_its_handshake(
         msg_id, request = message()
         await client.send(request)
         await until(lambda: relay.called)
-        connection._flow()
+        connection._continue_traffic()
         await until(lambda: end.heard["shell"] == GREETING)
         end.writers[0].write(KERNEL)  # the kernel greets, too; the client has heard that
         await until(lambda: end.heard["shell"] == CLIENT + request)
@@ -179,7 +179,7 @@ async def test_held_requests_are_answered_without_the_handshake(
         assert held == [request]
         await client.receive(len(reply(msg_id)))
         assert not relay.called and not relay.activity.busy
-        connection._flow()
+        connection._continue_traffic()
         await until(lambda: end.heard["shell"] == GREETING)
         end.writers[0].write(KERNEL)
         await until(lambda: end.heard["shell"] == CLIENT)
@@ -332,7 +332,7 @@ async def test_zeromq_client_that_connected_during_hibernation_gets_replies(
         request = session.msg("execute_request", {"code": "x" * 300_000})
         await dealer.send_multipart(session.serialize(request))
         await until(lambda: relay.called)
-        connection._flow()
+        connection._continue_traffic()
         identity, *_ = await asyncio.wait_for(router.recv_multipart(), LIMIT)
         answer = Session(key=KEY).msg("execute_reply", {}, parent=request["header"])
         await router.send_multipart([identity, *Session(key=KEY).serialize(answer)])
