@@ -74,13 +74,13 @@ def _show_log(server_log: logging.Logger) -> None:
 def _emit_events(logger: EventLogger, loop: IOLoop) -> None:
     """Emit events on the server's loop, because their listeners run there, until that loop is closed."""
 
-    def tell(entry: Entry) -> None:
+    def emit(entry: Entry) -> None:
         if loop.asyncio_loop.is_closed():  # type: ignore[attr-defined]
             end()
         elif entry.what in EVENTS:
             loop.add_callback(logger.emit, schema_id=schema_id(entry.what), data=event(entry))
 
-    end = EVENT_BUS.subscribe(tell)
+    end = EVENT_BUS.subscribe(emit)
 
 
 def event(entry: Entry) -> dict[str, Any]:
