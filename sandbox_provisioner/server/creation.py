@@ -129,7 +129,7 @@ class Creation:
         return source
 
     async def _find_previous(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
-        """Return the last used sandbox stored under the chosen id, or of the notebook if no kernel is named, or None."""
+        """Return the last used stored sandbox with the chosen id, or of the notebook if no kernel is named; or None."""
         chosen = _chosen_id(body)
         path = notebook.absolute if notebook and "kernel_name" not in body else ""
         if not chosen and not path:

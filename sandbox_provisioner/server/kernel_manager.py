@@ -285,7 +285,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return is_sandboxed(spec.metadata, self.parent)
 
     async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
-        """Hibernate a kernel and log any failure. With ``insist`` (seconds), end an unresponsive kernel that cannot be saved."""
+        """Hibernate a kernel and log any failure. With ``insist`` (seconds), end an unresponsive kernel."""
         try:
             await provisioner.hibernate(insist)
         except UnresponsiveError as error:
