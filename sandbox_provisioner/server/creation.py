@@ -253,19 +253,19 @@ def _require_consistent(body: Mapping[str, Any]) -> None:
     """Raise BadRequestError if fields of the body contradict each other."""
     for one, other in (("sandbox_id", "gcs_sandbox_id"), ("savepoint", "snapshot")):
         if one in body and other in body:
-            raise BadRequestError(f"Both {one} and {other} are given.", "Give one of them.", other)
+            raise BadRequestError(f"Both {one} and {other} are given.", "Give only one of them.", other)
     persistent = {"notebook_path", "sandbox_id", "gcs_sandbox_id", "savepoint", "snapshot"}
     needs_storage = set(body) & {"enable_handoff", "enable_checkpoint_at_idle", "idle_timeout"}
     if "snapshot" in body and not persistent - {"snapshot"} & set(body):
         raise BadRequestError(
             "An ephemeral sandbox cannot start with the files of a file snapshot.",
-            "Give a notebook_path or a sandbox_id.",
+            "Give a notebook_path or a sandbox_id, which makes the sandbox persistent.",
             "snapshot",
         )
     if needs_storage and not persistent & set(body):
         raise BadRequestError(
             f"{min(needs_storage)} cannot be set for an ephemeral sandbox.",
-            "Give a notebook_path or a sandbox_id.",
+            "Give a notebook_path or a sandbox_id, which makes the sandbox persistent.",
             min(needs_storage),
         )
 

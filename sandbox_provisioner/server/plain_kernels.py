@@ -128,7 +128,7 @@ class PlainKernelGuard(LoggingConfigurable):
         await self._require_allowed(kernel_name, self._files(*paths))
 
     async def _require_connectable(self, kernel_id: str, path: str | None) -> None:
-        """Raise PlainKernelError if a session may not connect the notebook at ``path`` to this running kernel."""
+        """Record a notebook that connects to a running sandboxed kernel. Raises PlainKernelError for a refused one."""
         if kernel_id not in self._kernels:
             return
         kernel, files = self._kernels.get_kernel(kernel_id), self._files(path)
@@ -159,13 +159,12 @@ class PlainKernelGuard(LoggingConfigurable):
     def refusal(self, file: str, kernel_name: str) -> PlainKernelError:
         """Return the error for a refused kernel, with the notebook's path relative to the server's root folder."""
         notebook = printable(self._relative(file))[:300]
-        argument = shlex.quote(
-            f"./{notebook}" if notebook.startswith("-") else notebook
-        )  # the sandbox may have chosen the name
+        # Code in the sandbox may have chosen the notebook's name.
+        argument = shlex.quote(f"./{notebook}" if notebook.startswith("-") else notebook)
         confirm = f" To use this kernel, run `jupyter sandbox allow-plain {argument}` first." if self.can_allow else ""
         return PlainKernelError(
-            f"Notebook {notebook} ran in a sandbox. Its kernel is now {kernel_name!r:.200}, which runs without a "
-            "sandbox. Code in the sandbox may have changed the notebook's kernel.",
+            f"Notebook {notebook} ran in a sandbox. The requested kernel {kernel_name!r:.200} runs without a sandbox. "
+            "Code in the sandbox may have changed the kernel that the notebook's file names.",
             f'Choose a kernel whose name ends in "(sandbox)".{confirm}',
         )
 

@@ -85,7 +85,7 @@ def can_start(checks: Sequence[Check]) -> bool:
 
 
 def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
-    """Check that a usable runsc is found and is new enough; also report its age and the runscs that are not trusted."""
+    """Check that a usable, new enough runsc is found; also report its age, and each runsc that is not trusted."""
     try:
         runsc = find(setting, environ)
     except RunscTooOldError as error:
@@ -107,7 +107,7 @@ def check_refused(environ: Mapping[str, str]) -> list[Check]:
 def check_age(runsc: Runsc, today: date) -> Check:
     """Check that a usable runsc is at most STALE_DAYS old. An older one is advice only."""
     if runsc.built is None:
-        return Check("runsc's age", True, "its version has no date; it is assumed to be new enough")
+        return Check("runsc's age", True, "runsc's version has no date; it is assumed to be new enough")
     days = (today - runsc.built).days
     finding = f"built {runsc.built}, {age(days)} ago; {OLDEST} is the oldest supported version"
     if days <= STALE_DAYS:
