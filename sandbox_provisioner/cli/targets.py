@@ -159,7 +159,7 @@ class Reach:
         if not self.servers:
             self._raise_server_error()
             problem = (
-                f"Sandbox {found.sandbox.id} is {found.sandbox.state}. The command needs a running Jupyter Server."
+                f"The command needs a running Jupyter Server: sandbox {found.sandbox.id} is {found.sandbox.state}."
             )
             raise NoServerError(problem)
         raise NoKernelError(found.sandbox)

@@ -119,7 +119,7 @@ class AsyncSandboxClient:
         return await self._ask(Sandbox, "POST", _path(id, "wake"))
 
     async def keep_awake(self, id: str, seconds: float | None = None) -> Sandbox:
-        """Keep an idle kernel from being hibernated for ``seconds``; None for no limit, 0 to allow that again."""
+        """Keep an idle kernel awake for ``seconds``: None for no limit, 0 to let it be hibernated again."""
         return await self._ask(Sandbox, "POST", _path(id, "keep-awake"), {"seconds": seconds})
 
     async def restart(self, id: str) -> Sandbox:
@@ -133,8 +133,7 @@ class AsyncSandboxClient:
     async def delete(self, id: str, unverified: bool = False) -> Deleted:
         """End a sandbox's kernel and delete its stored state.
 
-        With ``unverified``, a document that is not signed with the server's key does not prevent the deletion, unless
-        it names another user.
+        With ``unverified``, also delete a sandbox without the server's signature, unless it names another user.
         """
         query = {"unverified": "true"} if unverified else None
         return await self._ask(Deleted, "DELETE", _path(id), query=query)

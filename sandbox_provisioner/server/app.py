@@ -79,7 +79,7 @@ def _guard_contents(serverapp: ServerApp) -> None:
 
 
 def _run_no_code_of_shared_cwd(serverapp: ServerApp) -> None:
-    """Keep the server from running code in its working directory if kernels can write there.
+    """Keep the server from running code from its working directory if kernels can write there.
 
     ``python -m jupyter_server`` puts that folder on ``sys.path``, and nbconvert looks for templates in it.
     """

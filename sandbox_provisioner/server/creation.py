@@ -150,9 +150,7 @@ class Creation:
         name = requested or known or next(iter(names), "")
         if known and name != known:
             raise BadRequestError(
-                f"Sandbox {before and before.id} cannot start another kernel than its own.",
-                f"Give {known} as kernel_name, or leave it out.",
-                "kernel_name",
+                f"Sandbox {before and before.id} has the kernel {known}.", f"Request {known}.", "kernel_name"
             )
         if before and not requested and name not in names:
             raise StateError(

@@ -1,7 +1,6 @@
 """Protect Jupyter Server against malformed and too many messages of a kernel.
 
-Otherwise, a malformed message would end the tracking of the kernel's activity, and the buffer for a client that left
-would have no limit.
+Without it, a malformed message would end the tracking of a kernel's activity, and buffers would have no limit.
 """
 
 from __future__ import annotations

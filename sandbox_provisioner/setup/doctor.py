@@ -241,9 +241,7 @@ def check_folder(name: str, folder: Path, megabytes: int, variable: str, require
     free = shutil.disk_usage(nearest(folder)).free // MEGABYTE
     finding = f"{folder}, {free / 1024:.1f} GB free" if free >= 1024 else f"{folder}, {free} MB free"
     if free < megabytes:
-        remedy = (
-            f"Delete files until {megabytes} MB are free, or set {variable} to a folder on a disk with more free space."
-        )
+        remedy = f"Free {megabytes} MB on this disk, or set {variable} to a folder on a disk with more free space."
         return Check(name, False, finding, remedy, required)
     return Check(name, True, finding, required=required)
 

@@ -130,9 +130,7 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
                 f"There is no kernel named {name}.", f"These can be sandboxed: {', '.join(local) or 'none'}."
             )
         if name not in local:
-            raise SandboxError(
-                f"Kernel {name} cannot be sandboxed: it has its own provisioner, {found[name].provisioner}."
-            )
+            raise SandboxError(f"Kernel {name} cannot be sandboxed: its provisioner is {found[name].provisioner}.")
     wanted = [local[name] for name in dict.fromkeys(names)] or list(local.values())
     if not wanted:
         raise SandboxError("No kernel is installed here.", "Install one, such as Python's: `pip install ipykernel`.")

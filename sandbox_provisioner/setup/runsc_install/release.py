@@ -42,8 +42,7 @@ class ReleaseSource(Source):
             )
         if not DIGEST.fullmatch(sha512):
             raise SandboxError(
-                f"--sha512 is {sha512!r:.150}, which is not a SHA-512 digest.",
-                "A SHA-512 digest has 128 hexadecimal digits.",
+                f"--sha512 is {sha512!r:.150}, which is not a SHA-512 digest.", "Give all 128 hexadecimal digits."
             )
         self._base, self._version, self._sha512 = base.rstrip("/"), version, sha512.lower()
 
