@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(
         open=lambda: Persistence.open(configured("storage_dir")),
-        interrupted="a server completes the requests that it has received.",
+        interrupted="requests that a server has already received are still completed.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)

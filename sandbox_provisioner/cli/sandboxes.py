@@ -111,7 +111,7 @@ def run_revert(arguments: argparse.Namespace) -> int:
         for found in reached.find(arguments.ids):
             reverted[found.sandbox.id] = _revert(reached, found)
             if not arguments.json:
-                say(f"{found.title} was returned to its checkpoint of {reverted[found.sandbox.id]}.")
+                say(f"Reverted {found.title} to its checkpoint of {reverted[found.sandbox.id]}.")
     if arguments.json:
         print_json({"reverted": reverted})
     return 0
