@@ -55,7 +55,7 @@ DOCTOR_EPILOG = "Exit status: 0 if a sandboxed kernel can start, 1 if not. Lines
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``jupyter sandbox`` and return its exit status."""
-    logging.getLogger("sandbox_provisioner").addHandler(logging.NullHandler())  # errors are printed once, below
+    logging.getLogger("sandbox_provisioner").addHandler(logging.NullHandler())  # main() prints each error itself
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split_exec(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return our own arguments, and the command of ``exec``, in which argparse would look for options."""
+    """Return the arguments for argparse, and the command after ``exec ... --``, whose options are not for argparse."""
     if argv[:1] == ["exec"] and "--" in argv:
         end = list(argv).index("--")
         return argv[:end], argv[end + 1 :]
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(
         open=lambda: Persistence.open(configured("storage_dir")),
-        interrupted="a server completes the requests that it has received.",
+        interrupted="requests that a server has already received are still completed.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)
@@ -157,7 +157,7 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     setup.add_argument(
         "--remove",
         action="store_true",
-        help="only remove the twins that setup installed; with --kernel, only those of these kernels",
+        help="install nothing; remove the twins that setup installed, or with --kernel only the twins of these kernels",
     )
     setup.set_defaults(run=run_setup, interrupted="the unfinished step has been undone.")
 
@@ -226,8 +226,8 @@ def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Pa
     installed = runsc_install.install(sources, folder, progress)
     used = find(setting)
     if used.path != installed.path:
-        change = f"`export SANDBOX_RUNSC={installed.path}` changes that"
-        progress.say(f"  Kernels will still use {used.path}, which is found first; {change}.")
+        remedy = f"To use the new one, run `export SANDBOX_RUNSC={installed.path}`."
+        progress.say(f"  Kernels will still use {used.path}, because it is found first. {remedy}")
     advice = doctor.check_age(installed, datetime.now(UTC).date())
     if not advice.ok:
         progress.say(f"  {advice.finding}. {advice.remedy}")
@@ -247,7 +247,7 @@ def install_twins(
 ) -> int:
     """Install a sandboxed twin of each kernel, build the templates, and return the exit status.
 
-    A kernel that fails does not stop the others.
+    After a failure for one kernel, the other kernels are still installed.
     """
     twins, refused = [], []
     for origin in origins:

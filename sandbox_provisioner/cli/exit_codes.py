@@ -15,5 +15,5 @@ HELP = "\n".join(
 
 
 def exit_status(error: Exception) -> ExitStatus:
-    """Return the exit status for an error, which is the same in this process and on a server."""
+    """Return the exit status for an error, whether it was raised in this process or reported by a server."""
     return error.exit_status if isinstance(error, SandboxError) else ExitStatus.FAILED

@@ -1,7 +1,7 @@
 """Implement ``jupyter sandbox hibernate|wake|keep-awake|restart|exec|rewind|savepoint|snapshot|fork``.
 
-The commands need the server that has the kernel. To fork, or to list or delete savepoints and
-snapshots, no server is needed.
+Most of these commands need the server that has the kernel open. Forking, and listing or deleting savepoints and
+snapshots, also work without a server.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .exit_codes import exit_status
 from .options import Commands, add_id, add_ids, add_reach, name, span
 from .output import as_json, print_json, print_named, say, size, warn
 from .progress import watched
-from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, placed, reach
+from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, reach, with_local_notebook
 
 EXEC_HELP = (
-    "run a command beside the kernel; write it after `--`. The command has no input. It is killed if `exec` ends, and "
-    "`exec` ends with its exit status"
+    "run a command in the kernel's sandbox; write the command after `--`. Its stdin is empty. `exec` returns the "
+    "command's exit status. If `exec` is interrupted, the command is killed"
 )
 
 Choose = Callable[[Reach, Found], Server]
@@ -82,14 +82,14 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     about = "keep an idle kernel from being hibernated while its threads or subprocesses work"
     awake = add_reach(commands, "keep-awake", run_keep_awake, about)
     add_id(awake)
-    how = "on (default), off, or a number and one of s, m, h, d or w, such as 2h"
+    how = "on (default), off, or a duration: a number with the unit s, m, h, d or w, such as 2h"
     awake.add_argument("how", nargs="?", default=None, type=awake_for, metavar="on|off|DURATION", help=how)
     add_ids(add_reach(commands, "restart", run_restart, "restart kernels; their savepoints are kept"))
     exec_ = add_reach(commands, "exec", run_exec, EXEC_HELP, json=False)
     exec_.add_argument("--cwd", metavar="FOLDER", help="working folder in the sandbox; default: the kernel's")
     add_id(exec_)
     exec_.add_argument("command", nargs="*", metavar="COMMAND", help="the command and its arguments")
-    exec_.set_defaults(usage_error=exec_.error, interrupted="the command was interrupted, too.")
+    exec_.set_defaults(usage_error=exec_.error, interrupted="the command in the sandbox is killed.")
     for kind in SAVED_KINDS:
         _add_saved_kind(commands, kind)
     about = "rewind a kernel to a savepoint; its current state is first saved as another savepoint"
@@ -128,7 +128,7 @@ def run_wake(arguments: argparse.Namespace) -> int:
 
 
 def awake_for(text: str) -> float | None:
-    """Return the seconds to keep a kernel awake: None for no limit, 0 for not at all. Raises ArgumentTypeError."""
+    """Return the seconds to keep a kernel awake: None for no limit, 0 for ``off``. Raises ArgumentTypeError."""
     return {"on": None, "off": 0.0}[text] if text in ("on", "off") else span(text).total_seconds()
 
 
@@ -176,7 +176,7 @@ def _each(arguments: argparse.Namespace, verb: str, choose: Choose, change: Chan
 
 
 def run_exec(arguments: argparse.Namespace) -> int:
-    """Run ``jupyter sandbox exec`` and return the command's exit status; 128 plus the number for a signal."""
+    """Run ``jupyter sandbox exec`` and return the command's exit status: 128 plus the signal's number if killed."""
     if not arguments.command:
         arguments.usage_error("no command given; write it after `--`")
     with reach(arguments) as reached:
@@ -239,7 +239,7 @@ def run_rewind(arguments: argparse.Namespace) -> int:
         server = reached.server_of(found)
         with watched(arguments, "Rewind", found, server) as step:
             rewound = server.client.rewind(found.sandbox.id, arguments.name)
-            step.result = f"rewound to {arguments.name}; the state before is savepoint {rewound.kept}"
+            step.result = f"rewound to {arguments.name}; the state before the rewind is savepoint {rewound.kept}"
         if arguments.json:
             print_json({"sandbox": as_json(found.after(rewound.sandbox, server)), "kept": rewound.kept})
     return 0
@@ -266,7 +266,7 @@ def _fork(reached: Reach, found: Found, savepoint: str, notebook: str) -> Found:
     if server:
         path = _below_root(server, notebook) if notebook else None
         forked = server.client.fork(found.sandbox.id, savepoint or None, path)
-        return Found(placed(forked, None, server), server=server)
+        return Found(with_local_notebook(forked, None, server), server=server)
     assert reached.storage and found.record
     return _fork_stored(reached.storage, found.record, savepoint, os.path.abspath(notebook) if notebook else "")
 

@@ -37,7 +37,7 @@ def add_reach(
     parser.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE, ""),
-        help=f"token for a server whose token is not found; safer in the variable {TOKEN_VARIABLE}",
+        help=f"token of the server, if not found automatically; setting {TOKEN_VARIABLE} instead keeps it secret",
     )
     parser.set_defaults(run=run, json=False)
     if json:

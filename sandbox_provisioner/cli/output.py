@@ -127,13 +127,13 @@ def say(line: str) -> None:
 
 
 def warn(problem: object) -> None:
-    """Print a problem to stderr, with all lines but the first indented, so that none can look like another message."""
+    """Print a problem to stderr. Indent all lines after the first, so that they cannot imitate another message."""
     print("jupyter sandbox:", indented(str(problem)), file=sys.stderr)
 
 
 @contextmanager
 def reported(progress: Progress, title: str) -> Iterator[Step]:
-    """Run the block as a step of ``progress`` that prints only "failed"; the error is raised again, for ``warn``."""
+    """Run the block as a step of ``progress``. After an error, print only "failed" there, and raise the error again."""
     reason: Exception | None = None
     with suppress(SandboxError), progress.step(title) as step:
         try:

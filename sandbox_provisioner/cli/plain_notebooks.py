@@ -1,4 +1,4 @@
-"""Implement ``jupyter sandbox allow-plain``: allow a kernel without a sandbox for a notebook that ran in a sandbox."""
+"""Implement ``jupyter sandbox allow-plain``: let a notebook that ran in a sandbox use a kernel without a sandbox."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from .options import Commands
 from .output import print_json, print_table, say
 
 ABOUT = """\
-A server refuses to start a kernel without a sandbox for a notebook that ran in a sandbox: code in the sandbox may have
-changed the kernel in the notebook's file. This command allows it, until the notebook runs in a sandbox again. The
-notebook's cells then run with all your rights. Without NOTEBOOK, the command lists the permissions.
+Code in a sandbox can change the kernel that its notebook's file names. A server therefore refuses plain kernels
+(kernels without a sandbox) for a notebook that ran in a sandbox. This command allows one plain kernel for a notebook,
+until the notebook runs in a sandbox again. In that kernel, cells have all your rights. Without NOTEBOOK, the command
+lists the permissions.
 """
 
 
 class UnknownNotebookError(SandboxError, kind=Kind.NOT_FOUND):
-    """No notebook that ran in a sandbox has this path, or several have it."""
+    """The given path matches none of the notebooks that ran in a sandbox, or several of them."""
 
 
 class UnknownKernelError(SandboxError, kind=Kind.BAD_REQUEST):
-    """No kernel was named, and none was refused for the notebook."""
+    """``--kernel`` is missing, and no kernel was refused for the notebook, so that there is no default."""
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    about = "let a notebook that ran in a sandbox use a kernel without one"
+    about = "let a notebook that ran in a sandbox use a plain kernel (a kernel without a sandbox)"
     parser = commands.add_parser("allow-plain", help=about, description=ABOUT)
     parser.add_argument("notebook", nargs="?", metavar="NOTEBOOK", help="path of the notebook, or the end of its path")
-    parser.add_argument("--kernel", metavar="NAME", help="the kernel to allow; default: the one that was refused last")
+    parser.add_argument("--kernel", metavar="NAME", help="kernel to allow; default: the last refused kernel")
     parser.add_argument("--revoke", action="store_true", help="revoke the permission")
     parser.add_argument("--json", action="store_true", help="print the permissions as JSON")
-    parser.set_defaults(run=run, interrupted="no permission was given.")
+    parser.set_defaults(run=run, interrupted="no permission was changed.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         entry = _find(notebooks, arguments.notebook)
         kernel = "" if arguments.revoke else arguments.kernel or entry.refused
         if not kernel and not arguments.revoke:
-            problem = f"No kernel without a sandbox was refused for {entry.notebook}."
-            raise UnknownKernelError(problem, "Name one with --kernel.")
+            problem = f"No kernel was refused for {entry.notebook}, so --kernel has no default."
+            raise UnknownKernelError(problem, "Name the kernel to allow with --kernel NAME.")
         notebooks.allow(entry.notebook, kernel)
         _report(entry.notebook, kernel, arguments.json)
         return 0
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif allowed:
         print_table(("NOTEBOOK", "KERNEL"), [(one.notebook_path, one.kernel_name) for one in allowed])
     else:
-        say("No notebook has the permission to use a kernel without a sandbox.")
+        say("No permissions.")
     return 0
 
 
@@ -70,14 +71,15 @@ def _find(notebooks: SandboxedNotebooks, wanted: str) -> SandboxedNotebook:
         return found[0]
     if found:
         paths = ", ".join(entry.notebook for entry in found)
-        raise UnknownNotebookError(f"{wanted!r:.200} is the end of several paths: {paths}.", "Use one of these.")
-    raise UnknownNotebookError(f"Notebook {wanted!r:.200} never ran in a sandbox.", "It needs no permission.")
+        raise UnknownNotebookError(f"{wanted!r:.200} matches several notebooks: {paths}.", "Give one of these paths.")
+    problem = f"There is no record that notebook {wanted!r:.200} ran in a sandbox."
+    raise UnknownNotebookError(problem, "Check the path. Without such a record, a notebook needs no permission.")
 
 
 def _report(notebook: str, kernel_name: str, as_json: bool) -> None:
     if as_json:
         print_json(encode(PlainNotebook(notebook, kernel_name)))
     elif kernel_name:
-        say(f"Notebook {notebook} may now use kernel {kernel_name}, until it runs in a sandbox again.")
+        say(f"Allowed kernel {kernel_name} for notebook {notebook}, until the notebook runs in a sandbox again.")
     else:
-        say(f"Notebook {notebook} may now use sandboxed kernels only.")
+        say(f"Revoked: notebook {notebook} can use only sandboxed kernels.")

@@ -23,7 +23,7 @@ from .targets import UNREAD, Found, Reach, reach
 UNVERIFIED_HELP = (
     "also delete your sandboxes that are not signed with your current key, for example after the loss of a key"
 )
-AGE_HELP = "a number and one of s, m, h, d or w, such as 30d"
+AGE_HELP = "a number with the unit s, m, h, d or w, such as 30d"
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -111,7 +111,7 @@ def run_revert(arguments: argparse.Namespace) -> int:
         for found in reached.find(arguments.ids):
             reverted[found.sandbox.id] = _revert(reached, found)
             if not arguments.json:
-                say(f"{found.title} was returned to its checkpoint of {reverted[found.sandbox.id]}.")
+                say(f"Reverted {found.title} to its checkpoint of {reverted[found.sandbox.id]}.")
     if arguments.json:
         print_json({"reverted": reverted})
     return 0
@@ -169,7 +169,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _prune(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespace) -> Sequence[Deletion]:
-    """Delete the sandboxes that only a server knows through that server, and the others through the registry."""
+    """Delete each sandbox that has a server through that server, and the others through the registry."""
     deletions = [_delete(reached, each, arguments.unverified) for each in stale if each.server]
     if reached.storage:
         titles = {each.record.id: each.title for each in stale if each.record and not each.server}
@@ -205,7 +205,7 @@ def _preview(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespa
 
 
 def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | None:
-    """Return the error that would prevent the deletion; None without one, or if only its server can tell."""
+    """Return the error that would prevent the deletion; None if there is none, or if the sandbox's server decides."""
     if found.server:
         return None
     assert reached.storage and found.record

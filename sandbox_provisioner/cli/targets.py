@@ -27,7 +27,7 @@ from ..setup.timeouts import call_within
 SERVER_TIMEOUT = 10.0
 """Timeout in seconds for servers that were found, not given with ``--server``."""
 STORAGE_TIMEOUT = 60.0
-"""Seconds in which storage must describe the sandboxes that a command names."""
+"""Timeout in seconds for reading the sandboxes that a command names from storage."""
 
 UNREAD = ("elsewhere", "unknown")
 """The states of a sandbox whose document could not be read."""
@@ -42,7 +42,7 @@ class UnreadSandboxError(SandboxError, kind=Kind.UNREACHABLE):
 
 
 class StorageTimeoutError(SandboxError, kind=Kind.UNREACHABLE):
-    """Storage did not describe sandboxes in time. A thread of this process still waits for it."""
+    """Storage did not return the sandboxes' documents in time. A thread of this process still waits for storage."""
 
     def __init__(self, sandboxes: Iterable[SandboxRecord]) -> None:
         places = ", ".join(sorted({f"{record.storage}, {record.where}" for record in sandboxes}))
@@ -59,7 +59,7 @@ class NoKernelError(SandboxError, kind=Kind.WRONG_STATE):
         self.sandbox = sandbox
         remedy = f"`jupyter sandbox wake {sandbox.id}` starts one."
         if sandbox.state == "running":
-            remedy = "Use --server to name the server that has it."
+            remedy = "Name the server that has the kernel with --server URL."
         super().__init__(
             f"None of your servers on this machine has the kernel of sandbox {sandbox.id} (state: {sandbox.state}).",
             remedy,
@@ -74,7 +74,7 @@ class Server:
     root_dir: str
     sandboxes: Sequence[Sandbox]
 
-    def knows(self, identity: str) -> bool:
+    def lists(self, identity: str) -> bool:
         """Return True if the server listed the sandbox."""
         return any(sandbox.id == identity for sandbox in self.sandboxes)
 
@@ -95,7 +95,7 @@ class Found:
 
     def after(self, sandbox: Sandbox, server: Server) -> Found:
         """Return this sandbox in the state that ``server`` reported."""
-        return Found(placed(sandbox, self.record, server), self.record, server)
+        return Found(with_local_notebook(sandbox, self.record, server), self.record, server)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Reach:
     storage: Persistence | None
     servers: Sequence[Server]
     server_errors: Sequence[SandboxError] = field(default_factory=tuple)
-    """Errors of local servers that could not be listed."""
+    """Errors of local servers whose sandboxes could not be listed."""
 
     @cached_property
     def _listing(self) -> Listing:
@@ -128,7 +128,7 @@ class Reach:
             for sandbox in server.sandboxes:
                 record = self._records.get(sandbox.id)
                 if sandbox.kernel_id or not (record or sandbox.id in found):
-                    found[sandbox.id] = Found(placed(sandbox, record, server), record, server)
+                    found[sandbox.id] = Found(with_local_notebook(sandbox, record, server), record, server)
         return found
 
     def all(self) -> Sequence[Found]:
@@ -146,7 +146,7 @@ class Reach:
         try:
             found = [look_up(each, known.values(), self.unreadable) for each in wanted]
         except UnknownSandboxError as error:
-            raise UnknownSandboxError(error.wanted, [_with_notebook(each) for each in known.values()]) from error
+            raise UnknownSandboxError(error.wanted, [_id_and_notebook(each) for each in known.values()]) from error
         return self._read(dict.fromkeys(str(each.id) for each in found), STORAGE_TIMEOUT)
 
     def server_of(self, found: Found) -> Server:
@@ -158,7 +158,9 @@ class Reach:
             return found.server
         if not self.servers:
             self._raise_server_error()
-            problem = f"Sandbox {found.sandbox.id} is {found.sandbox.state}, and this needs a running Jupyter Server."
+            problem = (
+                f"The command needs a running Jupyter Server: sandbox {found.sandbox.id} is {found.sandbox.state}."
+            )
             raise NoServerError(problem)
         raise NoKernelError(found.sandbox)
 
@@ -171,10 +173,10 @@ class Reach:
 
     def any_server(self, found: Found) -> Server | None:
         """Return the server that has the sandbox's kernel, or else a server that lists the sandbox, or else None."""
-        return found.server or next((server for server in self.servers if server.knows(found.sandbox.id)), None)
+        return found.server or next((server for server in self.servers if server.lists(found.sandbox.id)), None)
 
     def _raise_server_error(self) -> None:
-        """Raise the error of a server that could not be listed: it may be the one that is missing."""
+        """Raise the error of a server that did not list its sandboxes, if any: it may have the requested sandbox."""
         if self.server_errors:
             raise self.server_errors[0]
 
@@ -208,7 +210,7 @@ def reach(arguments: argparse.Namespace) -> Iterator[Reach]:
 
 
 def _connect(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[SandboxError]]:
-    """Return this user's servers that have sandboxes, and the errors of those that could not be listed."""
+    """Return this user's servers that serve sandboxes, and the errors of those that did not list them."""
     servers: list[Server] = []
     server_errors: list[SandboxError] = []
     for running in running_servers():
@@ -223,11 +225,11 @@ def _connect(stack: ExitStack, token: str) -> tuple[Sequence[Server], Sequence[S
     return servers, server_errors
 
 
-def _with_notebook(sandbox: SandboxRecord | Sandbox) -> str:
+def _id_and_notebook(sandbox: SandboxRecord | Sandbox) -> str:
     return f"{sandbox.id} ({sandbox.notebook_path})" if sandbox.notebook_path else str(sandbox.id)
 
 
-def placed(sandbox: Sandbox, record: SandboxRecord | None, server: Server) -> Sandbox:
+def with_local_notebook(sandbox: Sandbox, record: SandboxRecord | None, server: Server) -> Sandbox:
     """Return the sandbox with the absolute path of its notebook on this machine, if known."""
     if record and record.notebook_path:
         return replace(sandbox, notebook_path=record.notebook_path)

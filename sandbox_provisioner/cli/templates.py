@@ -100,7 +100,7 @@ def _state(template: Template) -> str:
     if template.unfit:
         return f"none, {template.unfit}: the kernel starts without a template"
     changed = template.changed
-    parts = [f"rebuilt at the next start, {changed} has changed" if changed else size(template.size)]
+    parts = [f"will be rebuilt at the next start: {changed} has changed" if changed else size(template.size)]
     if template.preloaded:
         parts.append(f"with {', '.join(template.preloaded)}")
     parts += [f"without {name} ({reason})" for name, reason in template.left_out.items()]

@@ -119,7 +119,7 @@ class SandboxClient:
         return self._ask(Sandbox, "POST", _path(id, "wake"))
 
     def keep_awake(self, id: str, seconds: float | None = None) -> Sandbox:
-        """Keep an idle kernel from being hibernated for ``seconds``; None for no limit, 0 to stop that."""
+        """Keep an idle kernel awake for ``seconds``: None for no limit, 0 to let it be hibernated again."""
         return self._ask(Sandbox, "POST", _path(id, "keep-awake"), {"seconds": seconds})
 
     def restart(self, id: str) -> Sandbox:
@@ -133,7 +133,7 @@ class SandboxClient:
     def delete(self, id: str, unverified: bool = False) -> Deleted:
         """End a sandbox's kernel and delete its stored state.
 
-        With ``unverified``, delete it even if it is not signed with the server's key, unless it names another user.
+        With ``unverified``, also delete a sandbox without the server's signature, unless it names another user.
         """
         query = {"unverified": "true"} if unverified else None
         return self._ask(Deleted, "DELETE", _path(id), query=query)
@@ -188,16 +188,16 @@ class SandboxClient:
         self._send("DELETE", _path(id, "snapshots", name))
 
     def plain_notebooks(self) -> Sequence[PlainNotebook]:
-        """Return the notebooks that ran in a sandbox and for which a kernel without a sandbox is allowed."""
+        """Return the notebooks that ran in a sandbox and may use a plain kernel (without a sandbox)."""
         return (self._ask(PlainNotebooks, "GET", "plain-notebooks")).items
 
     def allow_plain(self, notebook_path: str, kernel_name: str) -> PlainNotebook:
-        """Allow a kernel without a sandbox for a notebook, until the notebook runs in a sandbox again."""
+        """Let a notebook that ran in a sandbox use a plain kernel, until the notebook runs in a sandbox again."""
         body = {"notebook_path": notebook_path, "kernel_name": kernel_name}
         return self._ask(PlainNotebook, "PUT", "plain-notebooks", body)
 
     def revoke_plain(self, notebook_path: str) -> None:
-        """Refuse kernels without a sandbox for a notebook again."""
+        """Revoke a notebook's permission to use a plain kernel."""
         self._send("DELETE", "plain-notebooks", query={"notebook_path": notebook_path})
 
     def events(self) -> Iterator[Event]:

@@ -32,12 +32,12 @@ class RunningServer:
 def running_servers() -> list[RunningServer]:
     """Return the servers whose process exists, the newest first, without those that listen on a unix socket."""
     files = Path(jupyter_runtime_dir()).glob("jpserver-*.json")
-    found = [told for file in files if (told := _read(file)) is not None]
+    found = [entry for file in files if (entry := _read(file)) is not None]
     servers = [info for _, info in sorted(found, key=lambda pair: pair[0], reverse=True)]
     return [
         RunningServer(str(info["url"]), str(info.get("token") or ""), str(info.get("root_dir") or ""))
         for info in servers
-        if str(info.get("url")).startswith(("http://", "https://")) and _lives(info.get("pid"))
+        if str(info.get("url")).startswith(("http://", "https://")) and _process_exists(info.get("pid"))
     ]
 
 
@@ -71,7 +71,7 @@ def _read(file: Path) -> tuple[float, dict[str, Any]] | None:
     return (written, info) if isinstance(info, dict) else None
 
 
-def _lives(pid: Any) -> bool:
+def _process_exists(pid: Any) -> bool:
     try:
         os.kill(int(pid), 0)
     except PermissionError:

@@ -67,7 +67,7 @@ class AnswerError(SandboxError):
 class NoServerError(SandboxError, kind=Kind.UNREACHABLE):
     """The request needs a running server, and none was found."""
 
-    def __init__(self, problem: str = "None of your Jupyter Servers on this machine has sandboxes.") -> None:
+    def __init__(self, problem: str = "None of your running Jupyter Servers on this machine serves sandboxes.") -> None:
         super().__init__(
             problem, "Start one with `jupyter lab` or `jupyter server`, or name a server with `--server URL`."
         )
@@ -81,13 +81,13 @@ def refusal(url: str, status: int, body: Any) -> ProblemError:
         if status in (401, 403) and not words["remedy"]:
             words["remedy"] = f"Check the token for {url}."
         return ProblemError(status, **words)
-    said = printable(str(problem.get("message") or ""))[:300].rstrip(".")
+    message = printable(str(problem.get("message") or ""))[:300].rstrip(".")
     if status == 404:
-        detail = f"The Jupyter Server at {url} has no sandboxes."
+        detail = f"The Jupyter Server at {url} does not serve sandboxes."
         remedy = "Install sandbox-provisioner in its environment and check that its server extension is enabled."
     elif status in (401, 403) or 300 <= status < 400:
         detail, remedy = "The Jupyter Server denied access.", f"Check the token for {url}."
     else:
-        detail = f"The Jupyter Server at {url} answered with status {status}{f': {said}' if said else ''}."
-        remedy = "See its log."
+        detail = f"The Jupyter Server at {url} answered with status {status}{f': {message}' if message else ''}."
+        remedy = "See the server's log."
     return ProblemError(status, "about:blank", f"Status {status}", detail, remedy)

@@ -48,7 +48,7 @@ class Event:
 
 
 class Reference(TypedDict):
-    """A savepoint or a file snapshot: the sandbox's ``id`` and its own ``name``."""
+    """A reference to a savepoint or file snapshot: the ``id`` of its sandbox and its ``name``."""
 
     id: str
     name: str
@@ -84,18 +84,18 @@ def _decode(kind: Any, value: Any) -> Any:
         (kind,) = (option for option in get_args(kind) if option is not type(None))
         return None if value is None else _decode(kind, value)
     if get_origin(kind) is tuple:
-        return tuple(_decode(get_args(kind)[0], item) for item in _is(value, list))
+        return tuple(_decode(get_args(kind)[0], item) for item in _require_type(value, list))
     if kind is datetime:
-        return datetime.fromisoformat(_is(value, str))
+        return datetime.fromisoformat(_require_type(value, str))
     if kind is bytes:
-        return base64.b64decode(_is(value, str), validate=True)
+        return base64.b64decode(_require_type(value, str), validate=True)
     if kind is float:
-        return float(_is(value, (int, float)))
-    return _is(value, kind)
+        return float(_require_type(value, (int, float)))
+    return _require_type(value, kind)
 
 
 def _decode_fields(kind: Any, value: Any) -> Any:
-    given, hints, made = _is(value, Mapping), _hints(kind), {}
+    given, hints, made = _require_type(value, Mapping), _hints(kind), {}
     for field in fields(kind):
         if field.name in given:
             try:
@@ -110,7 +110,7 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _is(value: Any, kind: Any) -> Any:
+def _require_type(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"is {str(value)[:50]!r}")
     return value

@@ -43,7 +43,7 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 def _link_jupyter_server_extension(serverapp: ServerApp) -> None:
     """Choose the server's classes. Called by Jupyter Server before it creates its kernel and contents managers."""
     _guard_contents(serverapp)
-    _trust_no_shared_folder(serverapp)
+    _run_no_code_of_shared_cwd(serverapp)
     _keep_virtual_documents_private(serverapp)
     guard_exporters()
     if "kernel_websocket_connection_class" not in serverapp.config.ServerApp:
@@ -61,7 +61,7 @@ def _choose_class(serverapp: ServerApp, trait: str, our_class: type) -> None:
     default = getattr(serverapp, f"_default_{trait}")
 
     def choose(server: ServerApp) -> Any:
-        """Return the class. Called when the server first needs it: the gateway is configured only by then."""
+        """Return the class. Called when the server first needs it: only then is the gateway configured."""
         return default() if server.gateway_config.gateway_enabled else our_class
 
     # traitlets looks for an instance's own default under this name.
@@ -78,8 +78,8 @@ def _guard_contents(serverapp: ServerApp) -> None:
         serverapp.contents_manager_class = guarded
 
 
-def _trust_no_shared_folder(serverapp: ServerApp) -> None:
-    """Keep the server from running code in its working directory if kernels can write there.
+def _run_no_code_of_shared_cwd(serverapp: ServerApp) -> None:
+    """Keep the server from running code from its working directory if kernels can write there.
 
     ``python -m jupyter_server`` puts that folder on ``sys.path``, and nbconvert looks for templates in it.
     """
@@ -101,13 +101,13 @@ def _trust_no_shared_folder(serverapp: ServerApp) -> None:
 
 
 def _keep_virtual_documents_private(serverapp: ServerApp) -> None:
-    """Keep jupyter_lsp's copies of documents out of the folders that kernels can write: it follows links there."""
+    """Keep jupyter_lsp's copies of documents out of the folders that kernels can write: it would follow links there."""
     if "virtual_documents_dir" not in serverapp.config.LanguageServerManager and "JP_LSP_VIRTUAL_DIR" not in os.environ:
         serverapp.config.LanguageServerManager.virtual_documents_dir = str(own_folder() / "virtual-documents")
 
 
 def _keep_log_printable(serverapp: ServerApp) -> None:
-    """Keep control characters in the names and contents of files, which kernels choose, out of the server's log."""
+    """Keep control characters out of the server's log: it contains names and contents of files that kernels choose."""
     for handler in serverapp.log.handlers:
         if _make_printable not in handler.filters:
             handler.addFilter(_make_printable)

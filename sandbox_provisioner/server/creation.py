@@ -129,7 +129,7 @@ class Creation:
         return source
 
     async def _find_previous(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
-        """Return the last used stored sandbox of the chosen id, or of the notebook if no kernel is named; or None."""
+        """Return the last used stored sandbox with the chosen id, or of the notebook if no kernel is named; or None."""
         chosen = _chosen_id(body)
         path = notebook.absolute if notebook and "kernel_name" not in body else ""
         if not chosen and not path:
@@ -150,7 +150,7 @@ class Creation:
         name = requested or known or next(iter(names), "")
         if known and name != known:
             raise BadRequestError(
-                f"Sandbox {before and before.id} has the kernel {known}.", "Choose that kernel.", "kernel_name"
+                f"Sandbox {before and before.id} has the kernel {known}.", f"Request {known}.", "kernel_name"
             )
         if before and not requested and name not in names:
             raise StateError(
@@ -163,8 +163,8 @@ class Creation:
     async def _find_open(self, body: Mapping[str, Any], notebook: Notebook | None) -> Subject | None:
         """Return the requested sandbox if this server has it open, else None.
 
-        Raises StateError if the request differs from the open sandbox or sets more than its identity, and
-        NotebookInUseError if another kernel has the notebook.
+        Raises StateError if the request contradicts the open sandbox or has fields that only a new sandbox can have,
+        and NotebookInUseError if another kernel has the notebook.
         """
         chosen = _chosen_id(body)
         kernel_id = await self._kernels.kernel_of(notebook) if notebook else None
@@ -208,7 +208,7 @@ class Creation:
             forked = True
             request = replace(request, sandbox_id=record.sandbox_id)
             live = await self._kernels.start(source.kernel_name, notebook, request)
-        except BaseException:  # before the fork succeeded, stored state is not ours to delete
+        except BaseException:  # after a failed fork, stored state is not ours
             with suppress(SandboxError):
                 undo = partial(delete, persistence) if forked else persistence.registry.forget
                 await asyncio.to_thread(undo, record.id)
@@ -226,7 +226,7 @@ class Creation:
     async def _delete_on_failure(
         self, body: Mapping[str, Any], notebook: Notebook | None, kernel_name: str
     ) -> AsyncIterator[None]:
-        """If the block fails, delete the sandbox that it created, unless something was saved of it."""
+        """If the block fails, delete the sandbox that it created, unless the sandbox has saved state."""
         chosen = _chosen_id(body)
         if not chosen and not notebook:
             yield
@@ -251,19 +251,19 @@ def _require_consistent(body: Mapping[str, Any]) -> None:
     """Raise BadRequestError if fields of the body contradict each other."""
     for one, other in (("sandbox_id", "gcs_sandbox_id"), ("savepoint", "snapshot")):
         if one in body and other in body:
-            raise BadRequestError(f"Both {one} and {other} are given.", "Give one of them.", other)
+            raise BadRequestError(f"Both {one} and {other} are given.", "Give only one of them.", other)
     persistent = {"notebook_path", "sandbox_id", "gcs_sandbox_id", "savepoint", "snapshot"}
     needs_storage = set(body) & {"enable_handoff", "enable_checkpoint_at_idle", "idle_timeout"}
     if "snapshot" in body and not persistent - {"snapshot"} & set(body):
         raise BadRequestError(
             "An ephemeral sandbox cannot start with the files of a file snapshot.",
-            "Give a notebook_path or a sandbox_id.",
+            "Give a notebook_path or a sandbox_id, which makes the sandbox persistent.",
             "snapshot",
         )
     if needs_storage and not persistent & set(body):
         raise BadRequestError(
             f"{min(needs_storage)} cannot be set for an ephemeral sandbox.",
-            "Give a notebook_path or a sandbox_id.",
+            "Give a notebook_path or a sandbox_id, which makes the sandbox persistent.",
             min(needs_storage),
         )
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from ..events import EVENT_BUS, Entry
 
 MAX_QUEUED = 1000
-"""Maximum queued entries per reader; the oldest are dropped."""
+"""Maximum queued entries per reader; when there are more, the oldest are dropped."""
 
 
 class Subscription:

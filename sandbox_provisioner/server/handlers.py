@@ -85,7 +85,7 @@ class SandboxHandler(APIHandler):
         self.finish(json.dumps(problem), set_content_type=problem_details.MEDIA_TYPE)
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log the full error, which the response leaves out; with a traceback if unexpected. Called by tornado."""
+        """Log the full error, of which the response omits parts; add a traceback if unexpected. Called by tornado."""
         if isinstance(value, SandboxError):
             self.log.warning("%s %s: %s", self.request.method, self.request.path, printable(str(value)))
         else:
@@ -112,8 +112,8 @@ class OperationHandler(SandboxHandler):
     async def run(self, **parts: str) -> None:
         """Call the method with the variable parts of the path, the query parameters and the fields of the body.
 
-        A result is sent with the status that openapi.yaml describes. The result of an operation that starts a kernel
-        is a sandbox, and False if the sandbox was open already.
+        A result is sent with the status that openapi.yaml describes. An operation that starts a kernel
+        returns a tuple: the sandbox, and True if the kernel was started, False if it was open already.
         """
         operation = openapi.spec()["paths"][self.path].get(str(self.request.method).lower())
         if operation is None:

@@ -1,4 +1,4 @@
-"""Replace the handlers of Jupyter Server that start kernels, to send errors of this package with their own status."""
+"""Replace Jupyter Server's handlers that start kernels, to send this package's errors with the right HTTP status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StartHandler(APIHandler):
     """Base class of the handlers. ``message`` in an error is the text that JupyterLab shows."""
 
     answered: type[SandboxError] = PlainKernelError
-    """The errors to send with their own status; Jupyter Server sends the others."""
+    """The errors that this class sends; Jupyter Server sends the others."""
 
     def initialize(self, guard: PlainKernelGuard) -> None:
         """Set the guard. Called by tornado for each request."""
@@ -56,7 +56,7 @@ class OneSessionHandler(StartHandler, SessionHandler):
     @web.authenticated
     @authorized
     async def patch(self, session_id: str) -> None:
-        """Check the new kernel first: Jupyter Server would answer each error of its start with status 501."""
+        """Check if the new kernel is allowed, because Jupyter Server would report a refusal with status 501."""
         body: Any = self.get_json_body()
         model = body if isinstance(body, dict) else {}
         kernel = model.get("kernel")

@@ -52,7 +52,7 @@ SOCKETS = 16_384
 """Maximum ZeroMQ sockets to all kernels. A notebook uses six, so ZeroMQ's default of 1023 is enough for only 170."""
 
 JUST_NOW = 1.0
-"""Seconds after a start in which a request for the same notebook may have been sent before the start had ended."""
+"""Seconds after a start during which another request for the same notebook shares the started kernel."""
 
 StartKey = tuple[str, str, StartRequest | None, frozenset[tuple[str, str]]]
 """A kernel's name, its notebook, and the request or the environment variables that choose its sandbox."""
@@ -69,8 +69,8 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         Float(
             60.0,
             help="Seconds that a stopping server has to save its persistent kernels. Kernels that take longer continue "
-            "to run, and the next server saves them. A kernel that does not cooperate for a third of this time is "
-            "saved without its cooperation.",
+            "to run, and the next server saves them. A kernel that does not answer within a third of this time is "
+            "saved without its answer.",
         ),
     )
 
@@ -224,14 +224,14 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return sum(1 for name in self.list_kernel_ids() if not ((found := self.persistent(name)) and found.asleep))
 
     def __bool__(self) -> bool:
-        """Return True even if all kernels are hibernated: the server tests it before it shuts kernels down."""
+        """Return True even if all kernels are hibernated: the server shuts kernels down only if its manager is true."""
         return True
 
     def start_watching_activity(self, kernel_id: str) -> None:
         """Record a kernel's activity and state from its messages on iopub. Called for each started kernel.
 
-        A malformed message is dropped: with an exception, the stream would be read no more, and later messages would
-        fill the server's memory.
+        A malformed message is dropped: after an exception, Jupyter would stop reading the stream, and later messages
+        would fill the server's memory.
         """
         super().start_watching_activity(kernel_id)  # type: ignore[no-untyped-call]
         kernel = self._kernels[kernel_id]
@@ -285,24 +285,24 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return is_sandboxed(spec.metadata, self.parent)
 
     async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
-        """Hibernate a kernel and log any failure. With ``insist`` (seconds), end a kernel that cannot be saved."""
+        """Hibernate a kernel and log any failure. With ``insist`` (seconds), end an unresponsive kernel."""
         try:
             await provisioner.hibernate(insist)
         except UnresponsiveError as error:
             if insist is None:
-                self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
+                self.log.error("Kernel %s was not hibernated and keeps running: %s", kernel_id, error)
                 return
             self.log.error("Kernel %s is ended without being saved: %s", kernel_id, error)
             provisioner.keep_state()
             await provisioner.kill()
         except SandboxError as error:
-            self.log.error("Kernel %s was not hibernated, and runs on: %s", kernel_id, error)
+            self.log.error("Kernel %s was not hibernated and keeps running: %s", kernel_id, error)
         except Exception:
-            self.log.exception("Kernel %s was not hibernated, and runs on", kernel_id)
+            self.log.exception("Kernel %s was not hibernated and keeps running", kernel_id)
 
     def _leave_running(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
         """Detach from a kernel that was not saved in time. The next server saves it when it starts."""
-        self.log.error("Kernel %s was not saved in time, and runs on", kernel_id)
+        self.log.error("Kernel %s was not saved in time and keeps running; the next server saves it", kernel_id)
         self._disconnect(kernel_id)
         self.remove_kernel(kernel_id)
         provisioner.abandon()
@@ -352,11 +352,11 @@ class SandboxKernelManager(AsyncMappingKernelManager):
             await provisioner.follow(path)
         except Exception as error:  # the next check tries again; other kernels must not be affected
             self.log.warning(
-                "Sandbox of kernel %s: the new name %s was not stored: %s", provisioner.kernel_id, path, error
+                "Kernel %s: its notebook's new path %s was not stored: %s", provisioner.kernel_id, path, error
             )
 
     def _forget_failed_starts(self) -> None:
-        """Remove failed and cancelled starts. jupyter_client keeps them as pending, and then the server never stops."""
+        """Remove failed and cancelled starts. If they stayed pending, the server could not stop."""
         for kernel_id, pending in list(self._pending_kernels.items()):
             if pending.done() and kernel_id not in self._kernels:
                 del self._pending_kernels[kernel_id]
@@ -379,9 +379,9 @@ async def _recover(kernel_manager: SandboxKernelManager) -> None:
             state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
             log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
     except SandboxError as error:
-        log.warning("Sandboxes of killed servers were not looked for: %s", error)
+        log.warning("The search for sandboxes of killed servers failed: %s", error)
     except Exception:  # kernels of this server are not affected
-        log.exception("Sandboxes of killed servers were not looked for")
+        log.exception("The search for sandboxes of killed servers failed")
 
 
 def sandboxed_kernels(kernel_manager: Any) -> dict[str, SandboxProvisioner]:
@@ -419,7 +419,7 @@ def is_sandboxed(metadata: dict[str, Any], server: Any) -> bool:
 
 
 def _stop_on_interrupt(server: Any) -> None:
-    """Let SIGINT, which a hub sends, stop the server like SIGTERM; without a terminal it raises KeyboardInterrupt."""
+    """Make SIGINT, which JupyterHub sends, stop the server like SIGTERM; otherwise it may raise KeyboardInterrupt."""
     alone = threading.current_thread() is threading.main_thread()
     if alone and hasattr(server, "stop") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: server.stop(from_signal=True))

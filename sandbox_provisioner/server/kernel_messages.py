@@ -1,6 +1,6 @@
-"""Bound the effects of a kernel's messages on Jupyter Server.
+"""Protect Jupyter Server against malformed and too many messages of a kernel.
 
-A malformed message would end the watch on the kernel's activity, and all messages for a client that left would be kept.
+Without it, a malformed message would end the tracking of a kernel's activity, and buffers would have no limit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from .._text import excerpt
 
 EXECUTION_STATES = ("starting", "busy", "idle", "restarting", "autorestarting", "terminating", "dead", "unknown")
-"""The values of a kernel's ``execution_state``; any other is a kernel's own text, of any size."""
+"""The valid values of ``execution_state``. A kernel can send any other text, of any size."""
 
 MOST_KEPT = 256 << 20
 """Bytes of messages to keep for a client that left, or that reads more slowly than its kernel sends."""
@@ -23,7 +23,7 @@ Record = Callable[[list[bytes]], None]
 def tolerant(kernel: Any, record: Record, log: Logger) -> Record:
     """Return ``record`` without its exceptions, and without invalid values of the kernel's ``execution_state``.
 
-    After an exception, the stream would be read no more. The first one is logged.
+    After an exception, Jupyter would stop reading the stream. The first exception is logged.
     """
     malformed = False
 
@@ -43,7 +43,7 @@ def tolerant(kernel: Any, record: Record, log: Logger) -> Record:
 
 
 class OfflineMessages(list[Any]):
-    """The messages for a client that left, as pairs of a channel and frames; those that do not fit are dropped."""
+    """The messages for a client that left, as pairs of a channel and frames; dropped beyond MOST_KEPT bytes."""
 
     size = 0
 

@@ -31,7 +31,7 @@ class SandboxWebsocketConnection(ZMQChannelsWebsocketConnection):
     _unsent = 0
     """Bytes that the client has not read yet."""
     _slow = False
-    """True after messages were dropped because of that."""
+    """True after messages were dropped because the client reads too slowly."""
 
     @property
     def write_message(self) -> Any:
@@ -65,7 +65,7 @@ class SandboxWebsocketConnection(ZMQChannelsWebsocketConnection):
     def handle_outgoing_message(self, stream: Any, outgoing_msg: list[Any]) -> None:
         """Pass a kernel's message to the client, or drop a malformed one. Called by Jupyter Server.
 
-        With an exception, the stream would be read no more, and later messages would fill the server's memory.
+        After an exception, Jupyter would stop reading the stream, and later messages would fill the server's memory.
         """
         try:
             super().handle_outgoing_message(stream, outgoing_msg)

@@ -26,14 +26,14 @@ from ..workers import control
 from .kernel_manager import sandboxed_kernels, sandboxed_names
 
 CHECK_EVERY = 0.2
-"""Seconds between two checks that a restarting kernel was not ended."""
+"""Seconds between two checks whether a restarting kernel was ended."""
 MAX_NAME = 255
 """Maximum bytes of a file name."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """A sandboxed kernel of this server."""
+    """A sandboxed kernel that this server has open, running or hibernated, as ``ServerKernels.live`` found it."""
 
     kernel_id: str
     kernel_name: str
@@ -53,7 +53,7 @@ class Live:
 
     @property
     def busy_reasons(self) -> list[str]:
-        """Reasons why it is not idle, as sentences; empty if idle or hibernated."""
+        """Reasons why the kernel is not idle, as sentences; empty if idle or hibernated."""
         return [] if self.provisioner.asleep else self.provisioner.busy_reasons()
 
 
@@ -81,7 +81,7 @@ class ServerKernels:
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def live(self) -> list[Live]:
-        """Return the started kernels that have not moved to another server."""
+        """Return the started sandboxed kernels, without those that have moved to another server."""
         found = []
         for kernel_id, provisioner in sandboxed_kernels(self._manager).items():
             kernel = self._manager.get_kernel(kernel_id)
@@ -135,7 +135,7 @@ class ServerKernels:
             raise BadRequestError(
                 f"The notebook {path!r:.200} cannot have a sandbox: a link leads out of the server's root folder"
                 + (f", {os.path.relpath(link[0], root)!r:.200}." if link else "."),
-                "Use a folder that is below the root folder without a link.",
+                "Move the notebook to a folder that is reached from the root folder without a link.",
                 "notebook_path",
             )
         return Notebook(path, absolute)
@@ -203,7 +203,7 @@ class ServerKernels:
             raise SandboxError(f"Kernel {kernel_id} was restarted and does not answer.", "Try again.") from error
 
     async def _wait_for_answer(self, kernel_id: str, answered: asyncio.Future[Any]) -> None:
-        """Wait for a restarted kernel. Raises SandboxNotFoundError if it is ended: Jupyter would wait for a minute."""
+        """Wait until a restarted kernel answers. Raises SandboxNotFoundError once it has ended."""
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         while not answered.done():
             await asyncio.wait({answered}, timeout=CHECK_EVERY)
@@ -211,7 +211,7 @@ class ServerKernels:
         await answered
 
     async def rewind(self, live: Live, savepoint: str) -> str:
-        """Rewind a kernel to a savepoint, and return the name of the new savepoint of its state before.
+        """Rewind a kernel to a savepoint, and return the name of the new savepoint with its previous state.
 
         If a cell was running, clients are notified of a restart, so that they stop waiting for the cell.
         """

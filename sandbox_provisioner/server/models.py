@@ -21,9 +21,10 @@ Relative = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A sandbox: its record unless it is ephemeral, and its kernel if this server has it open.
+    """The sandbox to which an operation of the REST API applies, in whatever form this server has it.
 
-    A sandbox in the warm pool has neither.
+    ``record``: set if it is persistent; ``live``: set if this server has its kernel open, running or hibernated;
+    ``standby``: set only for a sandbox in the warm pool, which has neither of the others. At least one is set.
     """
 
     record: SandboxRecord | None
@@ -71,7 +72,7 @@ class Subject:
 
 
 def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative) -> Sandbox:
-    """Return a sandbox as clients see it; ``stored`` is None for an ephemeral sandbox."""
+    """Return the model of a sandbox to send to clients; ``stored`` is None for an ephemeral sandbox."""
     live = subject.live
     reasons = tuple(live.busy_reasons) if live else ()
     return replace(
@@ -89,7 +90,7 @@ def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative)
 
 
 def state(subject: Subject, stored: StoredSandbox | None) -> str:
-    """Return the state of a sandbox: of its kernel if this server has it, else ``standby`` or that in storage."""
+    """Return a sandbox's state: that of its kernel on this server, or ``standby``, or else the state in storage."""
     if subject.live:
         return subject.live.state
     if subject.standby:

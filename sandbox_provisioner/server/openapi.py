@@ -21,7 +21,7 @@ MAX_BODY = 64 << 10
 """Maximum bytes of a request's body."""
 
 IGNORED_PARAMETERS = ("token", "no_track_activity", "_xsrf")
-"""Query parameters of Jupyter Server itself. JupyterLab also adds the time, as a parameter named by a number."""
+"""Query parameters of Jupyter Server itself. JupyterLab also adds one whose name is the current time."""
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")
 INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,30})")
@@ -67,7 +67,7 @@ def read_query(path: str, method: str, arguments: Mapping[str, Sequence[str]]) -
         check(known[name], found[name], name)
     for parameter in parameters:
         if parameter.get("required") and parameter["name"] not in found:
-            raise BadRequestError("A parameter is missing.", f"Add {parameter['name']}.", parameter["name"])
+            raise BadRequestError("A query parameter is missing.", f"Add {parameter['name']}.", parameter["name"])
     return found
 
 

@@ -1,10 +1,10 @@
-"""Refuse to start a kernel without a sandbox for a notebook that ran in a sandbox, until the user confirms it.
+"""Refuse a plain kernel (a kernel without a sandbox) for a notebook that ran in a sandbox, until the user allows it.
 
-A sandbox can write to its notebook's file. It can replace the kernel that the notebook names by a plain one under the
-same display name. Whoever opens the notebook again would run its cells outside of any sandbox.
+Code in a sandbox can write to its notebook's file. It can change the kernel that the file names to a plain kernel with
+the same display name. A user who opens the notebook again would then run its cells outside of any sandbox.
 
-PlainKernelGuard replaces methods of the server's own session and kernel managers, of any class: all ways to start a
-kernel for a notebook, or to give a running kernel to one, lead through these.
+PlainKernelGuard replaces methods of the server's session and kernel managers, of any class. Jupyter Server calls these
+methods whenever it starts a kernel for a notebook, or connects a notebook to a running kernel.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DRIVE = re.compile(r"^/*[^/:]+:(?=.)")
 """Matches the name of a drive, such as ``RTC:``, in front of a path. JupyterLab's clients send it."""
 
 _session_path: ContextVar[str | None] = ContextVar("session_path", default=None)
-"""Path of the session for which a kernel is being started: the kernel manager learns only its folder and its name."""
+"""Path of the session for which a kernel is being started: the kernel manager receives only its folder and name."""
 
 
 class PlainKernelGuard(LoggingConfigurable):
-    """The check of one server, which is its ``parent``. Server loop only."""
+    """Decides for one server, its ``parent``, which notebooks may use a plain kernel. Server loop only."""
 
     parent: Any
 
@@ -51,8 +51,8 @@ class PlainKernelGuard(LoggingConfigurable):
         "SANDBOX_PLAIN_KERNELS",
         Enum(
             ("confirm", "allow", "refuse"),
-            help="Kernels without a sandbox for notebooks that ran in a sandbox: 'confirm': refused until you confirm "
-            "it with `jupyter sandbox allow-plain`; 'allow': started; 'refuse': refused always.",
+            help="Whether a notebook that ran in a sandbox may use a plain kernel (a kernel without a sandbox): "
+            "'confirm': only if you allow it with `jupyter sandbox allow-plain`; 'allow': always; 'refuse': never.",
         ),
     )
 
@@ -109,14 +109,14 @@ class PlainKernelGuard(LoggingConfigurable):
 
         @wraps(save)
         async def guarded_save(session_id: str, path: Any = None, *args: Any, **kwargs: Any) -> Any:
-            await self._require_running(str(kwargs.get("kernel_id", args[2:] and args[2])), path)
+            await self._require_connectable(str(kwargs.get("kernel_id", args[2:] and args[2])), path)
             return await save(session_id, path, *args, **kwargs)
 
         @wraps(update)
         async def guarded_update(session_id: str, **changes: Any) -> Any:
             before = await sessions.get_session(session_id=session_id)
             kernel_id = changes.get("kernel_id", before["kernel"]["id"])
-            await self._require_running(kernel_id, changes.get("path", before["path"]))
+            await self._require_connectable(kernel_id, changes.get("path", before["path"]))
             return await update(session_id, **changes)
 
         sessions.start_kernel_for_session = guarded_start
@@ -124,11 +124,11 @@ class PlainKernelGuard(LoggingConfigurable):
         sessions.update_session = guarded_update
 
     async def require_allowed(self, kernel_name: str, *paths: str | None) -> None:
-        """Raise PlainKernelError if a kernel may not be started for the notebooks at these paths."""
+        """Raise PlainKernelError if a notebook at one of these paths may not use this kernel."""
         await self._require_allowed(kernel_name, self._files(*paths))
 
-    async def _require_running(self, kernel_id: str, path: str | None) -> None:
-        """Check a running kernel, to which a session for the notebook at ``path`` is about to connect its clients."""
+    async def _require_connectable(self, kernel_id: str, path: str | None) -> None:
+        """Record a notebook that connects to a running sandboxed kernel. Raises PlainKernelError for a refused one."""
         if kernel_id not in self._kernels:
             return
         kernel, files = self._kernels.get_kernel(kernel_id), self._files(path)
@@ -137,11 +137,11 @@ class PlainKernelGuard(LoggingConfigurable):
             await self._record(files)
 
     async def _require_allowed(self, kernel_name: str | None, files: Iterable[str]) -> bool:
-        """Return True if the kernel runs in a sandbox. Raises PlainKernelError if it does not and is not allowed."""
+        """Return True for a sandboxed kernel, False for an allowed plain one. Raises PlainKernelError otherwise."""
         name = str(kernel_name or self._kernels.default_kernel_name)
         try:
             spec = await ensure_async(self._kernels.kernel_spec_manager.get_kernel_spec(name))
-        except KeyError:  # the start fails
+        except KeyError:  # no such kernel: Jupyter Server reports that
             return False
         if is_sandboxed(spec.metadata, self.parent):
             return True
@@ -153,31 +153,32 @@ class PlainKernelGuard(LoggingConfigurable):
 
     @property
     def can_allow(self) -> bool:
-        """True if the user's permission counts."""
+        """True if a permission by `jupyter sandbox allow-plain` has an effect on this server."""
         return self.plain_kernels == "confirm"
 
     def refusal(self, file: str, kernel_name: str) -> PlainKernelError:
-        """Return the error for a notebook, which names it by its path below the server's root folder."""
+        """Return the error for a refused kernel, with the notebook's path relative to the server's root folder."""
         notebook = printable(self._relative(file))[:300]
-        argument = shlex.quote(f"./{notebook}" if notebook.startswith("-") else notebook)  # chosen by the sandbox
-        confirm = f", or confirm with `jupyter sandbox allow-plain {argument}`" if self.can_allow else ""
+        # Code in the sandbox may have chosen the notebook's name.
+        argument = shlex.quote(f"./{notebook}" if notebook.startswith("-") else notebook)
+        confirm = f" To use this kernel, run `jupyter sandbox allow-plain {argument}` first." if self.can_allow else ""
         return PlainKernelError(
-            f"Notebook {notebook} last ran in a sandbox. It now asks for kernel {kernel_name!r:.200}, which is not "
-            "sandboxed. Code in the sandbox may have changed that choice.",
-            f'Choose a kernel whose name ends in "(sandbox)"{confirm}.',
+            f"Notebook {notebook} ran in a sandbox. The requested kernel {kernel_name!r:.200} runs without a sandbox. "
+            "Code in the sandbox may have changed the kernel that the notebook's file names.",
+            f'Choose a kernel whose name ends in "(sandbox)".{confirm}',
         )
 
     def _relative(self, file: str) -> str:
         return os.path.relpath(file, self._root)
 
     async def _record(self, files: Iterable[str]) -> Mapping[str, int]:
-        """Record notebooks that run in a sandbox. A kernel starts also where nothing can be written, with a warning."""
+        """Record notebooks that run in a sandbox. If that fails, only log a warning, so that the kernel can start."""
         try:
             return await self.call(self.notebooks.record, list(filter(_is_document, files)))
         except SandboxError as error:
             self.log.warning(
-                "It was not recorded that a notebook runs in a sandbox: %s A kernel without a sandbox can be started "
-                "for this notebook without a confirmation.",
+                "A notebook that runs in a sandbox was not recorded: %s Code in the sandbox can change the notebook's "
+                "kernel to one without a sandbox, and the server will start that kernel without a confirmation.",
                 error,
             )
             return {}
@@ -194,36 +195,36 @@ class PlainKernelGuard(LoggingConfigurable):
         return list(dict.fromkeys(file for path in paths if path for file in self.files(path)))
 
     def files(self, path: str) -> list[str]:
-        """Return the absolute paths that a path of a request may mean: as it is, and without the name of a drive."""
+        """Return the absolute paths that a request's path may mean: with and without a leading name of a drive."""
         return [os.path.join(self._root, way.strip("/")) for way in dict.fromkeys([path, DRIVE.sub("", path)])]
 
     # -- operations of the REST API, by operationId ------------------------------------------------------------------
 
     async def list_plain_notebooks(self) -> PlainNotebooks:
-        """Return the notebooks below the server's root folder for which a kernel without a sandbox is allowed."""
+        """Return the notebooks below the server's root folder that ran in a sandbox and may use a plain kernel."""
         entries = await self.call(self.notebooks.entries)
         below = [entry for entry in entries if entry.allowed and within(entry.notebook, self._root)]
         return PlainNotebooks(tuple(PlainNotebook(self._relative(entry.notebook), entry.allowed) for entry in below))
 
     async def allow_plain_notebook(self, notebook_path: str, kernel_name: str) -> PlainNotebook:
-        """Allow a kernel without a sandbox for a notebook. Raises BadRequestError if it never ran in a sandbox."""
+        """Let a notebook that ran in a sandbox use a plain kernel. Raises BadRequestError for any other notebook."""
         file = self.files(notebook_path)[0]
         if self._relative(file).startswith("../") or not await self.call(self.notebooks.find, file):
-            problem = f"Notebook {printable(notebook_path)} did not run in a sandbox."
-            raise BadRequestError(problem, "It can run with any kernel.", "notebook_path")
+            problem = f"There is no record that notebook {printable(notebook_path)} ran in a sandbox."
+            raise BadRequestError(problem, "Without such a record, it can use any kernel.", "notebook_path")
         if not self.can_allow:
             raise self.refusal(file, kernel_name)
         await self.call(self.notebooks.allow, file, kernel_name)
         return PlainNotebook(self._relative(file), kernel_name)
 
     async def revoke_plain_notebook(self, notebook_path: str) -> None:
-        """Refuse kernels without a sandbox for a notebook again."""
+        """Revoke a notebook's permission to use a plain kernel."""
         await self.call(self.notebooks.revoke, self.files(notebook_path)[0])
 
     # -- renamed notebooks -------------------------------------------------------------------------------------------
 
     async def _follow(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:
-        """Follow a notebook or folder that was renamed, copied or deleted. Called by Jupyter's event logger."""
+        """Record that a notebook or folder was renamed, copied or deleted. Called by Jupyter's event logger."""
         notebooks, paths = self.notebooks, [data[key] for key in ("source_path", "path") if data.get(key)]
         changes: dict[str, Callable[..., None]] = {
             "rename": notebooks.move,
@@ -235,9 +236,9 @@ class PlainKernelGuard(LoggingConfigurable):
         try:
             await self.call(changes[data["action"]], *(self.files(path)[0] for path in paths))
         except SandboxError as error:
-            self.log.warning("The new path of a notebook that ran in a sandbox was not recorded: %s", error)
+            self.log.warning("A renamed, copied or deleted notebook that ran in a sandbox was not recorded: %s", error)
 
 
 def _is_document(file: str) -> bool:
-    """Return True unless a path names a folder or, without an extension, a console."""
+    """Return True for the path of a file; False for a folder's, or for a console's, which has no extension."""
     return bool(os.path.splitext(file)[1] or os.path.isfile(file)) and not os.path.isdir(file)

@@ -1,6 +1,6 @@
 """Convert exceptions to HTTP statuses and problem details (RFC 9457).
 
-A body contains the problem and its remedy, without the server's paths, which only its log contains.
+A response contains the problem and its remedy. The server's paths are removed; only the server's log contains them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors.redaction import without_paths
 
 MEDIA_TYPE = "application/problem+json"
 
-PLAIN = {
+DETAILS = {
     HTTPStatus.FORBIDDEN: "You are not logged in or not authorized.",
     HTTPStatus.NOT_FOUND: "No such address.",
     HTTPStatus.METHOD_NOT_ALLOWED: "Method not allowed.",
@@ -25,10 +25,10 @@ PLAIN = {
 
 
 def describe(error: BaseException | None, status: int = HTTPStatus.INTERNAL_SERVER_ERROR) -> dict[str, Any]:
-    """Return the problem detail of an exception. ``status`` is used unless it is a SandboxError or an HTTPError."""
+    """Return the problem detail of an exception. ``status`` is used if the exception has none of its own."""
     if not isinstance(error, SandboxError):
         known = HTTPStatus(error.status_code if isinstance(error, HTTPError) else status)
-        about = PLAIN.get(known, known.description or known.phrase)
+        about = DETAILS.get(known, known.description or known.phrase)
         return {"type": "about:blank", "title": known.phrase, "status": int(known), "detail": about}
     body = {
         "type": error.kind.type,

@@ -27,7 +27,7 @@ BATCH = 200
 
 
 class Inventory:
-    """The sandboxes of one server. ``storage_dir`` is the configured folder, or empty. Server loop only."""
+    """Finds and lists one server's sandboxes. ``storage_dir`` is the configured folder, or empty. Server loop only."""
 
     def __init__(self, kernels: ServerKernels, storage_dir: str = "") -> None:
         self.kernels = kernels
@@ -45,7 +45,7 @@ class Inventory:
         return Persistence(stores, registry())
 
     async def find(self, wanted: str) -> Subject:
-        """Return the sandbox with exactly this id or id in storage.
+        """Return the sandbox whose id, or id in storage, is ``wanted``; a prefix is not enough.
 
         Raises SandboxNotFoundError, or AmbiguousSandboxError if several match.
         """
@@ -64,7 +64,7 @@ class Inventory:
         return Subject(record, None)
 
     async def stored(self, subject: Subject) -> StoredSandbox | None:
-        """Return a sandbox as described by storage; None if ephemeral."""
+        """Return a sandbox's description from storage; None if ephemeral."""
         return (await self._read_storage([subject]))[0]
 
     async def state(self, subject: Subject) -> str:
@@ -72,7 +72,7 @@ class Inventory:
         return models.state(subject, None if subject.live else await self.stored(subject))
 
     async def show(self, subject: Subject) -> Sandbox:
-        """Return a sandbox as clients see it."""
+        """Return the model of a sandbox to send to clients."""
         return models.describe(subject, await self.stored(subject), self.kernels.relative)
 
     async def page(
@@ -130,7 +130,7 @@ class Inventory:
 
 
 def _find_record(persistence: Persistence, wanted: str) -> SandboxRecord | None:
-    """Return the record with this id, or with this id in storage, preferably in this server's storage; or None. Blocks.
+    """Return the record whose id, or id in storage, is ``wanted``, preferring this server's storage; or None. Blocks.
 
     Raises AmbiguousSandboxError if several match.
     """

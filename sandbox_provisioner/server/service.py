@@ -1,7 +1,7 @@
 """Implement the operations of the REST API, without HTTP.
 
 The methods are named like the operations in openapi.yaml. They take validated requests and return instances of the
-classes in ``sandbox.model``.
+classes in ``sandbox.model``. ``wanted`` is always a sandbox's id or id in storage.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sandboxes:
         return await self._inventory.page(**query)
 
     async def show_sandbox(self, wanted: str) -> Sandbox:
-        """Return a sandbox. Raises SandboxNotFoundError; so do the other methods that take an id."""
+        """Return a sandbox. Raises SandboxNotFoundError, as do all methods that take ``wanted``."""
         return await self._inventory.show(await self._inventory.find(wanted))
 
     async def get_capabilities(self) -> Capabilities:
@@ -71,13 +71,13 @@ class Sandboxes:
     async def create_sandbox(self, **body: Any) -> tuple[Sandbox, bool]:
         """Return the requested sandbox, and True if its kernel was started, False if it was already open here."""
         path, named = body.get("notebook_path"), body.get("sandbox_id") or body.get("gcs_sandbox_id") or ""
-        async with self._notebook(path) if path else self._lock(named):
+        async with self._notebook_lock(path) if path else self._lock(named):
             subject, started = await self._creation.create(body)
             return await self._inventory.show(subject), started
 
     async def fork_sandbox(self, wanted: str, **body: Any) -> tuple[Sandbox, bool]:
-        """Start a second kernel with the memory of a sandbox, and return its sandbox, and True."""
-        async with self._exclusive(wanted) as source, self._notebook(body.get("notebook_path")):
+        """Start a second kernel with the memory of a sandbox. Return the new sandbox and True."""
+        async with self._exclusive(wanted) as source, self._notebook_lock(body.get("notebook_path")):
             return await self._inventory.show(await self._creation.fork(source, body)), True
 
     async def hibernate_sandbox(self, wanted: str) -> Sandbox:
@@ -131,7 +131,7 @@ class Sandboxes:
         if subject.standby:
             await IO.run(WARM_POOL.drop(subject.id))
         if subject.live:
-            await self._kernels.end(subject.live.kernel_id)  # operations under way with it fail
+            await self._kernels.end(subject.live.kernel_id)  # running operations on this kernel fail
         if subject.record is None:
             return Deleted(subject.id, 0)
         async with self._exclusive(wanted) as subject:
@@ -140,7 +140,7 @@ class Sandboxes:
             return Deleted(subject.id, await self._delete_stored(_require_persistent(subject, "delete"), unverified))
 
     async def keep_sandbox_awake(self, wanted: str, seconds: float | None) -> Sandbox:
-        """Keep a sandbox's kernel awake for ``seconds``, waking it first; None for no limit, 0 to stop that."""
+        """Keep a sandbox's kernel awake for ``seconds``, waking it first; None for no limit, 0 to allow hibernation."""
         subject = await self._inventory.find(wanted)
         live = await self._require_open(subject, "keep awake")
         if seconds != 0 and live.provisioner.asleep:
@@ -222,7 +222,7 @@ class Sandboxes:
     async def _ensure_awake(self, subject: Subject) -> Subject:
         """Wake a sandbox's kernel, or start one on this server, and return the sandbox."""
         if subject.live is None:
-            async with self._notebook(self._kernels.relative(subject.notebook_path)):
+            async with self._notebook_lock(self._kernels.relative(subject.notebook_path)):
                 subject = await self._inventory.find(subject.id)
                 if subject.live is None:
                     return await self._creation.open(subject)
@@ -248,7 +248,7 @@ class Sandboxes:
                     subject = await self._inventory.find(wanted)
             yield subject
 
-    def _notebook(self, path: str | None) -> asyncio.Lock:
+    def _notebook_lock(self, path: str | None) -> asyncio.Lock:
         """Return the lock for starting the kernel of a notebook."""
         return self._lock(f"notebook {path}" if path else "")
 

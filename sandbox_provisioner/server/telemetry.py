@@ -33,7 +33,7 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Histogram buckets in seconds: from waking a small kernel to storing a large checkpoint in a remote bucket."""
 
 INTERNAL, OTHER = "InternalError", "other"
-"""The event bus's reason for an error other than SandboxError; the label for values outside the fixed sets."""
+"""INTERNAL: the event bus's reason for errors that are no SandboxError. OTHER: the label for unknown values."""
 
 _attached: WeakSet[Any] = WeakSet()
 """Kernel managers of this process's servers."""
@@ -74,13 +74,13 @@ def _show_log(server_log: logging.Logger) -> None:
 def _emit_events(logger: EventLogger, loop: IOLoop) -> None:
     """Emit events on the server's loop, because their listeners run there, until that loop is closed."""
 
-    def tell(entry: Entry) -> None:
+    def emit(entry: Entry) -> None:
         if loop.asyncio_loop.is_closed():  # type: ignore[attr-defined]
             end()
         elif entry.what in EVENTS:
             loop.add_callback(logger.emit, schema_id=schema_id(entry.what), data=event(entry))
 
-    end = EVENT_BUS.subscribe(tell)
+    end = EVENT_BUS.subscribe(emit)
 
 
 def event(entry: Entry) -> dict[str, Any]:

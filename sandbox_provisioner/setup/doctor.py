@@ -43,9 +43,9 @@ OPEN_FILES = 4096
 MAX_LISTED = 10
 """Largest number of sandbox ids in a finding."""
 LOST_KEY = (
-    f"Put the key back, as sandbox/key in Jupyter's data folder or in {config.SIGNING_KEY}. If it is lost: "
-    "`jupyter sandbox delete --unverified ID` deletes a sandbox; to keep one, if nobody else can write to the storage, "
-    "start the server once with SANDBOX_TRUST_STORAGE=1 and open it."
+    f"Restore the key: the file sandbox/key in Jupyter's data folder, or the value of {config.SIGNING_KEY}. If the "
+    "key is lost, delete each sandbox with `jupyter sandbox delete --unverified ID`, or keep it: make sure that nobody "
+    "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1, and open the sandbox."
 )
 
 
@@ -85,7 +85,7 @@ def can_start(checks: Sequence[Check]) -> bool:
 
 
 def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
-    """Check that a usable runsc is found and is new enough; also report its age and the runscs that are not trusted."""
+    """Check that a usable, new enough runsc is found; also report its age, and each runsc that is not trusted."""
     try:
         runsc = find(setting, environ)
     except RunscTooOldError as error:
@@ -100,19 +100,19 @@ def check_runsc(setting: str, environ: Mapping[str, str]) -> list[Check]:
 
 def check_refused(environ: Mapping[str, str]) -> list[Check]:
     """Return a failed check for each runsc that is not used because sandboxes or other users could write to it."""
-    remedy = "Take its folder off PATH, or let only root or you write to it."
+    remedy = "Remove its folder from PATH, or change the permissions so that only root and you can write to it."
     return [Check("runsc on PATH", False, clause, remedy, required=False) for clause in untrusted_candidates(environ)]
 
 
 def check_age(runsc: Runsc, today: date) -> Check:
     """Check that a usable runsc is at most STALE_DAYS old. An older one is advice only."""
     if runsc.built is None:
-        return Check("runsc's age", True, "its version has no date; it is assumed to be new enough")
+        return Check("runsc's age", True, "runsc's version has no date; it is assumed to be new enough")
     days = (today - runsc.built).days
     finding = f"built {runsc.built}, {age(days)} ago; {OLDEST} is the oldest supported version"
     if days <= STALE_DAYS:
         return Check("runsc's age", True, finding)
-    remedy = "`jupyter sandbox setup --source go` builds a newer one, which wakes kernels faster."
+    remedy = "Run `jupyter sandbox setup --source go` to build a newer runsc, which wakes kernels faster."
     return Check("runsc's age", False, finding, remedy, required=False)
 
 
@@ -133,12 +133,12 @@ def check_platform(uname: platform.uname_result, chosen: str) -> Check:
     if uname.machine not in MACHINES:
         return Check("platform", False, f"{here}: gVisor supports only x86_64 and arm64", "Use another machine.")
     if release < OLDEST_LINUX:
-        return Check("platform", False, f"{here}: gVisor needs Linux 4.14.77", "Update the system's kernel.")
+        return Check("platform", False, f"{here}: gVisor needs Linux 4.14.77 or newer", "Update Linux.")
     if chosen not in PLATFORMS:
-        remedy = "`unset SANDBOX_PLATFORM` means systrap."
-        return Check("platform", False, f"SANDBOX_PLATFORM is {chosen!r}, which is not a platform", remedy)
+        remedy = "Run `unset SANDBOX_PLATFORM` to use the default platform, systrap."
+        return Check("platform", False, f"SANDBOX_PLATFORM is {chosen!r}, which is not a platform of gVisor", remedy)
     if chosen == "kvm" and not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        remedy = "`unset SANDBOX_PLATFORM` means systrap, which needs no KVM."
+        remedy = "Run `unset SANDBOX_PLATFORM` to use the default platform, systrap, which needs no KVM."
         return Check("platform", False, f"{here}, but /dev/kvm cannot be used", remedy)
     return Check("platform", True, f"{here}, {chosen}")
 
@@ -163,7 +163,7 @@ def check_user() -> Check:
     home = Path("~").expanduser()
     if os.access(home, os.W_OK | os.X_OK):
         return Check("user", True, f"{who}, home {home}")
-    remedy = "`export HOME=...` to a folder of yours, or set JUPYTER_DATA_DIR and JUPYTER_RUNTIME_DIR."
+    remedy = "Set HOME, or both JUPYTER_DATA_DIR and JUPYTER_RUNTIME_DIR, to folders that you can write to."
     return Check("user", False, f"{who}, whose home {home} cannot be written", remedy, required=False)
 
 
@@ -190,7 +190,7 @@ def check_disk() -> list[Check]:
 def check_own_folders(environ: Mapping[str, str]) -> list[Check]:
     """Check that kernels cannot write to the folders with Jupyter's and the sandboxes' own files.
 
-    The current folder counts as writable for kernels, because a server that is started here would give it to them.
+    The current folder counts as writable for kernels: they can write to the folder in which their server is started.
     """
     name = "own folders"
     try:
@@ -204,7 +204,7 @@ def check_own_folders(environ: Mapping[str, str]) -> list[Check]:
     except SandboxError as error:
         return [Check(name, False, error.problem, error.remedy)]
     except OSError as error:
-        return [Check(name, False, f"they cannot be examined: {error}", "Correct the folder that is named.")]
+        return [Check(name, False, f"they cannot be examined: {error}", "Correct the folder in this message.")]
     here = {os.path.realpath(os.getcwd())} - homes() - {"/"}  # kernels never get these as their folder
     places = [*(mount.source for mount in mounts), *here]
     inside = [
@@ -212,7 +212,7 @@ def check_own_folders(environ: Mapping[str, str]) -> list[Check]:
             name,
             False,
             f"{own} ({setting}) lies in {place}; kernels that work in {place} see an empty folder there",
-            f"Set {setting} to a folder that no kernel can write to: these kernels start faster then.",
+            f"Set {setting} to a folder that no kernel can write to. Kernels that work in {place} then start faster.",
             required=False,
         )
         for place in dict.fromkeys(places)
@@ -230,7 +230,7 @@ def check_runtime_root() -> Check:
         return Check("sandboxes' folder", False, error.problem, error.remedy)
     except OSError as error:
         remedy = "Set SANDBOX_RUNTIME_DIR to a folder that you own."
-        return Check("sandboxes' folder", False, f"it cannot be made: {error}", remedy)
+        return Check("sandboxes' folder", False, f"it cannot be created: {error}", remedy)
 
 
 def check_folder(name: str, folder: Path, megabytes: int, variable: str, required: bool = True) -> Check:
@@ -241,7 +241,7 @@ def check_folder(name: str, folder: Path, megabytes: int, variable: str, require
     free = shutil.disk_usage(nearest(folder)).free // MEGABYTE
     finding = f"{folder}, {free / 1024:.1f} GB free" if free >= 1024 else f"{folder}, {free} MB free"
     if free < megabytes:
-        remedy = f"Free {megabytes} MB there, or `export {variable}=...` to a folder with room."
+        remedy = f"Free {megabytes} MB on this disk, or set {variable} to a folder on a disk with more free space."
         return Check(name, False, finding, remedy, required)
     return Check(name, True, finding, required=required)
 
@@ -253,13 +253,13 @@ def check_kernels(found: Sequence[Kernel], environ: Mapping[str, str]) -> list[C
         return [_check_kernel(kernel) for kernel in sandboxed]
     if environ.get("JUPYTER_DEFAULT_PROVISIONER_NAME") == PROVISIONER:
         return [Check("kernels", bool(found), f"every kernel is sandboxed by default ({len(found)} found)")]
-    return [Check("kernels", False, "no sandboxed kernel is installed", f"{SETUP} installs them.")]
+    return [Check("kernels", False, "no sandboxed kernel is installed", f"Run {SETUP}.")]
 
 
 def _check_kernel(kernel: Kernel) -> Check:
     name = f"kernel {kernel.name}"
     argv = kernel.spec.get("argv")
-    remove = f"`jupyter kernelspec remove {kernel.name}` removes it."
+    remove = f"Install the kernel again, or remove it with `jupyter kernelspec remove {kernel.name}`."
     if not isinstance(argv, list) or not argv:
         return Check(name, False, f"{kernel.folder / 'kernel.json'} has no argv", remove)
     program = str(argv[0]).replace("{resource_dir}", str(kernel.folder))
@@ -292,7 +292,7 @@ def check_contents_manager() -> list[Check]:
         server.load_config_file(suppress_errors=False)
         chosen = server.contents_manager_class
     except (Exception, SystemExit):  # a configuration file can raise anything; traitlets logs it and exits
-        remedy = "Correct Jupyter Server's configuration: `jupyter server --show-config` says what is wrong."
+        remedy = "Correct Jupyter Server's configuration: `jupyter server --show-config` shows the error."
         return [Check(name, False, "unknown: Jupyter Server's configuration cannot be used", remedy, required=False)]
     if is_guarded(chosen):
         return [Check(name, True, "guarded against links that a notebook's code makes", required=False)]
@@ -325,7 +325,7 @@ def check_saved() -> list[Check]:
         return [Check(name, False, error.problem, error.remedy, required=False)]
     unproven = {found: error for found, error in problems.items() if isinstance(error, SignatureError)}
     if not unproven:
-        return [Check(name, True, f"{len(records)}, none with a record that is not proven", required=False)]
+        return [Check(name, True, f"{len(records)}; no signature is missing or invalid", required=False)]
     reasons = Counter(error.reason for error in unproven.values())
     finding = f"{len(unproven)} of {len(records)} are not proven to be yours: " + "; ".join(
         f"the record of {count} {reason}" for reason, count in reasons.items()
@@ -334,7 +334,7 @@ def check_saved() -> list[Check]:
 
 
 def _unusable_key(sandboxes: Persistence, name: str, ids: Sequence[str]) -> Check | None:
-    """Return the failed check if the key exists and cannot be used: no persistent kernel can start then."""
+    """Return a failed check if the key cannot be used, because then no persistent kernel can start; else None."""
     try:
         sandboxes.stores.signer.require_usable_key()
     except ConfigurationError as error:

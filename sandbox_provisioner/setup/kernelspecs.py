@@ -1,6 +1,6 @@
 """Install twin kernelspecs: NAME-sandbox runs the same kernel as NAME, but in a sandbox.
 
-A key in its metadata marks a twin, so that kernelspecs that were written by hand are never overwritten or removed. A
+A key in the metadata marks a kernelspec as a twin. Kernelspecs without the mark are never overwritten or removed. A
 user's changes to a twin's ``config`` stanza survive a refresh.
 """
 
@@ -27,7 +27,7 @@ SUFFIX = "-sandbox"
 MARK = "sandbox_twin_of"
 """The key in a twin's metadata that names the kernel it was made from."""
 DEFAULTS = {"enable_checkpoint_at_idle": True, "idle_timeout": 1800.0}
-"""Settings of a new twin. By default Jupyter culls no idle kernels, and never those with a browser tab open."""
+"""Settings of a new twin: hibernate if idle. By default, Jupyter itself does not cull idle kernels."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
                 f"There is no kernel named {name}.", f"These can be sandboxed: {', '.join(local) or 'none'}."
             )
         if name not in local:
-            raise SandboxError(f"Kernel {name} has a provisioner of its own ({found[name].provisioner}).")
+            raise SandboxError(f"Kernel {name} cannot be sandboxed: its provisioner is {found[name].provisioner}.")
     wanted = [local[name] for name in dict.fromkeys(names)] or list(local.values())
     if not wanted:
-        raise SandboxError("No kernel is installed here.", "`pip install ipykernel` adds Python's.")
+        raise SandboxError("No kernel is installed here.", "Install one, such as Python's: `pip install ipykernel`.")
     return wanted
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def call_within(seconds: float | None, function: Callable[[], T]) -> T:
     """Call a function in a daemon thread and return its result.
 
-    Raises TimeoutError after so many seconds; the thread is left alone until the function returns.
+    Raises TimeoutError after so many seconds; the thread then continues until the function returns.
     """
     outcome: Future[T] = Future()
 

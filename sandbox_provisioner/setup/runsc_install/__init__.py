@@ -38,14 +38,14 @@ def choose(name: str | None, release: str = "", sha512: str = "") -> list[Source
             )
         return [ReleaseSource(release, sha512)]
     if release or sha512:
-        raise SandboxError(f"--release and --sha512 do not go with --source {name}.", "Use --source release.")
+        raise SandboxError(f"--release and --sha512 cannot be used with --source {name}.", "Use --source release.")
     return [make() for known, make in SOURCES.items() if name in (None, known)]
 
 
 def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runsc:
     """Install runsc in ``folder`` from the first source that succeeds, and return it.
 
-    A runsc that is there already is replaced only after the new one has reported a version that is new enough. Raises
+    An existing runsc there is replaced only after the new one has reported a version that is new enough. Raises
     RunscNotFoundError with the reason of every source if all fail.
     """
     folder = folder.absolute()
@@ -65,7 +65,7 @@ def install(sources: Sequence[Source], folder: Path, progress: Progress) -> Runs
             reasons.append(f"  {source.name}: {error.problem}")
     raise RunscNotFoundError(
         "runsc could not be installed:\n" + "\n".join(reasons),
-        f"\nGive this machine access to one of these sources, or set SANDBOX_RUNSC to a runsc of {OLDEST} or newer.",
+        f"\nGive this machine access to one of these sources, or set SANDBOX_RUNSC to a runsc built since {OLDEST}.",
     )
 
 
@@ -94,5 +94,5 @@ def _remove_abandoned(folder: Path, age: float = 86400.0) -> None:
 
 
 def _workspace_parent() -> str | None:
-    """Return the folder for a gigabyte of temporary files, None for the default: /tmp is often in memory."""
+    """Return the folder for a gigabyte of temporary files: /var/tmp, as /tmp is often in memory, or None."""
     return None if os.environ.get("TMPDIR") or not os.access("/var/tmp", os.W_OK) else "/var/tmp"

@@ -42,7 +42,7 @@ class ReleaseSource(Source):
             )
         if not DIGEST.fullmatch(sha512):
             raise SandboxError(
-                f"--sha512 is {sha512!r:.150}, which is not a SHA-512 digest.", "It has 128 hexadecimal digits."
+                f"--sha512 is {sha512!r:.150}, which is not a SHA-512 digest.", "Give all 128 hexadecimal digits."
             )
         self._base, self._version, self._sha512 = base.rstrip("/"), version, sha512.lower()
 
@@ -56,7 +56,7 @@ class ReleaseSource(Source):
         except (OSError, HTTPException) as error:
             raise SandboxError(f"the download of {url} failed ({_reason(error)})") from error
         if found != self._sha512:
-            raise SandboxError(f"the SHA-512 digest of {url} is {found}, not the one that was given")
+            raise SandboxError(f"the SHA-512 digest of {url} is {found}, which differs from --sha512")
 
 
 def _open_url(url: str) -> HTTPResponse:

@@ -1,4 +1,4 @@
-"""Source, the interface of the ways to get runsc, and the commands that they run."""
+"""Define ``Source``, the interface of each way to get runsc, and ``run``, which runs the commands of a source."""
 
 from __future__ import annotations
 

@@ -80,4 +80,4 @@ def test_sandbox_starts_where_nothing_can_be_recorded(serve: Serve, sandboxed: S
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text("a file instead of the folder")
     close(Notebook(server, sandboxed(persistent=False)))
-    assert "It was not recorded that a notebook runs in a sandbox" in server.log.read_text()
+    assert "A notebook that runs in a sandbox was not recorded" in server.log.read_text()

@@ -329,7 +329,7 @@ def test_hibernate_saved_sandbox_does_nothing(keep: Keep, ask: Ask, capsys: pyte
     assert [shown["state"] for shown in ask("hibernate", str(record.id))["sandboxes"]] == ["saved"]
     running = keep(running=True)
     assert main(["hibernate", str(running.id)]) == 5
-    assert "is running, and this needs a running Jupyter Server" in capsys.readouterr().err
+    assert "The command needs a running Jupyter Server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

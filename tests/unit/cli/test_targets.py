@@ -165,7 +165,7 @@ def test_interrupted_exec_kills_its_command(client: SandboxClient, sandbox: Sand
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"up\n"
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == b"jupyter sandbox: interrupted; the command was interrupted, too.\n"
+        assert process.stderr.read() == b"jupyter sandbox: interrupted; the command in the sandbox is killed.\n"
     assert process.returncode == 130
     until(lambda: b"sleep" not in execute(sandbox.id, "--", "sh", "-c", "cat /proc/[0-9]*/comm").stdout)
 

@@ -219,11 +219,11 @@ def answering() -> Iterator[Answer]:
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     [
-        (404, "<html>", "has no sandboxes. Install sandbox-provisioner in its environment"),
-        (404, '{"message": "Not Found"}', "has no sandboxes."),
+        (404, "<html>", "does not serve sandboxes. Install sandbox-provisioner in its environment"),
+        (404, '{"message": "Not Found"}', "does not serve sandboxes."),
         (403, '{"message": "Forbidden"}', "denied access. Check the token for http://"),
         (302, "", "denied access."),
-        (502, "Bad \x1b[2J Gateway", "answered with status 502. See its log."),
+        (502, "Bad \x1b[2J Gateway", "answered with status 502. See the server's log."),
         (500, '{"message": "one\\ntwo"}', "answered with status 500: one | two."),
         (
             409,

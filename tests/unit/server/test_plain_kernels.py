@@ -69,7 +69,7 @@ def refused(answer: tuple[int, Any]) -> bool:
     if status == 409:
         assert (body["status"], body["type"], body["reason"]) == (409, "urn:sandbox:plain-kernel", "Plain kernel")
         assert body["message"] == f"{body['detail']} {body['remedy']}"
-        assert "last ran in a sandbox" in body["message"] and "jupyter sandbox allow-plain" in body["message"]
+        assert "The requested kernel" in body["message"] and "jupyter sandbox allow-plain" in body["message"]
     return status == 409
 
 

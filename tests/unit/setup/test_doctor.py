@@ -192,7 +192,7 @@ def test_kernel_with_its_program(program: str) -> None:
 def test_kernel_without_its_program(argv: list[str]) -> None:
     (check,) = doctor.check_kernels([sandboxed(argv)], {})
     assert not check.ok
-    assert check.remedy == "`jupyter kernelspec remove some` removes it."
+    assert check.remedy == "Install the kernel again, or remove it with `jupyter kernelspec remove some`."
 
 
 def test_kernel_with_its_own_runsc(tmp_path: Path) -> None:

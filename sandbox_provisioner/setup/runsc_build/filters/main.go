@@ -53,7 +53,7 @@ func add(file string, compile func() ([]precompiledseccomp.Program, error)) erro
 		return err
 	}
 	if strings.Count(string(text), place) != 1 {
-		return fmt.Errorf("it has no one place for programs")
+		return fmt.Errorf("it does not contain exactly one line %q", place)
 	}
 	programs, err := compile()
 	if err != nil {
