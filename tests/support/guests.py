@@ -263,13 +263,13 @@ async def shell(connection: GuestConnection, command: str, stdin: bool = True) -
 
 
 async def finished(process: GuestProcess) -> tuple[int, bytes, bytes]:
-    """Return the process's status, stdout and stderr."""
+    """Wait for the end of a process. Return its status, stdout and stderr."""
     out, err = await asyncio.wait_for(process.read(), LIMIT)
     return await asyncio.wait_for(process.wait(), LIMIT), out, err
 
 
 async def first_line(process: GuestProcess) -> bytes:
-    """Return its first line of output."""
+    """Return the first line of the output of a process."""
     found = b""
     async with asyncio.timeout(LIMIT):
         async for piece in process.stream():

@@ -82,7 +82,7 @@ def connect(notebook: Notebook) -> None:
 
 
 def deaf(notebook: Notebook) -> socket.socket:
-    """Open a websocket to a kernel, and never read from it."""
+    """Open a websocket to a kernel, and read nothing from it."""
     address = urlsplit(notebook.server.url)
     peer = socket.create_connection((address.hostname, address.port))
     peer.sendall(

@@ -29,7 +29,7 @@ COMMAND = str(Path(sys.executable).parent / "jupyter-sandbox")
 
 
 class Shelf(Source):
-    """A source with a given binary, or with none."""
+    """A source that provides the given binary, or fails if there is none."""
 
     name = "shelf"
     title = "the shelf"
@@ -39,7 +39,7 @@ class Shelf(Source):
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
         if self._binary is None:
-            raise SandboxError("there is nothing on it")
+            raise SandboxError("it has no binary")
         shutil.copyfile(self._binary, target)
 
 

@@ -549,7 +549,7 @@ def test_doctor_remedy_for_unusable_key_works(keep: Keep, data: Path, monkeypatc
     deleted, kept = keep(), keep()
     key = data / "sandbox" / "key"
     key.write_text("short")
-    assert main(["delete", "--unverified", str(deleted.id)]) == 5  # the file must go first
+    assert main(["delete", "--unverified", str(deleted.id)]) == 5  # the remedy says to delete the file first
     key.unlink()
     assert main(["delete", "--unverified", str(deleted.id)]) == 0
     assert len(key.read_text().strip()) == 64

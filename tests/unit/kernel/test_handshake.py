@@ -34,7 +34,7 @@ CURVE = GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:]
 
 
 async def converse(channel: str, prepare: Any = lambda socket: None) -> tuple[Position, Handshake]:
-    """Let a real client connect and send a message, if it can. Return the client's and the kernel's side."""
+    """Connect a real client and let it send a message if it can. Return the client's and the kernel's side."""
     said, handshake, heard = Position(), Handshake(channel), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,7 +77,7 @@ async def test_identity_of_a_client_is_read() -> None:
     assert identity(said.ready) == b"a session"
 
 
-async def test_an_encrypted_client_waits_for_the_kernel() -> None:
+async def test_encrypted_client_waits_for_kernel() -> None:
     def encrypt(socket: Any) -> None:
         public, secret = zmq.curve_keypair()
         socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
@@ -131,15 +131,15 @@ class Beating(asyncio.Protocol):
             self.transport.abort()
 
 
-class Drop(Beating):
-    """The same, but the bytes arrive one at a time."""
+class BytewiseBeating(Beating):
+    """A connection that answers heartbeats and handles each byte separately."""
 
     def data_received(self, data: bytes) -> None:
         for byte in data:
             super().data_received(bytes([byte]))
 
 
-@pytest.fixture(params=[Beating, Drop])
+@pytest.fixture(params=[Beating, BytewiseBeating])
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """The address of a server that answers heartbeats."""
     server = await asyncio.get_running_loop().create_server(request.param, "127.0.0.1", 0)
@@ -218,7 +218,7 @@ HOSTILE = st.one_of(
 
 
 def talk(pieces: list[bytes]) -> bytes:
-    """Return the reply to these pieces, up to the first that is not a heartbeat."""
+    """Send these pieces, up to the first one that is no heartbeat. Return the reply."""
     heart, said = Heartbeat(), b""
     try:
         for piece in pieces:

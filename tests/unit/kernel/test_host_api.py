@@ -126,7 +126,7 @@ async def test_status_lists_the_savepoints_oldest_first(clerk: Clerk) -> None:
     )
 
 
-async def test_status_of_an_ephemeral_sandbox_explains_why_nothing_is_kept() -> None:
+async def test_status_of_ephemeral_sandbox_gives_reason() -> None:
     words = answer_text(
         "status", "", await serve({"op": "status"}, Clerk(ephemeral="Nothing is kept: it has no notebook."))
     )

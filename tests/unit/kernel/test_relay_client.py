@@ -50,7 +50,7 @@ class Kernel:
 
 @asynccontextmanager
 async def joined(relay: ChannelRelay, folder: Path) -> AsyncIterator[tuple[Kernel, Any]]:
-    """A relay that is connected to such a kernel and has its key."""
+    """Connect a relay that knows the key to a new kernel. Yield the kernel and the connection."""
     end = Kernel()
     async with kernel(folder, end.serve) as (connection, targets):
         relay.connect(connection, targets, SIGNING)
@@ -116,7 +116,7 @@ async def test_unsigned_messages_neither_count_nor_wake(
         await until(lambda: any(one.held() for one in relay._clients))
         assert not relay.waited_for and not relay.activity.busy
         connection._flow()
-        await until(lambda: end.heard[channel] == CLIENT + data[bad])  # it still passes
+        await until(lambda: end.heard[channel] == CLIENT + data[bad])  # it is still forwarded
         assert relay.sent == 0 and calls == []
 
 
@@ -152,7 +152,7 @@ async def test_client_of_a_hibernated_kernel_gets_its_handshake(
         await until(lambda: relay.called)
         connection._flow()
         await until(lambda: end.heard["shell"] == GREETING)
-        end.writers[0].write(KERNEL)  # the kernel greets, too; the client has heard that
+        end.writers[0].write(KERNEL)  # the kernel's handshake; the relay has already sent one to the client
         await until(lambda: end.heard["shell"] == CLIENT + request)
         end.writers[0].write(reply(msg_id))
         assert await client.receive(len(reply(msg_id)))
@@ -260,7 +260,7 @@ async def test_too_large_message_is_not_passed_on(
         await until(lambda: not relay._clients)
 
 
-async def test_an_endless_multipart_message_is_cut_off(
+async def test_endless_multipart_message_is_cut_off(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     refused: list[str] = []
@@ -274,7 +274,7 @@ async def test_an_endless_multipart_message_is_cut_off(
         await until(lambda: refused == ["iopub"])
 
 
-async def test_heartbeats_that_are_not_read_are_not_kept(
+async def test_unread_heartbeats_are_dropped(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (_, connection):
@@ -314,9 +314,7 @@ async def test_other_users_cannot_wake_the_kernel_or_use_up_its_connections(
         await until(lambda: relay.called)
 
 
-async def test_zeromq_client_that_connected_during_hibernation_gets_replies(
-    relay: ChannelRelay, tmp_path: Path
-) -> None:
+async def test_zeromq_client_of_hibernated_kernel_gets_replies(relay: ChannelRelay, tmp_path: Path) -> None:
     """ZeroMQ sockets on both sides; the relay answers the handshake."""
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 async def send_requests(guest: ScriptedGuest, *numbers: int) -> list[tuple[int, dict[str, Any]]]:
-    """Send requests with these numbers, and return those that reach the listener."""
+    """Send requests with these numbers. Return the requests that reach the listener."""
     received: list[tuple[int, dict[str, Any]]] = []
     guest.connection.host_api.listen(lambda number, request: received.append((number, request)))
     await guest.send(*(control({"op": "ask", "number": number, "request": {"op": "status"}}) for number in numbers))

@@ -172,7 +172,7 @@ def test_stopped_server_emits_no_events(make_app: MakeApp) -> None:
     async def make() -> ServerApp:
         return make_app()
 
-    EVENT_BUS.write(ENTRIES[EventKind.WOKEN])  # for the servers of other tests, which have ended
+    EVENT_BUS.write(ENTRIES[EventKind.WOKEN])  # remove the handlers of ended servers of other tests
     app = asyncio.run(make())
     known = len(EVENT_BUS._listeners)
     EVENT_BUS.write(ENTRIES[EventKind.WOKEN])
@@ -295,7 +295,7 @@ def test_failed_hibernation_is_reported_with_reason(
     server = serve(*CULLING)
     notebook = Notebook(server, sandboxed())
     notebook.run(MAP)
-    library.unlink()  # what is mapped is lost with the sandbox
+    library.unlink()  # the mapped file would be lost with the sandbox
     name = 'jupyter_sandbox_failures_total{doing="hibernated",reason="UnsaveableError"}'
     until(lambda: name in scrape(server))
     failed = [event for event in happened(events) if event["__schema__"] == schema_id(EventKind.FAILED)]
