@@ -152,8 +152,8 @@ async def test_server_paused_past_its_lease_cannot_write(
         frozen.send_signal(signal.SIGCONT)
         frozen.stdin.write("go on\n")
         frozen.stdin.flush()
-        said = await asyncio.to_thread(frozen.stdout.readline)
-        assert said.startswith(("FencedError", "SandboxNotFoundError")), said
+        outcome = await asyncio.to_thread(frozen.stdout.readline)
+        assert outcome.startswith(("FencedError", "SandboxNotFoundError")), outcome
         await tell(handle, "set heir's")
         await heir.get("box").save()
         await heir.get("box").restore()

@@ -138,7 +138,7 @@ class ScriptedGuest:
         await self.say(op="quiesced")
         await asyncio.wait_for(quiescing, LIMIT)
 
-    async def told(self, op: str) -> dict[str, Any]:
+    async def expect_control(self, op: str) -> dict[str, Any]:
         """Wait for the next frame, which must be a control message with this operation. Return the message."""
         message: dict[str, Any] = json.loads(await self.expect(CONTROL, 0))
         assert message["op"] == op

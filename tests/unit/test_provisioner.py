@@ -299,10 +299,10 @@ def test_each_of_two_clients_gets_its_own_replies(start_kernel: Start, sandboxed
     requests = {client: client.execute(f"print({number})") for number, client in enumerate((one, two))}
     for client, request in requests.items():
         assert reply_to(client, request)["status"] == "ok"
-        heard = ""
-        while len(heard) < len("0\n1\n"):
-            heard += client.get_iopub_msg(timeout=READY)["content"].get("text", "")
-        assert sorted(heard.split()) == ["0", "1"]
+        received = ""
+        while len(received) < len("0\n1\n"):
+            received += client.get_iopub_msg(timeout=READY)["content"].get("text", "")
+        assert sorted(received.split()) == ["0", "1"]
     two.stop_channels()
 
 
@@ -654,9 +654,9 @@ def test_failed_program_is_logged_with_its_status_and_last_output(
     name = sandboxed("ends", spec={"argv": argv, "display_name": "Ends", "language": "sh"})
     with pytest.raises(RuntimeError, match="Kernel died"):
         start_kernel(name)
-    (said,) = [text for text in caplog.messages if "ended with status" in text]
-    assert "status 3" in said
-    assert "no module named ipykernel" in said
+    (message,) = [text for text in caplog.messages if "ended with status" in text]
+    assert "status 3" in message
+    assert "no module named ipykernel" in message
 
 
 ORDINARY_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
@@ -729,12 +729,12 @@ def test_server_reports_and_logs_why_a_kernel_did_not_start(
     server = serve()
     bad, good = sandboxed("bad", spec=NEVER_STARTED, mounts=[f"{tmp_path}/nowhere"]), sandboxed()
     sentence = f"The mount '{tmp_path}/nowhere' cannot be made: {tmp_path}/nowhere does not exist. Create it"
-    status, said = server.open_notebook(bad)
+    status, response = server.open_notebook(bad)
     assert status == 500
-    assert sentence in said["message"]
+    assert sentence in response["message"]
     assert sentence in server.log.read_text()
-    status, said = server.ask("POST", "kernels", {"name": bad})
-    assert status == 400 and sentence in said["message"]
+    status, response = server.ask("POST", "kernels", {"name": bad})
+    assert status == 400 and sentence in response["message"]
     assert server.ask("GET", "kernels") == (200, [])
     status, session = server.open_notebook(good)
     assert status == 201

@@ -102,7 +102,7 @@ def test_setup_without_a_source_fails_with_one_message(
     said = capsys.readouterr()
     first, reason, remedy = said.err.splitlines()
     assert first == "jupyter sandbox: runsc could not be installed:"
-    assert reason.strip() == "shelf: there is nothing on it"
+    assert reason.strip() == "shelf: it has no binary"
     assert "SANDBOX_RUNSC" in remedy
     assert not twin(data).exists()
 

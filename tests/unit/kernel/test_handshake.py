@@ -35,13 +35,13 @@ CURVE = GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:]
 
 async def converse(channel: str, prepare: Any = lambda socket: None) -> tuple[Position, Handshake]:
     """Connect a real client and let it send a message if it can. Return the client's and the kernel's side."""
-    said, handshake, heard = Position(), Handshake(channel), asyncio.Event()
+    received, handshake, arrived = Position(), Handshake(channel), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):
             writer.write(handshake.answer(data))
-            if said.follow(data) or handshake.opaque:
-                heard.set()
+            if received.follow(data) or handshake.opaque:
+                arrived.set()
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -55,26 +55,26 @@ async def converse(channel: str, prepare: Any = lambda socket: None) -> tuple[Po
     else:
         await socket.send(b"hello")
     try:
-        await asyncio.wait_for(heard.wait(), PATIENCE)
+        await asyncio.wait_for(arrived.wait(), PATIENCE)
     finally:
         context.destroy(linger=0)
         server.close()
-    return said, handshake
+    return received, handshake
 
 
 @pytest.mark.parametrize("channel", SOCKET_TYPES)
 async def test_client_completes_its_handshake(channel: str) -> None:
-    said, handshake = await converse(channel)
+    received, handshake = await converse(channel)
     assert handshake.done and not handshake.opaque
-    assert b"Socket-Type" in said.ready
+    assert b"Socket-Type" in received.ready
 
 
 async def test_identity_of_a_client_is_read() -> None:
     def name(socket: Any) -> None:
         socket.identity = b"a session"
 
-    said, _ = await converse("shell", name)
-    assert identity(said.ready) == b"a session"
+    received, _ = await converse("shell", name)
+    assert identity(received.ready) == b"a session"
 
 
 async def test_encrypted_client_waits_for_kernel() -> None:
@@ -219,13 +219,13 @@ HOSTILE = st.one_of(
 
 def talk(pieces: list[bytes]) -> bytes:
     """Send these pieces, up to the first one that is no heartbeat. Return the reply."""
-    heart, said = Heartbeat(), b""
+    heart, received = Heartbeat(), b""
     try:
         for piece in pieces:
-            said += heart.answer(piece)
+            received += heart.answer(piece)
     except ValueError:
         pass
-    return said
+    return received
 
 
 @given(st.lists(HOSTILE, max_size=4))

@@ -201,7 +201,7 @@ async def test_requests_are_answered_one_at_a_time_in_their_order() -> None:
             await asyncio.sleep(0)
         assert slow.begun == ["first"]
         slow.go.set()
-        assert [(await guest.told("answer"))["number"] for _ in range(3)] == [1, 2, 3]
+        assert [(await guest.expect_control("answer"))["number"] for _ in range(3)] == [1, 2, 3]
         assert slow.begun == ["first", "second"]
 
 

@@ -524,8 +524,8 @@ async def test_paused_owner_is_notified_of_lost_lease(ground: Ground) -> None:
         lease = await ground.leases().acquire(SANDBOX, me("the newcomer"), patience=SOON)
         assert lease.token > token
         contender.send_signal(signal.SIGCONT)
-        told = await soon(asyncio.to_thread(read_answer, contender))
-        assert re.search("was suspended|the newcomer .* has it now|its entry was removed", told["lost"])
+        reply = await soon(asyncio.to_thread(read_answer, contender))
+        assert re.search("was suspended|the newcomer .* has it now|its entry was removed", reply["lost"])
         assert ask(contender, "release") == {"released": True}
     await asyncio.sleep(2 * RENEWAL)
     assert not lease.lost.done()
@@ -683,7 +683,7 @@ async def test_unrenewable_lease_is_lost_with_reason(clock: JumpingClock) -> Non
     ground = MemoryGround(clock, store)
     lease = await ground.leases().acquire(SANDBOX, me())
     store.away = True
-    assert await soon(lease.lost) == f"it was not renewed for {ground.lease:g} s: Nobody answers."
+    assert await soon(lease.lost) == f"it was not renewed for {ground.lease:g} s: The storage does not answer."
     await lease.release()
 
 
@@ -691,7 +691,7 @@ async def test_unavailable_storage_is_reported(clock: JumpingClock) -> None:
     store = FailingStore()
     ground = MemoryGround(clock, store)
     store.away = True
-    with pytest.raises(StorageUnavailableError, match="Nobody answers"):
+    with pytest.raises(StorageUnavailableError, match="The storage does not answer"):
         await soon(ground.leases().acquire(SANDBOX, me()))
 
 

@@ -240,13 +240,13 @@ sightings = st.tuples(paths, st.sampled_from(compatibility.USES), st.sampled_fro
 
 @slow_fixtures
 @given(st.lists(sightings, max_size=8))
-def test_no_report_opens_a_file_outside_the_mounts(trap: Machine, said: list[tuple[str, str, str]]) -> None:
+def test_no_report_opens_a_file_outside_the_mounts(trap: Machine, report: list[tuple[str, str, str]]) -> None:
     with watched() as opened:
-        found = examine(json.dumps(said).encode(), trap.spec, DigestCache(trap.folder / "none"))
+        found = examine(json.dumps(report).encode(), trap.spec, DigestCache(trap.folder / "none"))
     sources = [os.path.realpath(mount.source) for mount in all_mounts(trap.spec) if mount.source]
     memory = str(trap.folder / "none")
     assert [path for path in opened if not any(within(path, source) for source in (*sources, memory))] == []
-    assert set(found) <= {path for path, _, _ in said}
+    assert set(found) <= {path for path, _, _ in report}
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
 
 
@@ -286,13 +286,13 @@ def test_huge_report_raises_guest_error(machine: Machine, text: bytes) -> None:
 @pytest.mark.parametrize(("folder", "limit"), [("work", "MOST_WRITABLE_BYTES"), ("env", "MOST_BYTES")])
 def test_bytes_to_hash_are_limited(machine: Machine, monkeypatch: pytest.MonkeyPatch, folder: str, limit: str) -> None:
     monkeypatch.setattr(compatibility, limit, 100_000)
-    said = []
+    report = []
     for number in range(40):
         (machine.folder / folder / str(number)).write_bytes(bytes(5000))
-        said.append((f"/{folder}/{number}", "mapped", ""))
-    assert machine.examine(*said[:15])
+        report.append((f"/{folder}/{number}", "mapped", ""))
+    assert machine.examine(*report[:15])
     with pytest.raises(GuestError, match="more than 100,000 bytes"):
-        machine.examine(*said)
+        machine.examine(*report)
 
 
 def sparse(path: Path, size: int, offset: int = 0, byte: bytes = b"x") -> None:
@@ -308,8 +308,8 @@ def test_large_files_are_sampled_only_in_writable_folders(machine: Machine, monk
     between = (1 << 16) + 7  # after the first sample and before the second
     for folder in ("work", "env"):
         sparse(machine.folder / folder / "big", 20 << 20)
-    said = [(f"/{folder}/big", "mapped", "") for folder in ("work", "env")]
-    recorded = machine.examine(*said)
+    report = [(f"/{folder}/big", "mapped", "") for folder in ("work", "env")]
+    recorded = machine.examine(*report)
     assert [recorded[f"/{folder}/big"].sampled for folder in ("work", "env")] == [True, False]
     assert compatibility.from_json(json.loads(json.dumps(compatibility.to_json(recorded)))) == recorded
     assert machine.differences(recorded) == []
@@ -329,9 +329,9 @@ def test_large_files_are_sampled_only_in_writable_folders(machine: Machine, monk
 def test_hashing_ends_when_given_up(machine: Machine) -> None:
     given_up = Event()
     given_up.set()
-    said = json.dumps([("/env/lib.so", "mapped", "")]).encode()
+    report = json.dumps([("/env/lib.so", "mapped", "")]).encode()
     with pytest.raises(GivenUpError):
-        examine(said, machine.spec, machine.prints, given_up)
+        examine(report, machine.spec, machine.prints, given_up)
 
 
 # -- documents -------------------------------------------------------------------------------------------------------
