@@ -217,7 +217,7 @@ HOSTILE = st.one_of(
 )
 
 
-def talk(pieces: list[bytes]) -> bytes:
+def reply_to(pieces: list[bytes]) -> bytes:
     """Send these pieces, up to the first one that is no heartbeat. Return the reply."""
     heart, received = Heartbeat(), b""
     try:
@@ -230,20 +230,20 @@ def talk(pieces: list[bytes]) -> bytes:
 
 @given(st.lists(HOSTILE, max_size=4))
 def test_any_bytes_raise_only_valueerror_and_get_a_bounded_reply(pieces: list[bytes]) -> None:
-    assert len(talk(pieces)) <= len(b"".join(pieces)) + len(GREETING) + len(NULL_READY)
+    assert len(reply_to(pieces)) <= len(b"".join(pieces)) + len(GREETING) + len(NULL_READY)
 
 
 @given(HOSTILE, st.lists(st.integers(0, 300), max_size=5))
 def test_reply_does_not_depend_on_the_pieces(data: bytes, cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(data)]
     pieces = [data[start:end] for start, end in itertools.pairwise(edges)]
-    whole, cut = talk([data]), talk(pieces)
+    whole, cut = reply_to([data]), reply_to(pieces)
     assert cut.startswith(whole)
 
 
 @given(st.binary(max_size=64).filter(lambda data: data[:1] not in (b"", b"\xff")))
 def test_other_protocols_get_at_most_a_greeting(data: bytes) -> None:
-    assert len(talk([data, bytes(64)])) <= len(GREETING)
+    assert len(reply_to([data, bytes(64)])) <= len(GREETING)
 
 
 @pytest.mark.parametrize("flags", [0, MORE, COMMAND, LONG, LONG | MORE, LONG | COMMAND])
