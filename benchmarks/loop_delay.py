@@ -21,7 +21,7 @@ class Delay(NamedTuple):
 
     total: float = 0.0
     blocked: float = 0.0
-    """Without the time in which the thread was ready to run, but other threads had the processors."""
+    """The longest delay, without the time in which the thread was ready but other threads had the processors."""
 
 
 class DelayProbe:

@@ -52,7 +52,7 @@ from sandbox_provisioner.sandbox.manager import SandboxManager
 pytestmark = [pytest.mark.runsc, pytest.mark.template_copies]
 
 HANDSHAKE = 20
-"""Seconds, fewer than those after which ZeroMQ repeats a handshake that got no reply."""
+"""Timeout in seconds, shorter than the time after which ZeroMQ repeats an unanswered handshake."""
 
 
 @pytest.fixture(scope="module", autouse=True)

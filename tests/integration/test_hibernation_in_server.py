@@ -28,7 +28,7 @@ CULLING = (
 )
 
 STALLED = 40
-"""Seconds that are fewer than those after which Google's client gives a request up."""
+"""Timeout in seconds, shorter than that of a request of Google's client."""
 
 Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
@@ -85,7 +85,7 @@ def test_server_interrupted_without_terminal_saves_kernels(serve: Serve, sandbox
     notebook = Notebook(server, kernel)
     notebook.run("x = 1")
     notebook.close()
-    server.process.send_signal(signal.SIGINT)  # what a hub sends
+    server.process.send_signal(signal.SIGINT)  # a hub stops servers with SIGINT
     assert server.process.wait(READY) == 0
     assert sandboxes(runtime) == []
     notebook = Notebook(serve(), kernel)

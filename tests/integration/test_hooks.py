@@ -1,4 +1,4 @@
-"""Functions that a notebook registers to run before a checkpoint and after a restore."""
+"""Test the functions that a notebook registers to run before a checkpoint and after a restore."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_environment_in_notebook_folder_is_read_only(
     _, kc = start_kernel(sandboxed(spec=kernel, mounts=mounts))
     prefix = python.parent.parent
     names = ["bin", "lib", "pyvenv.cfg"]
-    if any("/lib64/" in entry for entry in sys.path):  # elsewhere it is a link to lib that no Python looks at
+    if any("/lib64/" in entry for entry in sys.path):  # otherwise lib64 is a link to lib, which no Python uses
         names.append("lib64")
     before = sorted(str(path) for name in names for path in [prefix / name, *(prefix / name).rglob("*")])
     first = place.split("/")[0]
@@ -331,7 +331,7 @@ def test_guest_files_do_not_run_on_host(
     assert not ran.exists()
 
 
-def test_environment_variables_with_guest_folders_expose_no_host_files(
+def test_variables_with_guest_folders_expose_no_host_files(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
@@ -501,7 +501,7 @@ def test_capabilities_cannot_be_gained(start_kernel: Start, sandboxed: Sandboxed
     for kind, major in (("S_IFCHR", 1), ("S_IFBLK", 8), ("S_IFBLK", 254)):
         make = f"lambda path: os.mknod(path, stat.{kind} | 0o666, os.makedev({major}, 1))"
         assert ask(kc, f"attempt({make}, 'device')") == "PermissionError"
-        ask(kc, f"attempt({make}, '/tmp/device-{kind}-{major}')")  # one build creates it in memory, but cannot open it
+        ask(kc, f"attempt({make}, '/tmp/device-{kind}-{major}')")  # one build creates the file, but cannot open it
         assert ask(kc, f"attempt(open, '/tmp/device-{kind}-{major}', 'rb')") != "done"
     assert os.listdir(notebook_folder) == ["cat"]
     assert ask(kc, "attempt(open, '/proc/1/mem', 'r+b')") == "PermissionError"
@@ -730,7 +730,7 @@ def test_unconfined_lost_sandbox_leaves_nothing(start_kernel: Start, sandboxed: 
     until(lambda: leftovers(runtime) == [])
 
 
-def test_sweep_spares_foreign_folders(runtime: Path) -> None:
+def test_sweep_keeps_foreign_folders(runtime: Path) -> None:
     others = [runtime / name for name in ("gnupg", ".ssh", "systemd", "0123456789abcdef", "deadbeef")]
     for folder in others:
         folder.mkdir()

@@ -73,7 +73,7 @@ class TestSandboxedIPykernel(jupyter_kernel_test.KernelTests):
             super().setUpClass()
 
     def execute_helper(self, *given: Any, **options: Any) -> Any:
-        """Do the same as the suite, but give messages more than 0.1 s to arrive."""
+        """Execute code like the suite's method, but wait longer than 0.1 s for messages."""
         get = self.kc.iopub_channel.get_msg
         with mock.patch.object(self.kc.iopub_channel, "get_msg", lambda timeout: get(timeout=READY)):
             return super().execute_helper(*given, **options)
@@ -99,7 +99,7 @@ def interrupt_once_busy(km: KernelManager, kc: BlockingKernelClient, code: str) 
 
 
 class Other(NamedTuple):
-    """Code for a kernel that is not ipykernel."""
+    """Code that the test runs in a kernel other than ipykernel."""
 
     set_x: str
     show_x: str
@@ -110,7 +110,7 @@ class Other(NamedTuple):
 
 OTHERS = {
     "bash": Other("x=5", 'echo "[$x]"', "[5]", "[]", "sh -c 'echo begun; exec sleep 100'"),
-    "xpython": Other(  # left alone, xeus-python takes no notice of SIGINT, in a sandbox or out of it
+    "xpython": Other(  # by default, xeus-python ignores SIGINT, also outside a sandbox
         "x = 5; import signal; signal.signal(signal.SIGINT, signal.default_int_handler)",
         "print(globals().get('x'))",
         "5",

@@ -108,11 +108,11 @@ def notebook(open_notebook: Open, clerk: Clerk) -> Notebook:
 def usage_error(notebook: Notebook, line: str) -> str:
     """Return the error below a cell. Fails unless it is one line without a traceback."""
     request = notebook.kc.execute(line)
-    said = "".join(notebook.outputs(request))
+    printed = "".join(notebook.outputs(request))
     assert notebook.reply(request)["status"] == "error"
-    assert said.startswith("UsageError: ")
-    assert "Traceback" not in said
-    return said
+    assert printed.startswith("UsageError: ")
+    assert "Traceback" not in printed
+    return printed
 
 
 @runsc_
@@ -194,11 +194,11 @@ def test_magic_savepoint_and_rewind(open_notebook: Open, notebook_folder: Path) 
     notebook.run("x = 'now'")
     request = notebook.kc.execute("%sandbox rewind before")
     assert notebook.reply(request)["status"] == "ok"
-    (said,) = notebook.outputs(request)
-    assert said.startswith("Rewound to before; the state before is kept as savepoint before-rewind-")
+    (printed,) = notebook.outputs(request)
+    assert printed.startswith("Rewound to before; the state before is kept as savepoint before-rewind-")
     notebook.kc.wait_for_ready(timeout=LONG)
     assert notebook.run("print(x)") == "then\n"
-    assert (notebook_folder / "x").read_text() == "then\n" * 2  # the cell that saved it went on, once more
+    assert (notebook_folder / "x").read_text() == "then\n" * 2  # the restored cell continued and wrote once more
     assert "'nowhere'" in usage_error(notebook, "%sandbox rewind nowhere")
 
 
@@ -209,7 +209,7 @@ def test_magic_in_ephemeral_kernel(open_notebook: Open) -> None:
     assert "This kernel's state is not saved" in usage_error(notebook, "%sandbox savepoint before")
 
 
-# -- asks in a sandbox that sleeps ---------------------------------------------------------------------------------
+# -- requests while the sandbox is hibernated ----------------------------------------------------------------------
 
 ASK = "import sys; sys.path.insert(0, '/.sandbox'); import magics; print(magics.run(sys.argv[1], dict))"
 Make = Callable[..., GVisorSandbox]
@@ -228,11 +228,11 @@ async def make(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Make]:
         await asyncio.wait_for(sandbox.delete(), LONG)
 
 
-async def asking(sandbox: GVisorSandbox, line: str) -> GuestProcess:
+async def run_magic(sandbox: GVisorSandbox, line: str) -> GuestProcess:
     return await sandbox.execute([sandbox.spec.python, "-I", "-B", "-c", ASK, line])
 
 
-async def said(process: GuestProcess) -> str:
+async def output(process: GuestProcess) -> str:
     out, err = await asyncio.wait_for(process.read(), LONG)
     return (out + err).decode().strip()
 
@@ -245,10 +245,10 @@ async def started(make: Make, **changes: Any) -> tuple[GVisorSandbox, Waiting]:
 
 
 @runsc_
-@pytest.mark.parametrize("early", [True, False], ids=["answered while it sleeps", "answered when it is back"])
+@pytest.mark.parametrize("early", [True, False], ids=["answered while hibernated", "answered after restore"])
 async def test_request_is_answered_after_hibernation(make: Make, tmp_path: Path, early: bool) -> None:
     sandbox, clerk = await started(make)
-    process = await asking(sandbox, "savepoint before")
+    process = await run_magic(sandbox, "savepoint before")
     await asyncio.wait_for(clerk.begun.wait(), LONG)
     await sandbox.checkpoint(tmp_path / "image")
     if early:
@@ -256,28 +256,28 @@ async def test_request_is_answered_after_hibernation(make: Make, tmp_path: Path,
         await asyncio.sleep(0)
     await sandbox.restore(tmp_path / "image")
     clerk.go.set()
-    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel keeps running."
+    assert await output(process) == "Saved as before (123 MB in 0.4 s). The kernel keeps running."
 
 
 @runsc_
-async def test_restored_copy_knows_it_is_the_savepoint(make: Make, tmp_path: Path) -> None:
+async def test_restored_copy_reports_its_savepoint(make: Make, tmp_path: Path) -> None:
     sandbox, clerk = await started(make)
-    process = await asking(sandbox, "savepoint before")
+    process = await run_magic(sandbox, "savepoint before")
     await asyncio.wait_for(clerk.begun.wait(), LONG)
     await sandbox.copy(tmp_path / "image")
     clerk.go.set()
-    assert await said(process) == "Saved as before (123 MB in 0.4 s). The kernel keeps running."
-    heir = make()
-    await heir.restore(tmp_path / "image")
-    adopted = heir.connection.process(process.number)
+    assert await output(process) == "Saved as before (123 MB in 0.4 s). The kernel keeps running."
+    restored = make()
+    await restored.restore(tmp_path / "image")
+    adopted = restored.connection.process(process.number)
     assert adopted is not None
-    assert await said(adopted) == "Restored from savepoint before."
-    attend(heir.connection, Clerk())
-    assert "nb-1" in await said(await asking(heir, "status"))
+    assert await output(adopted) == "Restored from savepoint before."
+    attend(restored.connection, Clerk())
+    assert "nb-1" in await output(await run_magic(restored, "status"))
 
 
 @runsc_
-async def test_request_learns_that_its_server_was_killed(make: Make, tmp_path: Path) -> None:
+async def test_request_fails_if_its_server_was_killed(make: Make, tmp_path: Path) -> None:
     sandbox, clerk = await started(make, outlives=True)
     command = f"{sandbox.spec.python} -I -B -c {shlex.quote(ASK)} 'savepoint before' 2> /tmp/said; touch /tmp/done"
     await sandbox.execute(["sh", "-c", command])
@@ -287,9 +287,9 @@ async def test_request_learns_that_its_server_was_killed(make: Make, tmp_path: P
     sandbox.connection.detach()
     orphan = GVisorSandbox.orphan("asking", sandbox.spec, sandbox.runsc, "systrap", folder, sandbox.container_id)
     await orphan.checkpoint(tmp_path / "image")
-    heir = make(outlives=True)
-    await heir.restore(tmp_path / "image")
-    attend(heir.connection, Clerk())
-    waiting = await heir.execute(["sh", "-c", "until test -e /tmp/done; do sleep 0.1; done; cat /tmp/said"])
-    assert "The server ended before it answered." in await said(waiting)
-    assert "nb-1" in await said(await asking(heir, "status"))
+    restored = make(outlives=True)
+    await restored.restore(tmp_path / "image")
+    attend(restored.connection, Clerk())
+    waiting = await restored.execute(["sh", "-c", "until test -e /tmp/done; do sleep 0.1; done; cat /tmp/said"])
+    assert "The server ended before it answered." in await output(waiting)
+    assert "nb-1" in await output(await run_magic(restored, "status"))

@@ -98,7 +98,7 @@ async def test_many_kernels_leave_nothing(
 def own(
     sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path, temporary: Path
 ) -> Callable[[int], subprocess.Popen[str]]:
-    """Return a function that starts a process with ``count`` kernels, which stops them when its stdin is closed."""
+    """Return a function that starts a process with ``count`` kernels. The process stops when its stdin is closed."""
 
     def start(count: int) -> subprocess.Popen[str]:
         argv = [sys.executable, "-c", OWNER, sandboxed(), str(count)]
@@ -130,7 +130,7 @@ def test_kernels_of_killed_owner_are_swept(
     assert alive(processes) == []
 
 
-def test_sweep_spares_kernels_of_live_owner(own: Callable[[int], subprocess.Popen[str]], runtime: Path) -> None:
+def test_sweep_keeps_kernels_of_live_owner(own: Callable[[int], subprocess.Popen[str]], runtime: Path) -> None:
     owner = own(1)
     running = leftovers(runtime)
     assert sweep() == []

@@ -49,7 +49,7 @@ def settled(notebook: Notebook) -> None:
 
 
 def watch(notebook: Notebook, seconds: float = CELL - 1, act: Callable[[], object] = lambda: None) -> None:
-    """Check that a busy kernel stays awake while ``happens`` runs."""
+    """Check for some seconds that the kernel is busy and awake. Call ``act`` repeatedly."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         act()
@@ -94,7 +94,7 @@ def test_busy_while_a_cell_runs_in_a_subshell(open_notebook: Open) -> None:
     message = notebook.kc.session.msg("execute_request", {"code": f"import time; time.sleep({CELL})", "silent": True})
     message["header"]["subshell_id"] = created["subshell_id"]
     notebook.kc.shell_channel.send(message)
-    notebook.run("1")  # the main shell has ended before it
+    notebook.run("1")  # the main shell's cell has ended earlier
     watch(notebook)
     notebook.reply(message["header"]["msg_id"])
     settled(notebook)
@@ -196,7 +196,7 @@ def test_magic_and_context_manager_keep_awake(open_notebook: Open) -> None:
         notebook.run("%sandbox keep-awake sometimes")
 
 
-def test_culler_spares_a_busy_kernel(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
+def test_culler_keeps_a_busy_kernel(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> None:
     server = serve(*CULLING)
     notebook = ServerNotebook(server, sandboxed())
     notebook.kc.execute(f"import time; time.sleep({CELL}); x = 5", silent=True)
@@ -221,7 +221,7 @@ def test_culler_ends_a_busy_kernel_if_configured(serve: Serve, sandboxed: Sandbo
     notebook.close()
 
 
-def test_culler_spares_a_busy_ephemeral_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
+def test_culler_keeps_a_busy_ephemeral_kernel(serve: Serve, sandboxed: Sandboxed) -> None:
     server = serve(*CULLING)
     notebook = ServerNotebook(server, sandboxed(persistent=False))
     request = notebook.kc.execute(f"import time; time.sleep({CELL})", silent=True)
@@ -250,7 +250,7 @@ def test_api_keeps_awake(serve: Serve, sandboxed: Sandboxed, runtime: Path) -> N
     notebook.close()
 
 
-def test_off_ends_a_hold_from_the_magic_command_line_or_api(
+def test_off_ends_a_hold_of_magic_command_line_and_api(
     serve: Serve, sandboxed: Sandboxed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = serve()

@@ -40,23 +40,23 @@ CHECKS = [
 DOCUMENTED = (503, 507)
 """Documented statuses of valid requests that the server cannot execute."""
 KNOWN = "known"
-"""The sandbox that there is, besides those that the requests make."""
+"""The sandbox id of a sandbox that exists during the test."""
 RARELY = 200
-"""One request in so many is about it, or for a kernel that really starts."""
+"""One in this number of requests names the known sandbox or a real kernel."""
 FEW = 300
 MANY = int(os.environ.get("FUZZ_REQUESTS", "100000"))
 
 OPERATIONS: dict[str, APIOperation[Any, Any, Any]] = {
     found.ok().label: found.ok()
     for found in schemathesis.openapi.from_dict({**openapi.spec(), "security": []}).get_all_operations()
-    if found.ok().label != "GET /api/sandboxes/events"  # which does not end
+    if found.ok().label != "GET /api/sandboxes/events"  # its response does not end
 }
 
 
 def requests_for(operation: APIOperation[Any, Any, Any]) -> st.SearchStrategy[tuple[Case, bool]]:
-    """Good and bad ones, of which a few can do something; which ones, Hypothesis would choose too often.
+    """Return valid and invalid requests, and True for the few that name the known sandbox or a real kernel.
 
-    A bad one that is made to do something may be good then: it says whether it was.
+    A random number decides, because Hypothesis would choose these too often. It can make an invalid request valid.
     """
     choice = Random(operation.label)
     made = operation.as_strategy(GenerationMode.POSITIVE)
@@ -76,7 +76,7 @@ def requests_for(operation: APIOperation[Any, Any, Any]) -> st.SearchStrategy[tu
 
 
 def fuzz(api: Api, operation: APIOperation[Any, Any, Any], wanted: int) -> None:
-    """Send that many; what they make is deleted at once, and so is all that there can be at the end."""
+    """Send this number of requests. Delete each sandbox that they create."""
     session = requests.Session()
     session.headers["Authorization"] = "token t"
     sent = 0
@@ -103,7 +103,7 @@ def fuzz(api: Api, operation: APIOperation[Any, Any, Any], wanted: int) -> None:
 
 
 def tidy(api: Api, response: Response) -> None:
-    """Have the known sandbox, and none but that."""
+    """Delete the sandbox that a request created, or recreate the known sandbox if the request deleted it."""
     made = response.json() if response.status_code == 201 else {}
     if "kernel_id" in made and made["sandbox_id"] != KNOWN:
         api.good("DELETE", f"/{made['id']}")
@@ -117,7 +117,7 @@ def make_known(api: Api) -> None:
 
 @pytest.fixture
 def api(tmp_path: Path) -> Any:
-    """A server with the known sandbox; with its end, and the requests', nothing is left."""
+    """A server with the known sandbox. Fails if anything else is left after the test."""
     with serving(tmp_path) as api:
         make_known(api)
         yield api

@@ -29,7 +29,7 @@ POLITE = Features(enable_handoff=True)
 
 @pytest.fixture(params=["unlimited", "limited"])
 def config(request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path) -> GCSConfig:
-    """Everything in one bucket, without and with Google's limit on changes of an object."""
+    """Settings that store everything in one bucket, without and with Google's limit on changes of an object."""
     if request.param == "limited":
         gcs.limit_mutations()
     return GCSConfig(
@@ -72,7 +72,7 @@ async def test_sandbox_moves_back_and_forth_with_state(
         owner, other = other, owner
 
 
-async def test_newcomer_without_hand_off_learns_the_owner(
+async def test_lease_error_without_hand_off_names_the_owner(
     pair: tuple[SandboxManager, SandboxManager], spec: BundleSpec
 ) -> None:
     first, second = pair
@@ -152,8 +152,8 @@ async def test_server_paused_past_its_lease_cannot_write(
         frozen.send_signal(signal.SIGCONT)
         frozen.stdin.write("go on\n")
         frozen.stdin.flush()
-        said = await asyncio.to_thread(frozen.stdout.readline)
-        assert said.startswith(("FencedError", "SandboxNotFoundError")), said
+        outcome = await asyncio.to_thread(frozen.stdout.readline)
+        assert outcome.startswith(("FencedError", "SandboxNotFoundError")), outcome
         await tell(handle, "set heir's")
         await heir.get("box").save()
         await heir.get("box").restore()

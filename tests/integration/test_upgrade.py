@@ -41,7 +41,7 @@ def install_present(place: Path) -> None:
 
 @pytest.fixture
 def play(tmp_path: Path, runtime: Path) -> Play:
-    """Run a Python program with the version that is installed, in the folders of one user."""
+    """Run a Python program with the installed version of the package, in the folders of one user."""
     for name in ("home", "notebooks"):
         (tmp_path / name).mkdir()
     env = {

@@ -53,7 +53,7 @@ class Api:
         return answer
 
     def ask(self, method: str, path: str, body: Any = None, token: str = "t") -> Answer:
-        """Send a request. Return the response, checked against the OpenAPI document."""
+        """Send a request, check the response against the OpenAPI document, and return the response."""
         try:
             with self.open(method, path, body, token) as found:
                 status, headers, raw = found.status, found.headers, found.read()

@@ -1,4 +1,4 @@
-"""The requests of the emulated Google Cloud Storage: one method for each of its JSON API, and those that tests send."""
+"""Handle the requests to the emulated Google Cloud Storage: Google's JSON API, and requests from tests."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class ScriptedGuest:
         await self.say(op="quiesced")
         await asyncio.wait_for(quiescing, LIMIT)
 
-    async def told(self, op: str) -> dict[str, Any]:
+    async def expect_control(self, op: str) -> dict[str, Any]:
         """Wait for the next frame, which must be a control message with this operation. Return the message."""
         message: dict[str, Any] = json.loads(await self.expect(CONTROL, 0))
         assert message["op"] == op
@@ -263,13 +263,13 @@ async def shell(connection: GuestConnection, command: str, stdin: bool = True) -
 
 
 async def finished(process: GuestProcess) -> tuple[int, bytes, bytes]:
-    """Return the process's status, stdout and stderr."""
+    """Wait for the end of a process. Return its status, stdout and stderr."""
     out, err = await asyncio.wait_for(process.read(), LIMIT)
     return await asyncio.wait_for(process.wait(), LIMIT), out, err
 
 
 async def first_line(process: GuestProcess) -> bytes:
-    """Return its first line of output."""
+    """Return the first line of the output of a process."""
     found = b""
     async with asyncio.timeout(LIMIT):
         async for piece in process.stream():

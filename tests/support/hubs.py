@@ -121,7 +121,7 @@ class Browser:
             time.sleep(0.5)
 
     def api(self, server: str, method: str, path: str, body: Any = None) -> Any:
-        """Send a request to the API of one of the user's servers (empty name: the default server)."""
+        """Send a request to the API of one of the user's servers. An empty name selects the default server."""
         base = self.base(server)
         data = None if body is None else json.dumps(body).encode()
         token = {"X-XSRFToken": self._xsrf(base)}

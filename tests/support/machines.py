@@ -22,7 +22,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def stand_in(path: Path, version: str = NEW) -> Path:
-    """Create a program that prints the version like ``runsc --version``, and return its path."""
+    """Create a program that prints this version when it is called as ``runsc --version``, and return its path."""
     return script(path, f'echo "runsc version {version}"; echo "spec: 1.2.1"')
 
 

@@ -44,7 +44,7 @@ async def ask(server: Server, method: str, path: str, body: object = None) -> An
 
 
 class ClosedError(Exception):
-    """The server closed a websocket, or reported the end of the kernel."""
+    """A websocket was closed by the server, or its kernel ended."""
 
 
 class Tab:
@@ -325,7 +325,7 @@ class Notebook:
         await self.open()
 
     async def start_afresh(self) -> None:
-        """Shut the kernel down, which deletes the sandbox, and start a new one."""
+        """Shut the kernel down, which deletes the sandbox. Then start a new one."""
         await self.shut_down()
         await self.open()
 

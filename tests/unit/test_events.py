@@ -19,7 +19,7 @@ def bus() -> EventBus:
 
 @pytest.fixture
 def published(bus: EventBus) -> list[Entry]:
-    """The events that a listener gets."""
+    """A list to which a listener adds all published entries."""
     entries: list[Entry] = []
     bus.subscribe(entries.append)
     return entries

@@ -21,7 +21,7 @@ LIMIT = 20
 
 
 async def nothing() -> None:
-    """Do nothing: an ``at_exit`` for holders without one."""
+    """Do nothing. Used as ``at_exit`` by holders that need none."""
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_run_from_many_loops_and_threads(io: IOThread) -> None:
 
 
 def test_work_continues_between_calls(io: IOThread) -> None:
-    """A task of one call continues while no loop of the caller runs."""
+    """A task of one call continues while the caller's loop does not run."""
     io.hold("me", nothing)
     done = threading.Event()
 
@@ -159,7 +159,7 @@ async def test_cancelled_caller_waits_for_cleanup(io: IOThread) -> None:
     await asyncio.to_thread(begun.wait, LIMIT)
     caller.cancel()
     await asyncio.to_thread(cleaning.wait, LIMIT)
-    caller.cancel()  # a second time, which changes nothing
+    caller.cancel()  # a second cancellation changes nothing
     await asyncio.sleep(0)
     clean.set()
     with pytest.raises(asyncio.CancelledError):
@@ -229,7 +229,7 @@ def test_close_calls_at_exit_of_every_holder_in_the_thread(io: IOThread) -> None
         async def at_exit() -> None:
             ended.append((name, threading.current_thread().name))
             if name == "two":
-                raise RuntimeError("one that fails does not keep the others")
+                raise RuntimeError("a failing at_exit does not prevent the others")
 
         io.hold(name, at_exit)
 

@@ -18,7 +18,7 @@ from sandbox_provisioner.process import BUFFER, LocalProcess, Output
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.user]
 LIMIT = 30
-"""Seconds after which a test that should have ended is taken to hang."""
+"""Seconds after which a test counts as hanging."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +39,14 @@ def python(code: str, stdin: int = subprocess.DEVNULL) -> LocalProcess:
 
 
 async def ended(process: LocalProcess) -> int:
-    """Wait for the exit of a process, and close our ends of its pipes."""
+    """Wait for the exit of a process, and close this side of its pipes."""
     status = await asyncio.wait_for(process.wait(), LIMIT)
     process.close()
     return status
 
 
 async def line(process: LocalProcess) -> bytes:
-    """Return the next line of its output, which may arrive in several pieces."""
+    """Return the next line of a process's output, which may arrive in several pieces."""
     found = b""
     async for piece in process.stream():
         found += piece.data
@@ -258,9 +258,9 @@ async def test_stop_ends_the_processes_of_the_child() -> None:
     sleeper = int(await line(process))
     assert is_running(sleeper)
     await process.stop(grace=0)
-    await asyncio.wait_for(process.read(), LIMIT)  # ends only when the last of them has closed its output
+    await asyncio.wait_for(process.read(), LIMIT)  # returns only when the last process has closed its output
     async with asyncio.timeout(LIMIT):
-        while is_running(sleeper):  # which it does a moment before its end
+        while is_running(sleeper):  # it closes its output shortly before it exits
             await asyncio.sleep(0.01)
     process.close()
 

@@ -1,4 +1,4 @@
-"""SandboxProvisioner fulfils Jupyter's contract for kernel provisioners, under Jupyter's own kernel managers."""
+"""Test SandboxProvisioner with Jupyter's own kernel managers: it fulfils the contract for kernel provisioners."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ async def provision(kernelspecs: KernelSpecManager, notebook_folder: Path) -> As
 
 
 @pytest.mark.debian
-def test_interrupt_reaches_the_kernel_as_a_signal(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_interrupt_as_signal(start_kernel: Start, sandboxed: Sandboxed) -> None:
     km, kc = start_kernel(sandboxed())
     assert interrupt_a_busy_cell(km, kc)["ename"] == "KeyboardInterrupt"
     assert run(kc, "1 + 1") == "2"
 
 
 @pytest.mark.debian
-def test_interrupt_reaches_the_kernel_as_a_message_if_its_spec_says_so(
+def test_interrupt_as_message_if_kernelspec_requires_it(
     start_kernel: Start, sandboxed: Sandboxed, kernelspecs: KernelSpecManager
 ) -> None:
     spec = {**kernelspecs.get_kernel_spec("python3").to_dict(), "interrupt_mode": "message"}
@@ -187,7 +187,7 @@ async def test_kernel_that_exits_reports_its_status(provision: Provision, sandbo
     assert not provisioner.has_process
 
 
-async def test_wait_returns_when_nothing_is_left_of_the_sandbox(
+async def test_wait_returns_after_cleanup_of_the_sandbox(
     provision: Provision, sandboxed: Sandboxed, runtime: Path
 ) -> None:
     provisioner = (await provision(sandboxed())).provisioner
@@ -232,9 +232,7 @@ async def test_shutdown_message_lets_the_kernel_exit(provision: Provision, sandb
     kc.stop_channels()
 
 
-async def test_the_stable_start_time_is_never_shorter_than_recommended(
-    provision: Provision, sandboxed: Sandboxed
-) -> None:
+async def test_stable_start_time_is_at_least_the_recommended_one(provision: Provision, sandboxed: Sandboxed) -> None:
     provisioner = (await provision(sandboxed())).provisioner
     assert provisioner.get_stable_start_time(recommended=10) > 10
     assert provisioner.get_stable_start_time(recommended=99) == 99
@@ -265,7 +263,7 @@ def test_transports_outside_and_inside_are_independent(
     assert run(kc, "import ipykernel; ipykernel.connect.get_connection_info(unpack=True)['transport']") == repr(guest)
 
 
-def test_the_ports_are_on_loopback_only(start_kernel: Start, sandboxed: Sandboxed) -> None:
+def test_kernel_ports_are_on_loopback_only(start_kernel: Start, sandboxed: Sandboxed) -> None:
     before = listening()
     km, _ = start_kernel(sandboxed(client_transport="tcp"))
     assert listening() - before == {("127.0.0.1", port) for port in ports(km).values()}
@@ -301,10 +299,10 @@ def test_each_of_two_clients_gets_its_own_replies(start_kernel: Start, sandboxed
     requests = {client: client.execute(f"print({number})") for number, client in enumerate((one, two))}
     for client, request in requests.items():
         assert reply_to(client, request)["status"] == "ok"
-        heard = ""
-        while len(heard) < len("0\n1\n"):
-            heard += client.get_iopub_msg(timeout=READY)["content"].get("text", "")
-        assert sorted(heard.split()) == ["0", "1"]
+        received = ""
+        while len(received) < len("0\n1\n"):
+            received += client.get_iopub_msg(timeout=READY)["content"].get("text", "")
+        assert sorted(received.split()) == ["0", "1"]
     two.stop_channels()
 
 
@@ -358,7 +356,7 @@ def test_mounts_are_read_only_by_default(start_kernel: Start, sandboxed: Sandbox
     assert not (tmp_path / "ro" / "new").exists()
 
 
-def test_a_single_file_can_be_mounted(start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path) -> None:
+def test_single_file_can_be_mounted(start_kernel: Start, sandboxed: Sandboxed, tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("1,2")
     (tmp_path / "other.csv").write_text("3,4")
     _, kc = start_kernel(sandboxed(mounts=[f"{tmp_path}/one.csv:/data/table.csv"]))
@@ -389,7 +387,7 @@ def test_working_folder_replaces_the_notebooks_folder(
     assert run(kc, f"os.path.exists('{notebook_folder}/notebook.ipynb')") == "False"
 
 
-def test_folder_on_the_servers_import_path_is_warned_about_once(
+def test_warning_once_for_folder_on_import_path(
     start_kernel: Start,
     sandboxed: Sandboxed,
     tmp_path: Path,
@@ -519,9 +517,7 @@ def _in_a_child(kernelspecs: KernelSpecManager, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_child_starts_kernels_and_the_parents_kernels_keep_running(
-    start_kernel: Start, sandboxed: Sandboxed, kernelspecs: KernelSpecManager
-) -> None:
+def test_forked_child_starts_kernels(start_kernel: Start, sandboxed: Sandboxed, kernelspecs: KernelSpecManager) -> None:
     name = sandboxed()
     _, kc = start_kernel(name)
     child = multiprocessing.get_context("fork").Process(target=_in_a_child, args=(kernelspecs, name))
@@ -560,7 +556,7 @@ async def test_cancelled_start_leaves_nothing(
 
 @dataclass
 class Bad:
-    """Invalid settings, and words that the error must contain: the value and the remedy. @ stands for a folder."""
+    """Invalid settings, and texts that the error must contain: the value and the remedy. @ stands for a folder."""
 
     words: tuple[str, ...]
     config: dict[str, Any] = field(default_factory=dict)
@@ -658,9 +654,9 @@ def test_failed_program_is_logged_with_its_status_and_last_output(
     name = sandboxed("ends", spec={"argv": argv, "display_name": "Ends", "language": "sh"})
     with pytest.raises(RuntimeError, match="Kernel died"):
         start_kernel(name)
-    (said,) = [text for text in caplog.messages if "ended with status" in text]
-    assert "status 3" in said
-    assert "no module named ipykernel" in said
+    (message,) = [text for text in caplog.messages if "ended with status" in text]
+    assert "status 3" in message
+    assert "no module named ipykernel" in message
 
 
 ORDINARY_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
@@ -682,7 +678,7 @@ print("started")
 
 @pytest.fixture
 def refused_by_system(sandboxed: Sandboxed, tmp_path: Path, notebook_folder: Path) -> Callable[..., str]:
-    """Return a function that starts a kernel on a changed system, repairs it and starts another; returns the error."""
+    """Return a function that returns the error of a start on a changed system. A start after its repair must work."""
 
     def attempt(change: list[str], mend: str, env: dict[str, str] | None = None) -> str:
         argv = [*change, sys.executable, "-c", START_MEND_START, sandboxed(), mend]
@@ -733,17 +729,17 @@ def test_server_reports_and_logs_why_a_kernel_did_not_start(
     server = serve()
     bad, good = sandboxed("bad", spec=NEVER_STARTED, mounts=[f"{tmp_path}/nowhere"]), sandboxed()
     sentence = f"The mount '{tmp_path}/nowhere' cannot be made: {tmp_path}/nowhere does not exist. Create it"
-    status, said = server.open_notebook(bad)
+    status, response = server.open_notebook(bad)
     assert status == 500
-    assert sentence in said["message"]
+    assert sentence in response["message"]
     assert sentence in server.log.read_text()
-    status, said = server.ask("POST", "kernels", {"name": bad})
-    assert status == 400 and sentence in said["message"]
+    status, response = server.ask("POST", "kernels", {"name": bad})
+    assert status == 400 and sentence in response["message"]
     assert server.ask("GET", "kernels") == (200, [])
     status, session = server.open_notebook(good)
     assert status == 201
     assert server.ask("DELETE", f"sessions/{session['id']}")[0] == 204
-    server.process.kill()  # a server in which any start has failed takes no notice of SIGTERM: jupyter_client 8.10
+    server.process.kill()  # with jupyter_client 8.10, a server ignores SIGTERM after a failed start
     server.process.wait()
 
 

@@ -21,7 +21,7 @@ LIMIT = 20
 
 @pytest.fixture
 def few() -> Iterator[Workers]:
-    """A group of two threads, which have ended after the test."""
+    """A group of at most two threads. Fails if one is left after the test."""
     few = Workers("few", 2)
     yield few
     few.retire()

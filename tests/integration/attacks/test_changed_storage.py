@@ -36,7 +36,7 @@ Open = Callable[..., Awaitable[SandboxHandle]]
 
 
 def stores_of(folder: Path, key: str = "ours", machine: str = "here", trust: bool = False) -> Stores:
-    """Return one shared storage as the user with that key sees it, from a machine with a data folder of its own."""
+    """Return the stores of a user with this key. All share one storage; each ``machine`` has its own data folder."""
     own = folder / machine
     return open_stores(GCSConfig(folder / "storage", own=own, signing_key=KEYS[key], trust_storage=trust))
 
@@ -73,14 +73,14 @@ async def attach(spec: BundleSpec, runsc: Runsc, stores: Stores) -> AsyncIterato
 
 
 def unsign(data: bytes) -> bytes:
-    """Return a document as it was before documents were signed."""
+    """Return a document in the format of versions that did not sign documents."""
     document = json.loads(data)
     del document["signature"]
     return json.dumps(document | {"schema": 2}, indent=1).encode()
 
 
 async def refused(attach: Open, stores: Stores, match: str) -> None:
-    """Check that nothing reads or changes the sandbox, and that its document is as it was."""
+    """Check that no operation reads or changes the sandbox, and that its document stays unchanged."""
     before = stores.metadata.read(BOX)
     owner = Owner.here("second")
     for attempt in (
@@ -109,7 +109,7 @@ async def test_changed_document_is_refused(saved: None, attach: Open, stores: St
     assert await tell(handle, "get") == "mine"
 
 
-async def test_a_document_that_would_fill_the_memory_is_not_read(saved: None, attach: Open, stores: Stores) -> None:
+async def test_oversized_document_is_not_read(saved: None, attach: Open, stores: Stores) -> None:
     path = Path(stores.metadata.where) / BOX
     data = path.read_bytes()
     os.truncate(path, 1 << 33)
@@ -203,7 +203,7 @@ async def test_changed_manifest_is_refused(saved: None, attach: Open, stores: St
 
 
 def forge(data: bytes, wanted: bytes) -> bytes:
-    """Return other bytes with the CRC32C of ``data``: a CRC is linear, so that four free bytes are enough."""
+    """Return different bytes with the CRC32C of ``data``. A CRC is linear, so four free bytes are enough."""
     target = google_crc32c.value(data)
     base = google_crc32c.value(wanted[:-4] + bytes(4)) ^ target
     rows = []
@@ -257,7 +257,7 @@ async def test_old_record_without_digests_is_restored(saved: None, attach: Open,
     assert await tell(handle, "get") == "mine"
 
 
-async def test_changed_document_does_not_cost_a_running_sandbox_its_state(
+async def test_running_sandbox_keeps_state_after_document_change(
     spec: BundleSpec, runsc: Runsc, stores: Stores
 ) -> None:
     handle = await SandboxHandle.create_persistent("box", spec, runsc, stores, Owner.here("first"))
@@ -290,7 +290,7 @@ def test_key_is_created_once_for_this_user_only(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SignatureError):
         open_stores(copied).signer.verify("b", "there", "box", signed)
 
-    # One whose key is replaced by the variable goes on accepting what the key in the user's own folder signed.
+    # A server whose key is set by the variable still accepts documents that the key file has signed.
     replaced = open_stores(GCSConfig(tmp_path / "storage", own=tmp_path / "own", signing_key=KEYS["ours"])).signer
     replaced.verify("a", "there", "box", signed)
     with pytest.raises(SignatureError, match="signed with the key"):
@@ -315,7 +315,7 @@ def test_key_is_not_passed_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("key", ["short", "k" * 31])
-def test_short_key_is_refused_without_being_shown(key: str, tmp_path: Path) -> None:
+def test_error_does_not_show_refused_short_key(key: str, tmp_path: Path) -> None:
     with pytest.raises(SandboxError) as refusal:
         GCSConfig.from_environment(tmp_path, {"SANDBOX_SIGNING_KEY": key})
     assert f"SANDBOX_SIGNING_KEY has {len(key)} characters" in str(refusal.value)

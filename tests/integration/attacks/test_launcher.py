@@ -1,4 +1,4 @@
-"""A file in the notebook's folder does not run instead of the kernel's own modules; cells can still import it."""
+"""A file in the notebook's folder does not replace a module of the kernel itself. Cells can import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel cannot forge lines of the server's log, send escape sequences to its terminal, or fill it."""
+"""A kernel cannot forge lines of the server's log, send escape sequences to its terminal, or flood the log."""
 
 from __future__ import annotations
 

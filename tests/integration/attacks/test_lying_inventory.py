@@ -57,9 +57,7 @@ def document_size(stores: Stores) -> int:
     return stores.metadata.info(metadata_name("box")).size
 
 
-async def test_checkpoint_with_too_many_names_is_refused_and_kernel_runs_on(
-    sandbox: SandboxHandle, stores: Stores
-) -> None:
+async def test_checkpoint_with_too_many_names_is_refused(sandbox: SandboxHandle, stores: Stores) -> None:
     before = document_size(stores)
     await forge_file_list(sandbox, 16_000, 440)
     for saving in (sandbox.save, lambda: sandbox.save("one")):

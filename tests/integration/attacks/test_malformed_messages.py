@@ -81,8 +81,8 @@ def connect(notebook: Notebook) -> None:
     asyncio.run(once())
 
 
-def deaf(notebook: Notebook) -> socket.socket:
-    """Open a websocket to a kernel, and never read from it."""
+def open_unread_websocket(notebook: Notebook) -> socket.socket:
+    """Open a websocket to a kernel, and read nothing from it."""
     address = urlsplit(notebook.server.url)
     peer = socket.create_connection((address.hostname, address.port))
     peer.sendall(
@@ -108,7 +108,7 @@ def test_unread_messages_need_bounded_memory(
         if client == "that left":
             connect(notebook)
         else:
-            open_until_the_end.enter_context(deaf(notebook))
+            open_until_the_end.enter_context(open_unread_websocket(notebook))
         until((notebook_folder / "flooded").exists)
         time.sleep(5)
         assert process.memory_info().rss - before < MOST_KEPT + (200 << 20)

@@ -40,7 +40,7 @@ SPEC = BundleSpec("/usr/bin/python3", "/home", "user")
 def become(
     request: pytest.FixtureRequest, gcs: GCS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
-    """Become Alice or Bob, who share a bucket without prefixes."""
+    """Return a function that sets the user to Alice or Bob, who share a bucket without prefixes."""
     for name in BUCKETS:
         monkeypatch.setenv(f"{name}_BUCKET", gcs.bucket)
     monkeypatch.setenv("SANDBOX_ENABLE_HANDOFF", "1")
@@ -55,7 +55,7 @@ def become(
 
 
 def own(name: str) -> None:
-    """Create a sandbox of the present user."""
+    """Create a sandbox that the current user owns."""
 
     async def create() -> None:
         stores, about = open_stores(settings()), Identity(user=os.environ["LOGNAME"])
@@ -92,7 +92,7 @@ def test_no_operation_accepts_another_users_id(
     become("bob")
     stores, owner = open_stores(settings()), Owner.here("bob's")
     before = stores.metadata.read(metadata_name("box"))
-    record = registry().record("box", stores)  # as an older version left it
+    record = registry().record("box", stores)  # a record like that of an older version
     for attempt in (
         lambda: detached.destroy_persistent(stores, "box", owner),
         lambda: detached.destroy_persistent(stores, "box", owner, unverified=True),
@@ -172,7 +172,7 @@ ALICE, BOB = 52001, 52002
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that every user can enter, with a home for each and a storage that all can write to, as /tmp."""
+    """A folder with a private home for each user, and a storage that all users can write to, like /tmp."""
     folder = Path(tempfile.mkdtemp(prefix="two-users-"))
     folder.chmod(0o755)
     for uid in (ALICE, BOB):
@@ -185,7 +185,7 @@ def shared() -> Iterator[Path]:
 
 
 def as_user(uid: int, function: Callable[[], Any]) -> Any:
-    """Return what ``function`` returns, or the name and text of the SandboxError that it raises, to another user."""
+    """Call ``function`` as another user. Return its result, or the name and text of the SandboxError that it raised."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -246,15 +246,15 @@ def test_two_user_ids_in_one_folder(shared: Path) -> None:
     key = shared / str(ALICE) / "data" / "key"
     assert (key.stat().st_uid, key.stat().st_mode & 0o777) == (ALICE, 0o600)
 
-    # With the modes that folders are made with, the operating system keeps Bob out.
+    # With the default modes, the operating system denies Bob access.
     assert read(BOB, "alice")[0] == delete(BOB, "alice")[0] == "StorageError"
-    # Where the modes do not, the signature does.
+    # With permissive modes, the signature protects the document.
     document = shared / "storage" / "alice" / metadata_name("box")
     for path in (shared / "storage" / "alice", *(shared / "storage" / "alice").rglob("*")):
         path.chmod(0o777)
     before = document.read_bytes()
     assert read(BOB, "alice")[0] == "SignatureError"
-    assert delete(BOB, "alice")[0] in ("SignatureError", "StorageError")  # the lease's files may be Alice's alone
+    assert delete(BOB, "alice")[0] in ("SignatureError", "StorageError")  # Bob may have no access to the lease's files
     assert document.read_bytes() == before
 
     bobs = (shared / "storage" / "bob" / metadata_name("box")).read_bytes()

@@ -1,4 +1,4 @@
-"""A sandbox changes its notebook's kernel to one without a sandbox, to run the user's next cells on the host."""
+"""A sandboxed kernel cannot make its notebook start a plain kernel, which would run the user's cells on the host."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_changed_notebook_does_not_run_outside(serve: Serve, sandboxed: Sandboxe
     assert refused(server.open_notebook(named))
 
 
-def test_known_after_the_server_was_killed(serve: Serve, sandboxed: Sandboxed) -> None:
+def test_refusal_after_server_was_killed(serve: Serve, sandboxed: Sandboxed) -> None:
     server = serve()
     Notebook(server, sandboxed(persistent=False)).close()
     server.kill()
@@ -68,7 +68,7 @@ def test_known_after_the_server_was_killed(serve: Serve, sandboxed: Sandboxed) -
     until(sweep)
 
 
-def test_failed_start_is_not_remembered(serve: Serve, sandboxed: Sandboxed) -> None:
+def test_failed_start_is_not_recorded(serve: Serve, sandboxed: Sandboxed) -> None:
     server = serve()
     assert server.open_notebook(sandboxed(runsc="/no/such/runsc"))[0] == 500
     assert server.open_notebook(PLAIN)[0] == 201

@@ -60,11 +60,11 @@ HELLO = GREETING + command(ready("iopub"))
 OLD_HELLO = b"\xff" + bytes(8) + b"\x7f\x01\x01" + bytes(2)
 """The greeting and the empty identity of a publisher that speaks ZMTP 2, which libzmq also accepts."""
 FIRST_FRAME = b"\x03" + (52).to_bytes(8, "big") + bytes(41) + b"\x04\x00"
-"""Its first frame; to a reader that expects ZMTP 3, the first 41 bytes of the body end the greeting."""
+"""The first frame of a ZMTP 2 publisher. With ZMTP 3, the first 41 bytes would be the end of the greeting."""
 MORE_FRAME = b"\x03" + (1 << 16).to_bytes(8, "big")
 LONGER_FRAME = b"\x03" + ((1 << 16) + 9).to_bytes(8, "big")
 LAST_FRAME = b"\x02" + ((1 << 16) + 9).to_bytes(8, "big")
-"""The head of a last frame, in the body of another one: its own body reaches to the next such head."""
+"""The header of a final frame, hidden in the body of another frame. Its own body extends to the next such header."""
 ENDLESS_MESSAGES = {
     "frames": (HELLO, (MORE_FRAME, b"")),
     "frames with commands between them": (HELLO, (MORE_FRAME, command(b"\x04PING\x00\x00"))),
@@ -141,7 +141,7 @@ def test_new_connection_does_not_wake_the_kernel(open_notebook: Open) -> None:
         assert notebook.asleep
 
 
-def test_unread_heartbeats_are_not_kept(open_notebook: Open) -> None:
+def test_unread_heartbeats_use_bounded_memory(open_notebook: Open) -> None:
     notebook = open_notebook(**IDLE)
     until(lambda: notebook.asleep)
     before = memory()
@@ -171,7 +171,7 @@ def test_endless_message_of_a_kernel_is_cut_off(
         listener.subscribe(b"")
         listener.connect(endpoint(notebook, "iopub"))
         until(lambda: "max_message_size" in caplog.text)
-        time.sleep(3)  # it connects again and again, and gets no further
+        time.sleep(3)  # the client reconnects repeatedly, and is cut off each time
         assert memory() - before < 100 << 20
     finally:
         context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""Test that a kernel that refuses to be saved is saved without its help, or ended, when the server stops."""
+"""Test that a kernel that refuses to be saved is saved anyway, or ended, when the server stops."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Serve = Callable[..., Server]
 
 
 def sandboxes(runtime: Path) -> list[int]:
-    """Return the processes of sandboxes in this runtime folder."""
+    """Return the sandbox processes that use this runtime folder."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -83,7 +83,7 @@ def sandboxes(runtime: Path) -> list[int]:
 
 @pytest.fixture
 def failing_runsc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a runsc whose checkpoints fail while a file exists, which contains the error. Return that file."""
+    """Use a runsc whose checkpoints fail with the text of a file while that file exists. Return the file."""
     words, script = tmp_path / "words", tmp_path / "runsc"
     real = find().path
     script.write_text(
@@ -97,7 +97,7 @@ def failing_runsc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def open_refusing(server: Server, kernel: str, refusal: str) -> None:
-    """Open a notebook whose kernel has a variable, and then refuses to be saved."""
+    """Open a notebook, set a variable in its kernel, and make the kernel refuse to be saved."""
     status, session = server.open_notebook(kernel)
     assert status == 201, session
     client = server.client(session["kernel"]["id"])
@@ -108,7 +108,7 @@ def open_refusing(server: Server, kernel: str, refusal: str) -> None:
 
 
 def reopened(server: Server, kernel: str) -> str:
-    """Open the notebook again, and return its kernel's value of the variable."""
+    """Open the notebook again, and return the value of the variable in its kernel."""
     status, session = server.open_notebook(kernel)
     assert status == 201, session
     client: BlockingKernelClient = server.client(session["kernel"]["id"])
@@ -181,7 +181,7 @@ def test_many_large_mapped_files_do_not_hold_up_a_stop(serve: Serve, sandboxed: 
 
 
 async def stop_init(sandbox: GVisorSandbox) -> None:
-    """Let a process stop PID 1, and wait until PID 1 no longer answers."""
+    """Stop PID 1 from a process in the sandbox, and wait until PID 1 no longer answers."""
     code = "import os, signal; os.kill(1, signal.SIGSTOP)"
     with pytest.raises(TimeoutError):
         for _ in range(LONG):
@@ -237,7 +237,7 @@ async def test_slow_init_gets_time_to_resume(
     code = "import os, signal, time; os.kill(1, signal.SIGSTOP); time.sleep(4); os.kill(1, signal.SIGCONT)"
     try:
         await sandbox.execute([sandbox.spec.python, "-I", "-c", code])
-        for number in range(LONG):  # PID 1 is stopped at some time of one of these, or before
+        for number in range(LONG):  # the signal stops PID 1 before or during one of these checkpoints
             with suppress(UnresponsiveError):
                 await asyncio.wait_for(sandbox.copy(tmp_path / str(number)), LONG)
             if "It is not saved, so the server waits" in caplog.text:

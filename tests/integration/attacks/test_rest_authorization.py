@@ -64,7 +64,7 @@ def test_routes_require_documented_action(api: Api, allowed: Path, actions: set[
     refused = set()
     for method, path in documented():
         if path.endswith("/events") and "read" in actions:
-            continue  # its answer does not end
+            continue  # its response does not end
         short = path.removeprefix("/api/sandboxes").replace("{id}", UNKNOWN).replace("{name}", "a")
         answer = api.ask(method, short, {"unknown field": 1} if method == "POST" else None)
         if answer.status == 403:

@@ -73,9 +73,9 @@ def test_changed_source_is_not_mounted(
                 mount[0] = str(secret)
 
     change_spec(tmp_path, redirect)
-    said = outcome(serve, kernel, "import os; open('mark', 'w').close(); os.listdir()")
-    assert "key" not in said
-    if "mark" in said:
+    text = outcome(serve, kernel, "import os; open('mark', 'w').close(); os.listdir()")
+    assert "key" not in text
+    if "mark" in text:
         assert (notebook_folder / "mark").exists()
 
 
@@ -83,14 +83,14 @@ def test_added_mount_is_refused(serve: Serve, sandboxed: Sandboxed, tmp_path: Pa
     kernel = sandboxed()
     saved_notebook(serve, kernel)
     change_spec(tmp_path, lambda spec: spec["mounts"].append([str(secret), "/stolen", True]))
-    said = outcome(serve, kernel, "open('/stolen/key').read()")
-    assert "not for guests" not in said
-    assert "/stolen" in said or "metadata" in said
+    text = outcome(serve, kernel, "open('/stolen/key').read()")
+    assert "not for guests" not in text
+    assert "/stolen" in text or "metadata" in text
 
 
 def test_network_is_not_read_from_storage(serve: Serve, sandboxed: Sandboxed, tmp_path: Path) -> None:
     kernel = sandboxed()
     saved_notebook(serve, kernel)
     change_spec(tmp_path, lambda spec: spec.update(network="host"))
-    said = outcome(serve, kernel, "import os; os.listdir('/sys/class/net') if os.path.exists('/sys/class/net') else []")
-    assert "network=host" in said or "metadata" in said
+    text = outcome(serve, kernel, "import os; os.listdir('/sys/class/net') if os.path.exists('/sys/class/net') else []")
+    assert "network=host" in text or "metadata" in text

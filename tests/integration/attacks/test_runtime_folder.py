@@ -1,4 +1,4 @@
-"""A runtime folder that another user created first does not keep kernels from starting."""
+"""Kernels start even if another user created the default runtime folder first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.debian
 Start = Callable[..., tuple[KernelManager, BlockingKernelClient]]
 
 
-if os.geteuid() == 0:  # only root can make a folder of another user's
+if os.geteuid() == 0:  # only root can create a folder that another user owns
 
     @pytest.mark.runsc
     def test_squatted_folder(

@@ -50,7 +50,7 @@ def test_templates_in_the_servers_folder_are_not_used(
     notebook.close()
 
 
-def test_a_notebook_does_not_choose_a_module_that_exports_it(
+def test_notebook_cannot_select_export_module(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
 ) -> None:
     server = serve()
@@ -81,7 +81,7 @@ def test_a_notebook_does_not_choose_a_module_that_exports_it(
     notebook.close()
 
 
-def test_server_does_not_write_to_a_virtual_environment_through_a_link(
+def test_server_does_not_write_through_link_to_environment(
     serve: Serve, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     """The kernel's interpreter lies in the folder that the kernel can write to, and is read-only for it."""

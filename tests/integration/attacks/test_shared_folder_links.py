@@ -73,7 +73,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Return the mode, the time and the content of all that a folder contains."""
+    """Return the mode, the time and the content of each entry of a folder."""
     return {
         str(path.relative_to(folder)): (
             path.lstat().st_mode,
@@ -85,7 +85,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 def put(path: Path, text: str) -> None:
-    """Put a file in a place, where a link can be, without following that."""
+    """Write a file atomically. If there is a link in its place, replace the link instead of following it."""
     part = path.with_name(f"{path.name}-part-{threading.get_ident()}")
     part.write_text(text)
     os.replace(part, path)
@@ -102,7 +102,7 @@ def fill_checkpoints(folder: Path) -> None:
 
 
 def fill_folder(folder: Path) -> None:
-    """Make a folder as the guest has prepared it, without links."""
+    """Fill a folder with the files of the guest, without links."""
     (folder / ".ipynb_checkpoints").mkdir(parents=True, exist_ok=True)
     fill_files(folder)
     fill_checkpoints(folder / ".ipynb_checkpoints")
@@ -115,7 +115,7 @@ def fill(root: Path) -> None:
 
 @contextmanager
 def guarded(root: Path, home: Path) -> Iterator[None]:
-    """Check that the user's files are as they were, and that their content is nowhere in the server's folder."""
+    """Check that the block changes none of the user's files, and copies none to the server's folder."""
     before = snapshot(home)
     yield
     assert snapshot(home) == before
@@ -210,9 +210,9 @@ FILE_WAYS: dict[str, Callable[[Manager, str], Any]] = {
     "create checkpoint": create_checkpoint,
     "restore checkpoint": restore_checkpoint,
 }
-"""Operations that read or write the file, and so are refused if a link to an outside place is in the way."""
+"""Operations that read or write the file. They are refused if the path contains a link to an outside place."""
 ENTRY_WAYS: dict[str, Callable[[Manager, str], Any]] = {"rename": rename, "delete": delete}
-"""Operations on the entry itself, which are possible if it is a link."""
+"""Operations on the directory entry itself. They are allowed even if it is a link."""
 
 
 async def list_folder(cm: Manager, path: str) -> Any:
@@ -336,7 +336,7 @@ def test_checkpoints_folder_is_a_link(manager: Manager, home: Path, way: Callabl
 
 
 @pytest.mark.parametrize("way", [rename, delete])
-def test_file_is_renamed_and_deleted_though_its_checkpoints_are_a_link(
+def test_file_with_linked_checkpoints_is_renamed_and_deleted(
     manager: Manager, home: Path, way: Callable[..., Any]
 ) -> None:
     root = Path(manager.root_dir)
@@ -478,7 +478,7 @@ Swap = Callable[[Path, Path], None]
 
 
 def swap_file(place: Path, target: Path) -> None:
-    """Put a link in a file's place, and then a file again."""
+    """Replace a file by a link, then by a file again."""
     link = place.with_name(f"link-{place.name}")
     link.symlink_to(target)
     os.replace(link, place)
@@ -486,7 +486,7 @@ def swap_file(place: Path, target: Path) -> None:
 
 
 def swap_folder(fill_again: Callable[[Path], None]) -> Swap:
-    """Put a link in a folder's place, and then the folder again, with what the operations deleted from it."""
+    """Return a function that replaces a folder by a link, then restores the folder and its deleted files."""
 
     def swap(place: Path, target: Path) -> None:
         if place.is_symlink():
@@ -496,7 +496,7 @@ def swap_folder(fill_again: Callable[[Path], None]) -> Swap:
         aside = place.with_name(f"{place.name}-aside")
         os.rename(place, aside)
         place.symlink_to(target)
-        time.sleep(0)  # let the operations go on
+        time.sleep(0)  # let the other thread run
         place.unlink()
         os.rename(aside, place)
 
@@ -505,7 +505,7 @@ def swap_folder(fill_again: Callable[[Path], None]) -> Swap:
 
 @contextmanager
 def swapping(swap: Swap, place: Path, target: Path) -> Iterator[None]:
-    """Swap in a thread, as fast as it goes."""
+    """Call ``swap`` repeatedly in a thread during the block."""
     done = threading.Event()
     swaps: list[str] = []
 
@@ -514,7 +514,7 @@ def swapping(swap: Swap, place: Path, target: Path) -> Iterator[None]:
             try:
                 swap(place, target)
                 swaps.append("done")
-            except OSError as error:  # an operation made or moved something in the same place just now
+            except OSError as error:  # an operation created or moved this entry meanwhile
                 swaps.append(str(error))
                 shutil.rmtree(place.with_name(f"{place.name}-aside"), ignore_errors=True)
 
@@ -558,7 +558,7 @@ async def try_everything(cm: Manager, refill: Callable[[], None]) -> tuple[int, 
 @pytest.mark.parametrize("race", RACES)
 def test_race(manager: Manager, home: Path, race: str) -> None:
     root = Path(manager.root_dir)
-    manager.delete_to_trash = len(race) % 2 == 0  # both, over the races
+    manager.delete_to_trash = len(race) % 2 == 0  # some races with trash, others without
     swap, place, target = RACES[race]
 
     def refill() -> None:
@@ -705,9 +705,7 @@ def test_kernel_that_makes_links(
 
 
 @pytest.mark.runsc
-def test_kernel_makes_links_in_a_folder_that_the_user_has_moved_away(
-    serve: Serve, sandboxed: Callable[..., str], notebook_folder: Path
-) -> None:
+def test_kernel_makes_links_in_moved_folder(serve: Serve, sandboxed: Callable[..., str], notebook_folder: Path) -> None:
     (notebook_folder / "project" / "results").mkdir(parents=True)
     (notebook_folder / "private.txt").write_text(SECRET)
     server = serve()

@@ -29,7 +29,7 @@ COMMAND = str(Path(sys.executable).parent / "jupyter-sandbox")
 
 
 class Shelf(Source):
-    """A source with a given binary, or with none."""
+    """A source that provides the given binary, or fails if there is none."""
 
     name = "shelf"
     title = "the shelf"
@@ -39,7 +39,7 @@ class Shelf(Source):
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
         if self._binary is None:
-            raise SandboxError("there is nothing on it")
+            raise SandboxError("it has no binary")
         shutil.copyfile(self._binary, target)
 
 
@@ -66,10 +66,10 @@ def test_setup_tests_runsc_and_installs_twins(
 ) -> None:
     monkeypatch.setenv("SANDBOX_RUNSC", str(runsc.path))
     assert main(["setup", "--kernel", "some"]) == 0
-    said = capsys.readouterr().out
-    assert f"runsc {runsc.version} at {runsc.path}" in said
-    assert "restored" in said
-    assert "jupyter console --kernel some-sandbox" in said
+    printed = capsys.readouterr().out
+    assert f"runsc {runsc.version} at {runsc.path}" in printed
+    assert "restored" in printed
+    assert "jupyter console --kernel some-sandbox" in printed
     assert twin(data).is_file()
     assert not (data / "sandbox").exists()
     assert main(["setup", "--kernel", "some"]) == 0
@@ -87,9 +87,9 @@ def test_setup_replaces_an_outdated_runsc(
     monkeypatch.setenv("PATH", f"{tmp_path / 'old'}:{os.environ['PATH']}")
     monkeypatch.setattr(runsc_install, "SOURCES", {"shelf": lambda: Shelf(runsc.path)})
     assert main(["setup", "--kernel", "some"]) == 0
-    said = capsys.readouterr().out
-    assert f"is runsc {OLD}, which cannot checkpoint" in said
-    assert f"the shelf: runsc {runsc.version}" in said
+    printed = capsys.readouterr().out
+    assert f"is runsc {OLD}, which cannot checkpoint" in printed
+    assert f"the shelf: runsc {runsc.version}" in printed
     assert (data / "sandbox" / "bin" / "runsc").is_file()
     assert main(["doctor"]) == 0
 
@@ -99,10 +99,10 @@ def test_setup_without_a_source_fails_with_one_message(
 ) -> None:
     monkeypatch.setattr(runsc_install, "SOURCES", {"shelf": Shelf})
     assert main(["setup"]) == 1
-    said = capsys.readouterr()
-    first, reason, remedy = said.err.splitlines()
+    printed = capsys.readouterr()
+    first, reason, remedy = printed.err.splitlines()
     assert first == "jupyter sandbox: runsc could not be installed:"
-    assert reason.strip() == "shelf: there is nothing on it"
+    assert reason.strip() == "shelf: it has no binary"
     assert "SANDBOX_RUNSC" in remedy
     assert not twin(data).exists()
 
@@ -118,9 +118,9 @@ def test_setup_does_not_override_a_wrong_setting(
 
 def test_unknown_kernel_is_refused_first(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["setup", "--kernel", "other"]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "There is no kernel named other." in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "There is no kernel named other." in printed.err
     assert not (data / "sandbox").exists()
 
 
@@ -132,9 +132,9 @@ def test_failed_twin_does_not_stop_the_others(
     twin(data).parent.mkdir()
     twin(data).write_text("{}")
     assert main(["setup", "--kernel", "some", "--kernel", "python3"]) == 1
-    said = capsys.readouterr()
-    assert "Kernel some-sandbox: failed\n" in said.out
-    assert said.err.count("\n") == 1 and "was not made by `jupyter sandbox setup`" in said.err
+    printed = capsys.readouterr()
+    assert "Kernel some-sandbox: failed\n" in printed.out
+    assert printed.err.count("\n") == 1 and "was not made by `jupyter sandbox setup`" in printed.err
     assert twin(data).read_text() == "{}"
     assert (data / "kernels" / "python3-sandbox" / "kernel.json").is_file()
 

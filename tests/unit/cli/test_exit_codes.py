@@ -43,8 +43,8 @@ def newer_problem(status: int) -> dict[str, object]:
 )
 def test_same_exit_status_here_and_through_server(error: errors.SandboxError, status: ExitStatus) -> None:
     assert exit_status(error) == status
-    told = problem_details.describe(error)
-    assert exit_status(refusal("http://x/", told["status"], told)) == status
+    problem = problem_details.describe(error)
+    assert exit_status(refusal("http://x/", problem["status"], problem)) == status
 
 
 @pytest.mark.parametrize(

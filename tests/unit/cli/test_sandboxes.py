@@ -177,8 +177,8 @@ def test_list_shows_states(
     monkeypatch.delenv("SANDBOX_STORAGE_DIR")
     assert {shown["id"]: shown["state"] for shown in ask("list")["sandboxes"]} == states
     assert main(["list"]) == 0
-    said = capsys.readouterr().err
-    assert str(tmp_path / "other") in said and "cannot be understood" in said
+    printed = capsys.readouterr().err
+    assert str(tmp_path / "other") in printed and "cannot be understood" in printed
 
 
 def test_unreadable_records_are_reported(keep: Keep, ask: Ask, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +189,8 @@ def test_unreadable_records_are_reported(keep: Keep, ask: Ask, data: Path, capsy
     assert any(str(broken) in message for message in ask("list")["unreadable"])
     for arguments in (["list"], ["prune", "--older-than", "1d"]):
         assert main(arguments) == 0
-        said = capsys.readouterr().err
-        assert str(broken) in said and "?[2J" in said and "\x1b" not in said
+        printed = capsys.readouterr().err
+        assert str(broken) in printed and "?[2J" in printed and "\x1b" not in printed
     assert main(["delete", "5f0c6b1e"]) == 1
     assert str(broken) in capsys.readouterr().err
     assert broken.exists()
@@ -200,7 +200,7 @@ def test_unreadable_records_are_reported(keep: Keep, ask: Ask, data: Path, capsy
 def test_show(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb", settings={"network": "none"})
     assert main(["show", str(record.id)]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in (
         str(record.id),
         record.where,
@@ -210,7 +210,7 @@ def test_show(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
         "2.0 kB",
         "just now",
     ):
-        assert words in said
+        assert words in printed
 
 
 def test_revert(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_find_by_id_prefix_or_notebook(
         assert [shown["id"] for shown in ask("show", wanted)["sandboxes"]] == [str(record.id)]
     twin = keep(notebook_path=path, kernel_name="two")
     assert main(["show", "a.ipynb"]) == 2
-    said = capsys.readouterr().err
-    assert "matches 2 sandboxes" in said and str(record.id) in said and str(twin.id) in said
+    printed = capsys.readouterr().err
+    assert "matches 2 sandboxes" in printed and str(record.id) in printed and str(twin.id) in printed
     assert main(["show", ""]) == main(["show", "nothing.ipynb"]) == 3
     assert str(other.id) in capsys.readouterr().err
 
@@ -320,8 +320,8 @@ def test_commands_that_need_a_server_without_one(
     record = keep(savepoints=("name",))
     command, *rest = arguments
     assert main([command, str(record.id), *rest]) == 5
-    said = capsys.readouterr().err
-    assert str(record.id) in said and "Start one with `jupyter lab`" in said
+    printed = capsys.readouterr().err
+    assert str(record.id) in printed and "Start one with `jupyter lab`" in printed
 
 
 def test_hibernate_saved_sandbox_does_nothing(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,9 +379,9 @@ def test_delete_reports_freed_bytes(keep: Keep, ask: Ask, data: Path, capsys: py
     record = keep(kernel_name="python3-sandbox", notebook_path="/n.ipynb")
     other = keep()
     assert main(["delete", str(record.id)[:8]]) == 0
-    said = capsys.readouterr().out
-    assert f"Deleted {record.id} (python3-sandbox, /n.ipynb): 2.0 kB" in said
-    assert "1 sandbox deleted, 2.0 kB freed." in said
+    printed = capsys.readouterr().out
+    assert f"Deleted {record.id} (python3-sandbox, /n.ipynb): 2.0 kB" in printed
+    assert "1 sandbox deleted, 2.0 kB freed." in printed
     assert [shown["id"] for shown in ask("list")["sandboxes"]] == [str(other.id)]
     assert all(str(other.id) in name for name in objects(data)) and objects(data)
     deleted = [{"id": str(other.id), "freed": 2000}]
@@ -398,9 +398,9 @@ def test_delete_unverified_after_loss_of_key(keep: Keep, data: Path, capsys: pyt
     record = keep()
     lose_key(data)
     assert main(["delete", str(record.id)]) == 5
-    said = capsys.readouterr().err
-    assert "SANDBOX_SIGNING_KEY" in said
-    assert "jupyter sandbox doctor" in said
+    printed = capsys.readouterr().err
+    assert "SANDBOX_SIGNING_KEY" in printed
+    assert "jupyter sandbox doctor" in printed
     assert objects(data) != []
     assert main(["delete", "--unverified", str(record.id)]) == 0
     assert objects(data) == []
@@ -427,15 +427,15 @@ def test_dry_run_shows_refusals(keep: Keep, data: Path, capsys: pytest.CaptureFi
     (data / "sandbox" / "key").write_text(key)
     dry = ["prune", "--older-than", "30d", "--dry-run"]
     assert main(dry) == 5
-    said = capsys.readouterr()
-    assert f"Would not delete {old.id}, unknown; the reason is below" in said.out
-    assert "0 sandboxes, 0 B in total. Nothing was deleted." in said.out
+    printed = capsys.readouterr()
+    assert f"Would not delete {old.id}, unknown; the reason is below" in printed.out
+    assert "0 sandboxes, 0 B in total. Nothing was deleted." in printed.out
     assert main([*dry, "--json"]) == 5
     told = json.loads(capsys.readouterr().out)
     assert (told["would_delete"], [each["id"] for each in told["would_keep"]]) == ([], [str(old.id)])
     assert main(dry[:-1]) == 5
     refused = capsys.readouterr().err
-    assert refused == said.err
+    assert refused == printed.err
     assert objects(data) == before
 
 
@@ -464,9 +464,9 @@ def test_unread_savepoints_are_not_reported_as_missing(
     lose_key(data)
     for options in ([], ["--json"]):
         assert main([word, str(record.id), *options]) == 5
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert "is signed with the key" in said.err
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert "is signed with the key" in printed.err
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -549,7 +549,7 @@ def test_doctor_remedy_for_unusable_key_works(keep: Keep, data: Path, monkeypatc
     deleted, kept = keep(), keep()
     key = data / "sandbox" / "key"
     key.write_text("short")
-    assert main(["delete", "--unverified", str(deleted.id)]) == 5  # the file must go first
+    assert main(["delete", "--unverified", str(deleted.id)]) == 5  # the remedy says to delete the file first
     key.unlink()
     assert main(["delete", "--unverified", str(deleted.id)]) == 0
     assert len(key.read_text().strip()) == 64
@@ -565,9 +565,9 @@ def test_delete_with_unknown_id_deletes_nothing(keep: Keep, data: Path, capsys: 
     before = objects(data)
     for command in ("delete", "show"):
         assert main([command, str(record.id), "nonsense"]) == 3
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert "'nonsense'" in said.err and f"{record.id} (/home/a/b.ipynb)" in said.err
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert "'nonsense'" in printed.err and f"{record.id} (/home/a/b.ipynb)" in printed.err
     assert objects(data) == before
 
 
@@ -578,11 +578,11 @@ async def test_sandbox_in_use_is_kept_and_owner_named(
     name = names.lock_name(used.sandbox_id)
     lease = await Persistence.open().stores.leases.acquire(name, Owner("lab-7", "somewhere", 7, "ada", "n"))
     assert await asyncio.to_thread(main, ["prune", "--older-than", "30d", "--json"]) == 4
-    said = capsys.readouterr()
-    result = json.loads(said.out)
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
     assert [entry["id"] for entry in result["deleted"]] == [str(idle.id)]
     assert [entry["id"] for entry in result["kept"]] == [str(used.id)]
-    assert "lab-7" in said.err
+    assert "lab-7" in printed.err
     assert await asyncio.to_thread(main, ["delete", str(used.id)]) == 4
     assert "lab-7" in capsys.readouterr().err
     await lease.release()
@@ -621,9 +621,9 @@ def test_dry_run_deletes_nothing(keep: Keep, ask: Ask, data: Path, capsys: pytes
     stale, _ = keep(days=40, notebook_path="/old.ipynb"), keep(days=2)
     before = objects(data)
     assert main(["prune", "--older-than", "30d", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert f"Would delete {stale.id} (/old.ipynb), saved, 2.0 kB" in said
-    assert "1 sandbox, 2.0 kB in total. Nothing was deleted." in said
+    printed = capsys.readouterr().out
+    assert f"Would delete {stale.id} (/old.ipynb), saved, 2.0 kB" in printed
+    assert "1 sandbox, 2.0 kB in total. Nothing was deleted." in printed
     assert [shown["id"] for shown in ask("prune", "--older-than", "30d", "--dry-run")["would_delete"]] == [
         str(stale.id)
     ]

@@ -73,8 +73,8 @@ def test_list_shows_state_and_notebook(sandbox: Sandbox, notebooks: Path, capsys
     (alone,) = ask(capsys, "list", "--no-server")["sandboxes"]
     assert (alone["id"], alone["kernel_id"]) == (shown["id"], None)
     assert main(["show", "a.ipynb"]) == 0
-    said = capsys.readouterr().out
-    assert sandbox.id in said and str(sandbox.kernel_id) in said
+    printed = capsys.readouterr().out
+    assert sandbox.id in printed and str(sandbox.kernel_id) in printed
 
 
 def test_ephemeral_kernel_is_listed(client: SandboxClient, notebooks: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,8 +89,8 @@ def test_ephemeral_kernel_is_listed(client: SandboxClient, notebooks: Path, caps
 
 def test_hibernate_wake_and_restart(sandbox: Sandbox, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hibernate", sandbox.id[:8]]) == 0
-    said = capsys.readouterr().out
-    assert f"Hibernate {sandbox.id[:8]} a.ipynb: hibernated, " in said
+    printed = capsys.readouterr().out
+    assert f"Hibernate {sandbox.id[:8]} a.ipynb: hibernated, " in printed
     assert ask(capsys, "list")["sandboxes"][0]["state"] == "hibernated"
     (awake,) = ask(capsys, "wake", "a.ipynb")["sandboxes"]
     assert (awake["id"], awake["state"]) == (sandbox.id, "running")
@@ -103,9 +103,13 @@ def test_rewind_twice(server: Server, sandbox: Sandbox, notebooks: Path, capsys:
     assert ask(capsys, "savepoint", "a.ipynb", "one")["name"] == "one"
     run(kc, "x = 2")
     assert main(["savepoint", "a.ipynb", "one"]) == 4
-    said = capsys.readouterr()
-    assert said.out.endswith(f"Savepoint one of {sandbox.id[:8]} a.ipynb: failed\n")
-    assert said.err.count("\n") == 1 and "already has a savepoint one" in said.err and "Choose another name" in said.err
+    printed = capsys.readouterr()
+    assert printed.out.endswith(f"Savepoint one of {sandbox.id[:8]} a.ipynb: failed\n")
+    assert (
+        printed.err.count("\n") == 1
+        and "already has a savepoint one" in printed.err
+        and "Choose another name" in printed.err
+    )
     kept = ask(capsys, "rewind", "a.ipynb", "one")["kept"]
     kc.stop_channels()
     kc = server.ready_client(str(sandbox.kernel_id))
@@ -175,9 +179,9 @@ def test_failure_does_not_stop_the_others(
 ) -> None:
     ephemeral = client.create(kernel_name=KERNEL)
     assert main(["hibernate", ephemeral.id, sandbox.id, "--json"]) == 4
-    said = capsys.readouterr()
-    assert [shown["id"] for shown in json.loads(said.out)["sandboxes"]] == [sandbox.id]
-    assert ephemeral.id in said.err
+    printed = capsys.readouterr()
+    assert [shown["id"] for shown in json.loads(printed.out)["sandboxes"]] == [sandbox.id]
+    assert ephemeral.id in printed.err
     assert main(["hibernate", sandbox.id, "nonsense"]) == 3
 
 

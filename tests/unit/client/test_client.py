@@ -176,7 +176,7 @@ def test_server_that_stops_while_read_is_not_running(tmp_path: Path, monkeypatch
     os.mkfifo(file)
 
     def stop() -> None:
-        with file.open("w") as opened:  # waits for the reader
+        with file.open("w") as opened:  # blocks until the file is read
             file.unlink()
             json.dump({"pid": os.getpid(), "url": "http://a/"}, opened)
 
@@ -348,7 +348,7 @@ def test_life_of_a_sandbox(client: SandboxClient) -> None:
 @pytest.mark.runsc
 def test_list_joins_pages(client: SandboxClient, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [client.create(kernel_name=KERNEL, notebook_path=f"{number}.ipynb").id for number in range(3)]
-    for identity in made:  # one that still starts would be used last again and again, and change its place in the list
+    for identity in made:  # a starting sandbox updates its last use, and so would change its place in the list
         client.hibernate(identity)
     seen: list[tuple[str, datetime]] = []
     while seen != (seen := [(sandbox.id, sandbox.last_used) for sandbox in client.list()]) or len(seen) != len(made):

@@ -250,7 +250,7 @@ def test_link_is_not_moved_out_of_a_shared_folder(root: Path, target: str) -> No
     assert (root / "project" / "data" / "x").is_symlink()
 
 
-def test_link_into_its_own_folder_or_to_an_allowed_area_can_be_moved_out(root: Path) -> None:
+def test_link_to_its_own_folder_or_allowed_area_can_be_moved_out(root: Path) -> None:
     beneath, _ = sharing(root, Area(str(root.parent / "outside")))
     (root / "project" / "in").symlink_to(root / "project" / "data" / "b")
     (root / "project" / "area").symlink_to(root.parent / "outside" / "secret")
@@ -301,7 +301,7 @@ def test_links_that_a_copy_reaches_through_another_link_stay_bound(root: Path) -
         read(beneath, root / "copy" / "theirs" / "out")
 
 
-def test_moves_within_shared_folders_and_of_the_users_own_links_are_not_bound(root: Path) -> None:
+def test_moves_within_shared_folder_and_of_own_links_are_allowed(root: Path) -> None:
     beneath, shared = sharing(root)
     beneath.move(str(root / "project" / "data"), str(root / "project" / "renamed"))
     (root / "mine").mkdir()
@@ -312,7 +312,7 @@ def test_moves_within_shared_folders_and_of_the_users_own_links_are_not_bound(ro
     assert shared == [str(root / "project")]
 
 
-def test_entry_that_becomes_a_link_while_it_is_moved_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_that_becomes_a_link_during_move_is_moved_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beneath, _ = sharing(root)
     rename = os.rename
 

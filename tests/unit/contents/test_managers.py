@@ -38,16 +38,16 @@ NOTEBOOK: dict[str, Any] = {"cells": [], "metadata": {}, "nbformat": 4, "nbforma
 
 
 class OtherManager(FileContentsManager):
-    """A contents manager of somebody else's."""
+    """A contents manager of another package."""
 
 
 class OtherCheckpoints(filecheckpoints.FileCheckpoints):
-    """Checkpoints of somebody else's."""
+    """Checkpoints of another package."""
 
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jupyter's folders and the trash of this test alone."""
+    """Use Jupyter folders and a trash folder that only this test uses."""
     for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
         monkeypatch.setenv(f"JUPYTER_{name}", str(tmp_path / name))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
@@ -87,7 +87,7 @@ def test_configured_stock_manager_is_guarded(root: Path, stock: type) -> None:
     assert app.contents_manager_class is CLASSES[stock]
 
 
-def test_guarded_though_another_kernel_manager_is_configured(root: Path) -> None:
+def test_manager_is_guarded_with_any_kernel_manager(root: Path) -> None:
     GatewayClient.clear_instance()  # another test of this process may have had a gateway
     theirs = "jupyter_server.services.kernels.kernelmanager.AsyncMappingKernelManager"
     app = server(root, f"--ServerApp.kernel_manager_class={theirs}")
@@ -121,7 +121,7 @@ def test_configured_checkpoints_and_handlers(root: Path, caplog: pytest.LogCaptu
     assert "The files of OtherCheckpoints are not guarded" in caplog.text
 
 
-def test_doctor_knows_the_configured_manager(tmp_path: Path) -> None:
+def test_doctor_uses_the_configured_manager(tmp_path: Path) -> None:
     (check,) = doctor.check_contents_manager()
     assert check.ok, check
     configuration = tmp_path / "CONFIG_DIR" / "jupyter_server_config.py"
@@ -157,13 +157,13 @@ def names(code: CodeType) -> Iterator[tuple[str, ...]]:
 
 
 def test_all_file_functions_of_jupyter_server_are_replaced() -> None:
-    """The names that its code uses have a replacement, or an AttributeError is the answer to a request."""
+    """Every file function that Jupyter Server's code calls has a replacement. A missing one is an AttributeError."""
     own = [value for module in MODULES for value in vars(module).values() if belongs(value, module)]
     members = [member for value in own for member in (vars(value).values() if isinstance(value, type) else [value])]
     functions = [getattr(member, "__wrapped__", member) for member in members]
     used = {name for function in functions if hasattr(function, "__code__") for name in names(function.__code__)}
     assert {("os", "listdir"), ("os", "replace"), ("shutil", "copyfile"), ("os", "path", "isfile")} <= used
-    # Called only where os.path.islink, which is never true here, was.
+    # Jupyter Server calls os.readlink only after os.path.islink, whose replacement always returns False.
     used -= {("os", "readlink")}
     for name in used:
         if name[:2] == ("os", "path") and len(name) > 2:
@@ -227,12 +227,12 @@ def test_checkpoints(manager: Any, root: Path) -> None:
     assert do(manager.list_checkpoints("a.txt")) == []
 
 
-if os.geteuid() != 0:  # root may write everywhere
+if os.geteuid() != 0:  # root can write to read-only folders
 
     def test_checkpoint_of_a_file_in_a_read_only_folder(
         manager: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Jupyter Server's own place for it, where another user of the machine has put a link to a file of ours.
+        # Jupyter Server's default folder for it, where another user has put a link to one of this user's files.
         foreign = tmp_path / "tmp" / "jupyter_checkpoints" / "sub"
         foreign.mkdir(parents=True)
         (tmp_path / "tmp" / "ours").write_text("ours")

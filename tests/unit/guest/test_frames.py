@@ -1,4 +1,4 @@
-"""Encoding and decoding frames, in whatever pieces the bytes arrive."""
+"""Test that frames are encoded and decoded, even if the bytes arrive in arbitrary pieces."""
 
 from __future__ import annotations
 

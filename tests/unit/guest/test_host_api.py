@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 class Requests:
-    """A PID 1 with a socket for requests, and a host that records those that reach it."""
+    """A PID 1 with a socket for requests, and a host that records the requests that arrive."""
 
     def __init__(self, connection: GuestConnection, init: LocalProcess, path: Path) -> None:
         self.connection, self.init, self.path = connection, init, path
@@ -38,7 +38,7 @@ class Requests:
             peer.setblocking(False)
             async with asyncio.timeout(LIMIT):
                 await loop.sock_connect(peer, str(self.path))
-                with suppress(ConnectionError):  # PID 1 may refuse it before all is sent
+                with suppress(ConnectionError):  # PID 1 may refuse the request before it is sent completely
                     await loop.sock_sendall(peer, request)
                     peer.shutdown(socket.SHUT_WR)
                 with suppress(ConnectionError):
@@ -125,7 +125,7 @@ async def test_closed_connection_leaves_no_descriptor(requests: Requests) -> Non
         writer.close()
         requests.connection.host_api.answer(number, {"large": "x" * 250_000})
         async with asyncio.timeout(LIMIT):
-            while descriptors(requests.init.pid) > unused + 1:  # one: the socket on which it listens
+            while descriptors(requests.init.pid) > unused + 1:  # one descriptor is the listening socket
                 await asyncio.sleep(0.01)
     assert not requests.connection.error
 

@@ -1,4 +1,4 @@
-"""PID 1 as a whole: its imports, its end, the quiesced state and its confinement. It runs as a child on the host."""
+"""PID 1 as a whole: its imports, its exit, the quiesced state and its confinement. It runs as a child on the host."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ async def test_child_inherits_only_standard_descriptors(connection: GuestConnect
 async def test_child_inherits_no_signal_settings(connection: GuestConnection) -> None:
     process = await shell(connection, "grep -E 'Sig(Blk|Ign)' /proc/self/status", stdin=False)
     _, out, _ = await finished(process)
-    ordinary = (1 << 31) - 1  # without the C library's own signals, which are inherited from this test run
+    ordinary = (1 << 31) - 1  # without the C library's own signals, which this test run inherits
     assert [int(item.split()[1], 16) & ordinary for item in out.splitlines()] == [0, 0]
 
 

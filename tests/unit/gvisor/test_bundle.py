@@ -117,7 +117,7 @@ def test_paths_with_a_common_prefix_are_independent() -> None:
     assert arrange(mounts) == mounts
 
 
-def test_folders_between_a_writable_mount_and_an_inner_mount_are_pinned(tmp_path: Path) -> None:
+def test_folders_above_inner_mounts_are_pinned(tmp_path: Path) -> None:
     """A mount point cannot be renamed. Without the pin, a kernel could move the folder above a read-only mount."""
     inner = tmp_path / "one" / "two" / "env"
     inner.mkdir(parents=True)
@@ -143,7 +143,7 @@ def some_mounts(dice: random.Random) -> list[Mount]:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_mounts_are_ordered_without_repetition_and_keep_their_effect(seed: int) -> None:
+def test_any_mounts_are_ordered_and_keep_their_effect(seed: int) -> None:
     mounts = some_mounts(random.Random(seed))
     arranged = arrange(mounts)
     destinations = [mount.destination for mount in arranged]
@@ -235,7 +235,7 @@ def test_home_itself_can_be_mounted() -> None:
     assert destinations(spec)["/home/me"]["type"] == "bind"
 
 
-# -- what is written -------------------------------------------------------------------------------------------
+# -- written files ---------------------------------------------------------------------------------------------
 
 
 def test_bundle_contains_config_json_and_a_root_with_few_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Test GuestTool: the output of our scripts in a sandbox is read to its end, and scripts that stall are killed."""
+"""Test GuestTool: the output of the package's scripts in a sandbox is read completely; stalled scripts are killed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_failure_is_reported_with_the_end_of_stderr(sandbox: GVisorSandbox
             await asyncio.wait_for(tool.finish(), LONG)
 
 
-async def test_script_is_killed_at_the_end_of_the_block_and_when_it_stalls(
+async def test_script_is_killed_after_the_block_or_a_stall(
     sandbox: GVisorSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guest_tool, "STALL", 1.0)

@@ -177,7 +177,7 @@ def test_program_near_the_top_of_a_home_is_mounted_without_the_home(home: Path, 
     assert not any(home.is_relative_to(folder) for folder in shown([program]))
 
 
-# -- everything that is shown ----------------------------------------------------------------------------------
+# -- mounted files ---------------------------------------------------------------------------------------------
 
 
 def test_python_is_mounted_with_its_environment_and_base(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Test that programs for the host are only used from folders that no sandbox and no other user can write to."""
+"""Test that programs for the host are used only from folders that no sandbox and no other user can write to."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_file_that_everybody_can_write_to(tmp_path: Path) -> None:
     assert "everybody can write" in programs.reason_for_distrust(str(tool))
 
 
-@pytest.mark.root  # no other user can give files away
+@pytest.mark.root  # only root can give files to another user
 def test_program_of_another_user(tmp_path: Path) -> None:
     tool = program(tmp_path)
     os.chown(tool, 1234, 1234)
@@ -107,7 +107,7 @@ def test_program_of_another_user(tmp_path: Path) -> None:
     assert "belongs to another user" in programs.reason_for_distrust(str(tool))
 
 
-@pytest.mark.root  # no other user can give files away
+@pytest.mark.root  # only root can give files to another user
 def test_folder_that_another_group_can_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = program(tmp_path)
     os.chown(tmp_path, 1234, 1234)

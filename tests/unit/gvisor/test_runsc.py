@@ -51,7 +51,7 @@ def test_tilde_in_the_setting_is_expanded(data: Path, tmp_path: Path) -> None:
     assert runsc.find("~/my-runsc").path == tmp_path / "home" / "my-runsc"
 
 
-def test_error_without_runsc_tells_how_to_install_it(data: Path) -> None:
+def test_error_without_runsc_has_install_command(data: Path) -> None:
     with pytest.raises(RunscNotFoundError, match="jupyter sandbox setup"):
         runsc.find("", {"PATH": "/nowhere"})
 

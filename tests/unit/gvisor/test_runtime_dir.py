@@ -46,7 +46,7 @@ def idler() -> Iterator[type[Idler]]:
 
 
 class Idler:
-    """A process that only waits, with these arguments on its command line, like a process of runsc."""
+    """A process that waits until it is killed, with these arguments on its command line, as a runsc process has."""
 
     started: list[subprocess.Popen[bytes]]
 
@@ -54,7 +54,7 @@ class Idler:
         self._child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *arguments])
         self.started.append(self._child)
         command = Path("/proc", str(self._child.pid), "cmdline")
-        while b"signal.pause" not in command.read_bytes():  # which Linux shows some moments after the start
+        while b"signal.pause" not in command.read_bytes():  # Linux shows the command line shortly after the start
             time.sleep(0.001)
 
     @property

@@ -724,7 +724,7 @@ async def test_restore_of_a_damaged_image_reports_the_reason(
 
 
 def scripted(folder: Path, real: Runsc, code: str) -> Runsc:
-    """Return a runsc whose ``run`` is a guest that sends hello and then runs ``code``; other commands do nothing."""
+    """Return a runsc whose ``run`` is a guest that sends hello, then runs ``code``. Other commands do nothing."""
     hello = encode(CONTROL, 0, json.dumps({"op": "hello", "version": VERSION, "processes": []}).encode())
     path = folder / "runsc"
     path.write_text(

@@ -44,7 +44,7 @@ class Kernel:
         self.session = Session(key=KEY)
         self.socket = context.socket(zmq.XPUB)
         self.socket.linger = 0
-        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of one who comes before the last one's end is known, too
+        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # report each subscriber, even to an existing subscription
 
     def bind(self) -> None:
         self.url = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -52,13 +52,13 @@ class Kernel:
     def client(self) -> Session:
         return Session(key=KEY)
 
-    async def heard(self) -> None:
+    async def wait_for_subscriber(self) -> None:
         """Wait until a client subscribes."""
         async with asyncio.timeout(PATIENCE):
             while await self.socket.recv() != b"\x01":
                 pass
 
-    async def say(
+    async def publish(
         self, kind: str, content: dict[str, object], session: Session | None = None, parent: dict[str, Any] = CELL
     ) -> None:
         session = session or self.session
@@ -66,7 +66,7 @@ class Kernel:
         await self.socket.send_multipart([b"kernel.1.status", *session.serialize(message)])
 
     async def status(self, state: str, session: Session | None = None, parent: dict[str, Any] = CELL) -> None:
-        await self.say("status", {"execution_state": state}, session, parent)
+        await self.publish("status", {"execution_state": state}, session, parent)
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def kernel(context: zmq.asyncio.Context) -> Kernel:
     return kernel
 
 
-class Ear(ActivityWatch):
-    """A watch that counts the messages that are news."""
+class CountingWatch(ActivityWatch):
+    """A watch that counts the messages that it reports as activity."""
 
     def __init__(self) -> None:
-        self.news = 0
+        self.reported = 0
         self.activity = KernelActivity()
         super().__init__(self.activity, self._count, LARGEST)
 
@@ -96,16 +96,16 @@ class Ear(ActivityWatch):
         return self.activity.busy
 
     def _count(self) -> None:
-        self.news += 1
+        self.reported += 1
 
 
 @pytest.fixture
-async def ear(kernel: Kernel) -> AsyncIterator[Ear]:
-    ear = Ear()
-    ear.listen(kernel.url, kernel.client(), None)
-    await kernel.heard()
-    yield ear
-    ear.close()
+async def watch(kernel: Kernel) -> AsyncIterator[CountingWatch]:
+    watch = CountingWatch()
+    watch.listen(kernel.url, kernel.client(), None)
+    await kernel.wait_for_subscriber()
+    yield watch
+    watch.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -114,45 +114,45 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_busy_until_idle_status(kernel: Kernel, ear: Ear) -> None:
+async def test_busy_until_idle_status(kernel: Kernel, watch: CountingWatch) -> None:
     for _ in range(3):
         await kernel.status("busy")
-        await until(lambda: ear.busy)
+        await until(lambda: watch.busy)
         await kernel.status("idle")
-        await until(lambda: not ear.busy)
+        await until(lambda: not watch.busy)
 
 
-async def test_every_message_is_news_but_only_a_status_changes_the_activity(kernel: Kernel, ear: Ear) -> None:
+async def test_every_message_is_reported_but_only_status_changes_activity(kernel: Kernel, watch: CountingWatch) -> None:
     await kernel.status("busy")
     for number in range(100):
-        await kernel.say("stream", {"name": "stdout", "text": f'{number} "status" idle execution_state'})
-    await kernel.say("display_data", {"data": {"text/plain": json.dumps({"execution_state": "idle"})}})
-    await until(lambda: ear.news == 102)
-    assert ear.busy
+        await kernel.publish("stream", {"name": "stdout", "text": f'{number} "status" idle execution_state'})
+    await kernel.publish("display_data", {"data": {"text/plain": json.dumps({"execution_state": "idle"})}})
+    await until(lambda: watch.reported == 102)
+    assert watch.busy
 
 
-async def test_starting_kernel_is_not_busy(kernel: Kernel, ear: Ear) -> None:
+async def test_starting_kernel_is_not_busy(kernel: Kernel, watch: CountingWatch) -> None:
     await kernel.status("starting")
-    await until(lambda: ear.news == 1)
-    assert not ear.busy
+    await until(lambda: watch.reported == 1)
+    assert not watch.busy
 
 
-async def test_unsigned_status_is_ignored(kernel: Kernel, ear: Ear) -> None:
+async def test_unsigned_status_is_ignored(kernel: Kernel, watch: CountingWatch) -> None:
     await kernel.status("busy")
     await kernel.status("idle", Session(key=b"another key"))
     await kernel.status("idle", Session(key=b""))
-    await until(lambda: ear.news == 3)
-    assert ear.busy
+    await until(lambda: watch.reported == 3)
+    assert watch.busy
 
 
-async def test_replayed_status_is_ignored(kernel: Kernel, ear: Ear) -> None:
+async def test_replayed_status_is_ignored(kernel: Kernel, watch: CountingWatch) -> None:
     message = kernel.session.msg("status", {"execution_state": "idle"}, parent=CELL)
     idle = [b"kernel.1.status", *kernel.session.serialize(message)]
     await kernel.socket.send_multipart(idle)
     await kernel.status("busy")
     await kernel.socket.send_multipart(idle)
-    await until(lambda: ear.news == 3)
-    assert ear.busy
+    await until(lambda: watch.reported == 3)
+    assert watch.busy
 
 
 SIGNED = (
@@ -174,19 +174,21 @@ UNSIGNED = (
 )
 
 
-async def test_hostile_messages_do_not_end_the_watch(kernel: Kernel, ear: Ear) -> None:
+async def test_hostile_messages_do_not_end_the_watch(kernel: Kernel, watch: CountingWatch) -> None:
     for content in SIGNED:
-        await kernel.say("status", dict(content))
+        await kernel.publish("status", dict(content))
     for frames in UNSIGNED:
         await kernel.socket.send_multipart(list(frames))
-    await until(lambda: ear.news == len(SIGNED) + len(UNSIGNED))
+    await until(lambda: watch.reported == len(SIGNED) + len(UNSIGNED))
     await kernel.status("busy")
-    await until(lambda: ear.busy)
+    await until(lambda: watch.busy)
 
 
 @pytest.mark.parametrize("where", range(4))
 @pytest.mark.parametrize("part", [b"[]", b"7", b"null", b'"status"', b"\xff", b"{", b"[" * 100_000, b"9" * 10_000])
-async def test_signed_hostile_messages_do_not_end_the_watch(kernel: Kernel, ear: Ear, where: int, part: bytes) -> None:
+async def test_signed_hostile_messages_do_not_end_the_watch(
+    kernel: Kernel, watch: CountingWatch, where: int, part: bytes
+) -> None:
     message = kernel.session.msg("status", {"execution_state": "idle"}, parent=CELL)
     parts = [json.dumps(message[name], default=str).encode() for name in ("header", "parent_header", "metadata")]
     parts.append(b'{"execution_state": "idle"}')
@@ -194,21 +196,21 @@ async def test_signed_hostile_messages_do_not_end_the_watch(kernel: Kernel, ear:
     parts[2] = parts[2] if where == 2 else b'{"x": "status"}'
     await kernel.socket.send_multipart([b"topic", b"<IDS|MSG>", kernel.session.sign(parts), *parts])
     await kernel.status("busy")
-    await until(lambda: ear.busy)
+    await until(lambda: watch.busy)
 
 
 async def test_encrypted_connection_is_watched(context: zmq.asyncio.Context) -> None:
     public, secret = zmq.curve_keypair()
-    kernel, ear = Kernel(context), Ear()
+    kernel, watch = Kernel(context), CountingWatch()
     kernel.socket.curve_server, kernel.socket.curve_secretkey, kernel.socket.curve_publickey = True, secret, public
     kernel.bind()
-    ear.listen(kernel.url, kernel.client(), (public, secret))
+    watch.listen(kernel.url, kernel.client(), (public, secret))
     try:
-        await kernel.heard()
+        await kernel.wait_for_subscriber()
         await kernel.status("busy")
-        await until(lambda: ear.busy)
+        await until(lambda: watch.busy)
     finally:
-        ear.close()
+        watch.close()
 
 
 def open_files() -> int:
@@ -223,36 +225,36 @@ def threads() -> int:
 async def test_closed_watch_leaves_no_threads_or_descriptors(kernel: Kernel) -> None:
     before = open_files(), threads(), len(asyncio.all_tasks())
     for _ in range(5):
-        ear = Ear()
-        ear.listen(kernel.url, kernel.client(), None)
-        await kernel.heard()
+        watch = CountingWatch()
+        watch.listen(kernel.url, kernel.client(), None)
+        await kernel.wait_for_subscriber()
         await kernel.status("busy")
-        await until(lambda ear=ear: ear.busy)
-        ear.close()
+        await until(lambda watch=watch: watch.busy)
+        watch.close()
     await until(lambda: open_files() <= before[0] and threads() <= before[1] and len(asyncio.all_tasks()) <= before[2])
 
 
 async def test_watch_that_never_listened_can_be_closed() -> None:
     before = open_files(), threads()
-    Ear().close()
+    CountingWatch().close()
     await until(lambda: open_files() <= before[0] and threads() <= before[1])
 
 
 async def test_watch_without_a_kernel_can_be_closed(kernel: Kernel) -> None:
     kernel.socket.close()
-    ear = Ear()
-    ear.listen(kernel.url, kernel.client(), None)
+    watch = CountingWatch()
+    watch.listen(kernel.url, kernel.client(), None)
     await asyncio.sleep(0.1)
-    ear.close()
-    assert not ear.busy and ear.news == 0
+    watch.close()
+    assert not watch.busy and watch.reported == 0
 
 
-async def test_statuses_of_usage_requests_are_not_news(kernel: Kernel, ear: Ear) -> None:
+async def test_statuses_of_usage_requests_are_not_reported(kernel: Kernel, watch: CountingWatch) -> None:
     for state in ("busy", "idle"):
         await kernel.status(state, parent=request("usage", "usage_request"))
     await kernel.status("busy")
-    await until(lambda: ear.busy)
-    assert ear.news == 1
+    await until(lambda: watch.busy)
+    assert watch.reported == 1
 
 
 # -- KernelActivity ------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ def test_widget_message_counts_while_the_kernel_handles_it(activity: KernelActiv
     assert not activity.busy
 
 
-def test_request_that_is_never_answered_ends_with_a_later_one(activity: KernelActivity) -> None:
+def test_later_reply_ends_unanswered_request(activity: KernelActivity) -> None:
     activity.requested(request("ignored", "history_request"))
     activity.requested(CELL)
     activity.replied(CELL)
@@ -375,7 +377,7 @@ def test_checkpoint_without_recorded_requests(activity: KernelActivity) -> None:
 @pytest.mark.parametrize(
     "saved", [{"pending": 7}, {"pending": [7, ["a"], [1, 2, 3]]}, {"keep_awake": 7}, {"keep_awake": {"a": "b"}}]
 )
-def test_a_damaged_record_is_ignored(activity: KernelActivity, saved: dict[str, Any]) -> None:
+def test_damaged_record_is_ignored(activity: KernelActivity, saved: dict[str, Any]) -> None:
     activity.reset(saved)
     assert not activity.busy
 
@@ -446,13 +448,13 @@ def test_reasons_name_cells_and_other_requests(activity: KernelActivity) -> None
     ]
 
 
-async def test_statuses_are_received_after_a_frame_of_the_largest_size(kernel: Kernel, ear: Ear) -> None:
+async def test_statuses_are_received_after_a_frame_of_the_largest_size(kernel: Kernel, watch: CountingWatch) -> None:
     await kernel.socket.send_multipart([b"kernel.1.stream", b"x" * LARGEST])
     await kernel.status("busy")
-    await until(lambda: ear.busy)
+    await until(lambda: watch.busy)
 
 
-async def test_large_statuses_are_not_parsed(kernel: Kernel, ear: Ear) -> None:
-    await kernel.say("status", {"execution_state": "busy", "more": "x" * LARGEST_STATUS})
-    await until(lambda: ear.news == 1)
-    assert not ear.busy
+async def test_large_statuses_are_not_parsed(kernel: Kernel, watch: CountingWatch) -> None:
+    await kernel.publish("status", {"execution_state": "busy", "more": "x" * LARGEST_STATUS})
+    await until(lambda: watch.reported == 1)
+    assert not watch.busy

@@ -34,14 +34,14 @@ CURVE = GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:]
 
 
 async def converse(channel: str, prepare: Any = lambda socket: None) -> tuple[Position, Handshake]:
-    """Let a real client connect and send a message, if it can. Return the client's and the kernel's side."""
-    said, handshake, heard = Position(), Handshake(channel), asyncio.Event()
+    """Connect a real client and let it send a message if it can. Return the client's and the kernel's side."""
+    received, handshake, arrived = Position(), Handshake(channel), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):
             writer.write(handshake.answer(data))
-            if said.follow(data) or handshake.opaque:
-                heard.set()
+            if received.follow(data) or handshake.opaque:
+                arrived.set()
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -55,29 +55,29 @@ async def converse(channel: str, prepare: Any = lambda socket: None) -> tuple[Po
     else:
         await socket.send(b"hello")
     try:
-        await asyncio.wait_for(heard.wait(), PATIENCE)
+        await asyncio.wait_for(arrived.wait(), PATIENCE)
     finally:
         context.destroy(linger=0)
         server.close()
-    return said, handshake
+    return received, handshake
 
 
 @pytest.mark.parametrize("channel", SOCKET_TYPES)
 async def test_client_completes_its_handshake(channel: str) -> None:
-    said, handshake = await converse(channel)
+    received, handshake = await converse(channel)
     assert handshake.done and not handshake.opaque
-    assert b"Socket-Type" in said.ready
+    assert b"Socket-Type" in received.ready
 
 
 async def test_identity_of_a_client_is_read() -> None:
     def name(socket: Any) -> None:
         socket.identity = b"a session"
 
-    said, _ = await converse("shell", name)
-    assert identity(said.ready) == b"a session"
+    received, _ = await converse("shell", name)
+    assert identity(received.ready) == b"a session"
 
 
-async def test_an_encrypted_client_waits_for_the_kernel() -> None:
+async def test_encrypted_client_waits_for_kernel() -> None:
     def encrypt(socket: Any) -> None:
         public, secret = zmq.curve_keypair()
         socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
@@ -131,15 +131,15 @@ class Beating(asyncio.Protocol):
             self.transport.abort()
 
 
-class Drop(Beating):
-    """The same, but the bytes arrive one at a time."""
+class BytewiseBeating(Beating):
+    """A connection that answers heartbeats and handles each byte separately."""
 
     def data_received(self, data: bytes) -> None:
         for byte in data:
             super().data_received(bytes([byte]))
 
 
-@pytest.fixture(params=[Beating, Drop])
+@pytest.fixture(params=[Beating, BytewiseBeating])
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """The address of a server that answers heartbeats."""
     server = await asyncio.get_running_loop().create_server(request.param, "127.0.0.1", 0)
@@ -217,33 +217,33 @@ HOSTILE = st.one_of(
 )
 
 
-def talk(pieces: list[bytes]) -> bytes:
-    """Return the reply to these pieces, up to the first that is not a heartbeat."""
-    heart, said = Heartbeat(), b""
+def reply_to(pieces: list[bytes]) -> bytes:
+    """Send these pieces, up to the first one that is no heartbeat. Return the reply."""
+    heart, received = Heartbeat(), b""
     try:
         for piece in pieces:
-            said += heart.answer(piece)
+            received += heart.answer(piece)
     except ValueError:
         pass
-    return said
+    return received
 
 
 @given(st.lists(HOSTILE, max_size=4))
 def test_any_bytes_raise_only_valueerror_and_get_a_bounded_reply(pieces: list[bytes]) -> None:
-    assert len(talk(pieces)) <= len(b"".join(pieces)) + len(GREETING) + len(NULL_READY)
+    assert len(reply_to(pieces)) <= len(b"".join(pieces)) + len(GREETING) + len(NULL_READY)
 
 
 @given(HOSTILE, st.lists(st.integers(0, 300), max_size=5))
 def test_reply_does_not_depend_on_the_pieces(data: bytes, cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(data)]
     pieces = [data[start:end] for start, end in itertools.pairwise(edges)]
-    whole, cut = talk([data]), talk(pieces)
+    whole, cut = reply_to([data]), reply_to(pieces)
     assert cut.startswith(whole)
 
 
 @given(st.binary(max_size=64).filter(lambda data: data[:1] not in (b"", b"\xff")))
 def test_other_protocols_get_at_most_a_greeting(data: bytes) -> None:
-    assert len(talk([data, bytes(64)])) <= len(GREETING)
+    assert len(reply_to([data, bytes(64)])) <= len(GREETING)
 
 
 @pytest.mark.parametrize("flags", [0, MORE, COMMAND, LONG, LONG | MORE, LONG | COMMAND])

@@ -127,7 +127,7 @@ async def test_status_lists_the_savepoints_oldest_first(clerk: Clerk) -> None:
     )
 
 
-async def test_status_of_an_ephemeral_sandbox_explains_why_nothing_is_kept() -> None:
+async def test_status_of_ephemeral_sandbox_gives_reason() -> None:
     words = answer_text(
         "status", "", await serve({"op": "status"}, Clerk(ephemeral="Nothing is kept: it has no notebook."))
     )
@@ -202,7 +202,7 @@ async def test_requests_are_answered_one_at_a_time_in_their_order() -> None:
             await asyncio.sleep(0)
         assert slow.begun == ["first"]
         slow.go.set()
-        assert [(await guest.told("answer"))["number"] for _ in range(3)] == [1, 2, 3]
+        assert [(await guest.expect_control("answer"))["number"] for _ in range(3)] == [1, 2, 3]
         assert slow.begun == ["first", "second"]
 
 

@@ -1,4 +1,4 @@
-"""Test SandboxedKernel: processes in sandboxes, one after another behind the same listeners."""
+"""Test SandboxedKernel: several sandboxes, one after another, use the same listeners."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ECHO = """
 
 
 class Bench:
-    """A kernel under test; ``ends`` has the exit statuses that it reported."""
+    """A kernel under test. ``ends`` contains the exit statuses that it reported."""
 
     def __init__(self, spec: BundleSpec, runsc: Runsc) -> None:
         self.kernel = SandboxedKernel()

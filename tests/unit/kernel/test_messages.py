@@ -1,4 +1,4 @@
-"""Test MessageReader: it reports the headers of signed messages only, in whatever pieces the bytes arrive."""
+"""Test MessageReader: it reports only the headers of signed messages, in whatever pieces the bytes arrive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"
 
 
 class Seen:
-    """A connection, and the messages that were seen on it."""
+    """A MessageReader, and the messages that it reported."""
 
     def __init__(self, key: bytes = KEY, scheme: str = "hmac-sha256") -> None:
         self.headers: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -106,7 +106,7 @@ def test_invalid_messages_are_skipped(bad: str) -> None:
     assert seen.ids == [msg_id]
 
 
-def test_a_large_message_is_not_kept() -> None:
+def test_large_message_is_not_buffered() -> None:
     session, seen = Session(key=KEY), Seen()
     msg_id, data = wire(session, code="x" * 5_000_000)
     reader: Any = seen.position._sink

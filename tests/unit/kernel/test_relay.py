@@ -202,7 +202,7 @@ async def test_simultaneous_clients_get_their_own_bytes(
             assert await client.receive(len(data)) == data
 
 
-async def test_client_that_does_not_read_delays_no_other_and_needs_bounded_memory(
+async def test_client_that_does_not_read_uses_bounded_memory(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     block = os.urandom(1 << 20)
@@ -229,7 +229,7 @@ async def test_client_that_does_not_read_delays_no_other_and_needs_bounded_memor
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert sum(client._uncredited for client in relay._clients) <= WINDOW
-        assert peak < 4 * WINDOW + 2 * len(block)  # what the window holds, and what the server here has under way
+        assert peak < 4 * WINDOW + 2 * len(block)  # the stream's window, and the bytes in this test's own server
         received = await asyncio.to_thread(read_exactly, sullen, 24 * len(block))
         sullen.close()
         assert received == block * 24
@@ -245,7 +245,7 @@ def read_exactly(sock: socket.socket, amount: int) -> bytes:
 # -- ending ----------------------------------------------------------------------------------------------------
 
 
-async def test_client_that_disconnects_before_the_kernel_starts_frees_its_socket(
+async def test_disconnect_before_kernel_start_frees_socket(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial
 ) -> None:
     held = descriptors(os.getpid())
@@ -260,7 +260,7 @@ async def test_client_that_disconnects_before_the_kernel_starts_frees_its_socket
     assert descriptors(os.getpid()) <= held
 
 
-async def test_client_that_disconnects_before_its_target_listens_frees_its_stream(
+async def test_disconnect_before_target_listens_frees_stream(
     ports: dict[str, int], relay: ChannelRelay, tmp_path: Path, dial: Dial
 ) -> None:
     async with real_guest() as (connection, init):
@@ -311,7 +311,7 @@ async def test_bytes_sent_before_a_disconnect_reach_the_kernel(
         client._writer.close()
         await until(lambda: bool(connection._streams))
         await until(lambda: not relay._clients)
-        await connection.quiesce()  # so that the guest has all of it, and knows that the client is gone
+        await connection.quiesce()  # until the guest has all bytes and has noticed the disconnect
         await connection.resume()
         reading.set()
         assert await asyncio.wait_for(arrived, LIMIT) == data
@@ -437,7 +437,7 @@ async def test_client_is_refused_without_a_free_stream(
             pass
 
 
-# -- a checkpoint's quiet time ---------------------------------------------------------------------------------
+# -- pauses for checkpoints ------------------------------------------------------------------------------------
 
 
 async def test_clients_do_not_notice_a_pause_of_the_connection(
@@ -480,7 +480,7 @@ QUESTION = b"\x01\x01a\x00\x01b"
 
 
 @pytest.mark.parametrize("channel", ["shell", "control", "stdin"])
-async def test_kernel_is_waited_for_until_it_reacts_to_a_request(
+async def test_relay_awaits_kernel_until_reaction_to_request(
     channel: str, ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with kernel(tmp_path) as (connection, targets):
@@ -504,8 +504,8 @@ async def test_kernel_is_waited_for_until_it_reacts_to_a_request(
         connection.state = ConnectionState.OPEN
         await listener.send(GREETING + READY)
         await listener.receive(len(GREETING + READY))
-        assert relay.waited_for  # a handshake is no word of the kernel's
-        await listener.send(QUESTION)  # which comes back as what the kernel publishes
+        assert relay.waited_for  # a handshake does not count as a reaction of the kernel
+        await listener.send(QUESTION)  # the guest echoes it, which counts as a published message
         await listener.receive(len(QUESTION))
         assert (relay.sent, relay.answered) == (4, 4)
 

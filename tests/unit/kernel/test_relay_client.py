@@ -35,7 +35,7 @@ class Kernel:
     """The kernel's end of its channels: records what it receives, and sends what a test tells it to."""
 
     def __init__(self) -> None:
-        self.heard: dict[str, bytearray] = {channel: bytearray() for channel in CHANNELS}
+        self.received: dict[str, bytearray] = {channel: bytearray() for channel in CHANNELS}
         self.writers: list[asyncio.StreamWriter] = []
         self.closed = 0
 
@@ -43,14 +43,14 @@ class Kernel:
         self.writers.append(writer)
         channel = Path(str(writer.get_extra_info("sockname"))).name
         while data := await reader.read(1 << 16):
-            self.heard[channel] += data
+            self.received[channel] += data
         self.closed += 1
         writer.close()
 
 
 @asynccontextmanager
 async def joined(relay: ChannelRelay, folder: Path) -> AsyncIterator[tuple[Kernel, Any]]:
-    """A relay that is connected to such a kernel and has its key."""
+    """Connect a relay that knows the key to a new kernel. Yield the kernel and the connection."""
     end = Kernel()
     async with kernel(folder, end.serve) as (connection, targets):
         relay.connect(connection, targets, SIGNING)
@@ -77,7 +77,7 @@ async def test_busy_from_a_signed_request_to_its_reply(
         msg_id, request = message(code="pass")
         await client.send(CLIENT + request)
         await until(lambda: relay.activity.busy)
-        await until(lambda: end.heard["shell"] == CLIENT + request)
+        await until(lambda: end.received["shell"] == CLIENT + request)
         end.writers[0].write(KERNEL + reply(msg_id))
         assert await client.receive(len(KERNEL + reply(msg_id)))
         assert not relay.activity.busy
@@ -90,7 +90,7 @@ async def test_replies_with_another_key_are_ignored(
         client = await dial(ports["shell"])
         msg_id, request = message()
         await client.send(CLIENT + request)
-        await until(lambda: len(end.heard["shell"]) == len(CLIENT + request))
+        await until(lambda: len(end.received["shell"]) == len(CLIENT + request))
         forged = KERNEL + reply(msg_id, b"another key")
         end.writers[0].write(forged)
         await client.receive(len(forged))
@@ -108,7 +108,7 @@ async def test_unsigned_messages_neither_count_nor_wake(
     async with joined(relay, tmp_path) as (end, connection):
         client = await dial(ports[channel])
         await client.send(CLIENT)
-        await until(lambda: end.heard[channel] == CLIENT)
+        await until(lambda: end.received[channel] == CLIENT)
         end.writers[0].write(KERNEL)
         await client.receive(len(KERNEL))
         connection.state = ConnectionState.QUIESCED
@@ -116,7 +116,7 @@ async def test_unsigned_messages_neither_count_nor_wake(
         await until(lambda: any(one.held() for one in relay._clients))
         assert not relay.waited_for and not relay.activity.busy
         connection._continue_traffic()
-        await until(lambda: end.heard[channel] == CLIENT + data[bad])  # it still passes
+        await until(lambda: end.received[channel] == CLIENT + data[bad])  # it is still forwarded
         assert relay.sent == 0 and calls == []
 
 
@@ -126,7 +126,7 @@ async def test_kernel_usage_requests_do_not_wake_the_kernel(
     async with joined(relay, tmp_path) as (end, connection):
         client = await dial(ports["control"])
         await client.send(CLIENT)
-        await until(lambda: end.heard["control"] == CLIENT)
+        await until(lambda: end.received["control"] == CLIENT)
         end.writers[0].write(KERNEL)
         await client.receive(len(KERNEL))
         connection.state = ConnectionState.QUIESCED
@@ -151,9 +151,9 @@ async def test_client_of_a_hibernated_kernel_gets_its_handshake(
         await client.send(request)
         await until(lambda: relay.called)
         connection._continue_traffic()
-        await until(lambda: end.heard["shell"] == GREETING)
-        end.writers[0].write(KERNEL)  # the kernel greets, too; the client has heard that
-        await until(lambda: end.heard["shell"] == CLIENT + request)
+        await until(lambda: end.received["shell"] == GREETING)
+        end.writers[0].write(KERNEL)  # the kernel's handshake; the relay has already sent one to the client
+        await until(lambda: end.received["shell"] == CLIENT + request)
         end.writers[0].write(reply(msg_id))
         assert await client.receive(len(reply(msg_id)))
         assert not relay.activity.busy
@@ -180,9 +180,9 @@ async def test_held_requests_are_answered_without_the_handshake(
         await client.receive(len(reply(msg_id)))
         assert not relay.called and not relay.activity.busy
         connection._continue_traffic()
-        await until(lambda: end.heard["shell"] == GREETING)
+        await until(lambda: end.received["shell"] == GREETING)
         end.writers[0].write(KERNEL)
-        await until(lambda: end.heard["shell"] == CLIENT)
+        await until(lambda: end.received["shell"] == CLIENT)
 
 
 async def test_cell_continues_after_its_client_disconnects(
@@ -192,7 +192,7 @@ async def test_cell_continues_after_its_client_disconnects(
         client = await dial(ports["shell"])
         msg_id, request = message()
         await client.send(CLIENT + request)
-        await until(lambda: len(end.heard["shell"]) == len(CLIENT + request))
+        await until(lambda: len(end.received["shell"]) == len(CLIENT + request))
         end.writers[0].write(KERNEL)
         await client.receive(len(KERNEL))
         await client.close()
@@ -260,7 +260,7 @@ async def test_too_large_message_is_not_passed_on(
         await until(lambda: not relay._clients)
 
 
-async def test_an_endless_multipart_message_is_cut_off(
+async def test_endless_multipart_message_is_cut_off(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     refused: list[str] = []
@@ -274,7 +274,7 @@ async def test_an_endless_multipart_message_is_cut_off(
         await until(lambda: refused == ["iopub"])
 
 
-async def test_heartbeats_that_are_not_read_are_not_kept(
+async def test_unread_heartbeats_are_dropped(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:
     async with joined(relay, tmp_path) as (_, connection):
@@ -314,9 +314,7 @@ async def test_other_users_cannot_wake_the_kernel_or_use_up_its_connections(
         await until(lambda: relay.called)
 
 
-async def test_zeromq_client_that_connected_during_hibernation_gets_replies(
-    relay: ChannelRelay, tmp_path: Path
-) -> None:
+async def test_zeromq_client_of_hibernated_kernel_gets_replies(relay: ChannelRelay, tmp_path: Path) -> None:
     """ZeroMQ sockets on both sides; the relay answers the handshake."""
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)

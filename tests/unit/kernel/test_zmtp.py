@@ -17,7 +17,7 @@ from sandbox_provisioner.kernel.zmtp import (
 )
 
 BEGINNING = bytes(GREETING_SIZE) + b"\x04\x06\x05READY"
-"""Of an ordinary connection."""
+"""All bytes of an ordinary connection."""
 MESSAGES = st.lists(st.lists(st.binary(max_size=400), min_size=1, max_size=4), max_size=4)
 
 

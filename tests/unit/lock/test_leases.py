@@ -1,4 +1,4 @@
-"""Leases: the contract of every kind, then each kind's own behaviour, then competing processes."""
+"""Test leases: the behaviour that all kinds share, then that of each kind, then competing processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SCALED_LIMIT = 8.0
 
 
 class Ground:
-    """Where the leases of one kind are."""
+    """The place where leases of one kind are stored."""
 
     def __init__(self, kind: str, place: str, clock: JumpingClock | None = None) -> None:
         self.kind = kind
@@ -61,12 +61,12 @@ class Ground:
         self.lease, self.renewal, self.poll = (self.factor * seconds for seconds in PACE)
 
     def leases(self) -> Leases:
-        """Those of one more server."""
+        """Return the leases of another server."""
         leases = open_leases(self.kind, self.place, self.lease, self.renewal, self.poll, self.clock or CLOCK)
         return self.clock.watch(leases) if self.clock else leases
 
     async def sleep(self, seconds: float) -> None:
-        """Wait by the clock of the leases."""
+        """Sleep according to the clock of the leases."""
         await (self.clock or CLOCK).sleep(seconds)
 
     def files(self) -> list[Path]:
@@ -78,7 +78,7 @@ class Ground:
         return [path.name for path in leases if path.name not in ("last-token", ".generation")]
 
     def destroy(self) -> None:
-        """Remove the lease of SANDBOX behind its owner's back."""
+        """Remove the stored lease of SANDBOX. Its owner is not informed."""
         for path in self.files():
             if path.name in ("lock", "sandboxes%2Fa%2Flock.lock"):
                 path.unlink()
@@ -137,7 +137,7 @@ async def clock() -> AsyncIterator[JumpingClock]:
 
 @pytest.fixture
 def ground(request: pytest.FixtureRequest, tmp_path: Path) -> Ground:
-    """One of each kind, in turn; its leases go by the jumping clock if the test has one."""
+    """Return the place of the parametrized kind. Its leases use the jumping clock if the test uses that fixture."""
     clock = request.getfixturevalue("clock") if "clock" in request.fixturenames else None
     if request.param == "memory":
         return MemoryGround(clock)
@@ -155,7 +155,7 @@ between_processes = pytest.mark.parametrize("ground", ["local", "mounted", "gcs"
 
 
 def every(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a test on each kind of ground, with a clock that jumps."""
+    """Run a test with each kind of lease, with a jumping clock."""
     return pytest.mark.usefixtures("clock")(every_in_real_time(test))  # type: ignore[no-any-return]
 
 
@@ -175,20 +175,20 @@ def me(server: str = "server one") -> Owner:
 
 
 class Contenders:
-    """Processes that want a lease."""
+    """Processes that compete for a lease."""
 
     def __init__(self, ground: Ground, count: int, lease: tuple[float, ...] = (LEASE, RENEWAL, POLL)) -> None:
         program = str(Path(__file__).parents[2] / "support" / "lease_process.py")
         self.processes = [
             subprocess.Popen(
-                [sys.executable, program, ground.kind, ground.place, f"player-{number}", *map(str, lease)],
+                [sys.executable, program, ground.kind, ground.place, f"contender-{number}", *map(str, lease)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
             for number in range(count)
         ]
         for process in self.processes:
-            assert hear(process) == {"ready": True}
+            assert read_answer(process) == {"ready": True}
 
     def __enter__(self) -> list[subprocess.Popen[bytes]]:
         return self.processes
@@ -199,24 +199,24 @@ class Contenders:
             process.communicate()
 
 
-def say(process: subprocess.Popen[bytes], what: str) -> None:
+def send_command(process: subprocess.Popen[bytes], command: str) -> None:
     assert process.stdin
-    process.stdin.write(f"{what}\n".encode())
+    process.stdin.write(f"{command}\n".encode())
     process.stdin.flush()
 
 
-def hear(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+def read_answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert process.stdout
     answer: dict[str, Any] = json.loads(process.stdout.readline())
     return answer
 
 
-def ask(process: subprocess.Popen[bytes], what: str) -> dict[str, Any]:
-    say(process, what)
-    return hear(process)
+def ask(process: subprocess.Popen[bytes], command: str) -> dict[str, Any]:
+    send_command(process, command)
+    return read_answer(process)
 
 
-# --- The contract
+# --- Behaviour of all kinds
 
 
 @every
@@ -307,7 +307,7 @@ async def test_released_lease_goes_to_the_waiter(ground: Ground) -> None:
 
 
 @every
-async def test_waiter_that_gave_up_is_forgotten(ground: Ground) -> None:
+async def test_request_of_timed_out_waiter_is_removed(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me("the owner"))
     hasty = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the hasty"), patience=6 * ground.renewal))
     await soon(first.wanted.wait())
@@ -351,7 +351,7 @@ async def test_attempt_cancelled_at_any_moment_leaves_nothing(ground: Ground) ->
 
 
 @every
-async def test_second_waiter_is_refused_and_first_served(ground: Ground) -> None:
+async def test_second_waiter_is_refused(ground: Ground) -> None:
     first = await ground.leases().acquire(SANDBOX, me("the owner"))
     waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me("the waiter"), patience=100 * ground.lease))
     await soon(first.wanted.wait())
@@ -459,18 +459,18 @@ def test_inconsistent_times_are_refused(times: tuple[float, float, float]) -> No
         ObjectLeases(MemoryStore(), *times)
 
 
-# --- Processes that die, stop and wait
+# --- Processes that are killed, paused, or wait
 
 
 @between_processes
 async def test_lease_of_killed_owner_is_acquired(ground: Ground) -> None:
-    with Contenders(ground, 1) as (player,):
-        token = ask(player, "acquire 0")["token"]
+    with Contenders(ground, 1) as (contender,):
+        token = ask(contender, "acquire 0")["token"]
         newcomer = ground.leases()
-        with pytest.raises(LeaseHeldError, match="in use by player-0"):
+        with pytest.raises(LeaseHeldError, match="in use by contender-0"):
             await newcomer.acquire(SANDBOX, me())
-        player.kill()
-        player.wait()
+        contender.kill()
+        contender.wait()
         lease = await newcomer.acquire(SANDBOX, me(), patience=0 if ground.kind == "local" else SOON)
     assert lease.token > token
     await lease.release()
@@ -480,10 +480,10 @@ async def test_lease_of_killed_owner_is_acquired(ground: Ground) -> None:
 @between_processes
 async def test_lease_of_killed_owner_expires(ground: Ground) -> None:
     newcomer = ground.leases()
-    with Contenders(ground, 1) as (player,):
-        ask(player, "acquire 0")
+    with Contenders(ground, 1) as (contender,):
+        ask(contender, "acquire 0")
         assert await newcomer.holder(SANDBOX) is not None
-    await asyncio.sleep(0 if ground.kind == "local" else 1.2 * LEASE + 1)  # a bucket's clock shows whole seconds
+    await asyncio.sleep(0 if ground.kind == "local" else 1.2 * LEASE + 1)  # times in a bucket are whole seconds
     assert await newcomer.holder(SANDBOX) is None or ground.kind == "mounted"
     lease = await newcomer.acquire(SANDBOX, me(), patience=0 if ground.kind != "mounted" else SOON)
     await lease.release()
@@ -492,8 +492,8 @@ async def test_lease_of_killed_owner_expires(ground: Ground) -> None:
 @between_processes
 async def test_killed_waiter_frees_its_place(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
-    with Contenders(ground, 1) as (player,):
-        say(player, f"acquire {SOON}")
+    with Contenders(ground, 1) as (contender,):
+        send_command(contender, f"acquire {SOON}")
         await soon(lease.wanted.wait())
     await until(lambda: not lease.wanted.is_set())
     waiting = asyncio.create_task(ground.leases().acquire(SANDBOX, me(), patience=SOON))
@@ -506,8 +506,8 @@ async def test_killed_waiter_frees_its_place(ground: Ground) -> None:
 @between_processes
 async def test_killed_waiter_does_not_request_from_next_owner(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
-    with Contenders(ground, 1) as (player,):
-        say(player, f"acquire {SOON}")
+    with Contenders(ground, 1) as (contender,):
+        send_command(contender, f"acquire {SOON}")
         await soon(lease.wanted.wait())
     await lease.release()
     lease = await ground.leases().acquire(SANDBOX, me())
@@ -517,16 +517,16 @@ async def test_killed_waiter_does_not_request_from_next_owner(ground: Ground) ->
 
 
 @pytest.mark.parametrize("ground", ["mounted", "gcs"], indirect=True)
-async def test_owner_paused_past_lease_time_learns_of_loss(ground: Ground) -> None:
-    with Contenders(ground, 1) as (player,):
-        token = ask(player, "acquire 0")["token"]
-        player.send_signal(signal.SIGSTOP)
+async def test_paused_owner_is_notified_of_lost_lease(ground: Ground) -> None:
+    with Contenders(ground, 1) as (contender,):
+        token = ask(contender, "acquire 0")["token"]
+        contender.send_signal(signal.SIGSTOP)
         lease = await ground.leases().acquire(SANDBOX, me("the newcomer"), patience=SOON)
         assert lease.token > token
-        player.send_signal(signal.SIGCONT)
-        told = await soon(asyncio.to_thread(hear, player))
-        assert re.search("was suspended|the newcomer .* has it now|its entry was removed", told["lost"])
-        assert ask(player, "release") == {"released": True}
+        contender.send_signal(signal.SIGCONT)
+        reply = await soon(asyncio.to_thread(read_answer, contender))
+        assert re.search("was suspended|the newcomer .* has it now|its entry was removed", reply["lost"])
+        assert ask(contender, "release") == {"released": True}
     await asyncio.sleep(2 * RENEWAL)
     assert not lease.lost.done()
     await lease.release()
@@ -535,13 +535,13 @@ async def test_owner_paused_past_lease_time_learns_of_loss(ground: Ground) -> No
 
 async def test_paused_local_owner_keeps_lease(tmp_path: Path) -> None:
     ground = Ground("local", str(tmp_path))
-    with Contenders(ground, 1) as (player,):
-        ask(player, "acquire 0")
-        player.send_signal(signal.SIGSTOP)
-        with pytest.raises(LeaseHeldError, match="player-0"):
+    with Contenders(ground, 1) as (contender,):
+        ask(contender, "acquire 0")
+        contender.send_signal(signal.SIGSTOP)
+        with pytest.raises(LeaseHeldError, match="contender-0"):
             await ground.leases().acquire(SANDBOX, me(), patience=1.5)
-        player.send_signal(signal.SIGCONT)
-        assert ask(player, "release") == {"released": True}
+        contender.send_signal(signal.SIGCONT)
+        assert ask(contender, "release") == {"released": True}
 
 
 # --- Local
@@ -624,7 +624,7 @@ async def test_link_in_place_of_lease_is_not_followed(tmp_path: Path) -> None:
 # --- Storage that fails
 
 
-class MoodyStore(MemoryStore):
+class FailingStore(MemoryStore):
     """A store that is unreachable while ``away`` is set. With ``late``, it still executes the requests."""
 
     away = False
@@ -634,13 +634,13 @@ class MoodyStore(MemoryStore):
         if self.late or not self.away:
             written = super().write(name, data, generation)
         if self.away:
-            raise StorageUnavailableError(self.where, "Nobody answers.")
+            raise StorageUnavailableError(self.where, "The storage does not answer.")
         return written
 
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_transient_failures_are_retried(late: bool, clock: JumpingClock) -> None:
-    store = MoodyStore()
+    store = FailingStore()
     ground = MemoryGround(clock, store)
     store.away, store.late = True, late
     attempt = asyncio.create_task(ground.leases().acquire(SANDBOX, me()))
@@ -659,7 +659,7 @@ async def test_transient_failures_are_retried(late: bool, clock: JumpingClock) -
 
 
 async def test_early_failure_does_not_shorten_later_lease(clock: JumpingClock) -> None:
-    store = MoodyStore()
+    store = FailingStore()
     ground = MemoryGround(clock, store)
     first = await ground.leases().acquire(SANDBOX, me())
     store.away = True
@@ -679,19 +679,19 @@ async def test_early_failure_does_not_shorten_later_lease(clock: JumpingClock) -
 
 
 async def test_unrenewable_lease_is_lost_with_reason(clock: JumpingClock) -> None:
-    store = MoodyStore()
+    store = FailingStore()
     ground = MemoryGround(clock, store)
     lease = await ground.leases().acquire(SANDBOX, me())
     store.away = True
-    assert await soon(lease.lost) == f"it was not renewed for {ground.lease:g} s: Nobody answers."
+    assert await soon(lease.lost) == f"it was not renewed for {ground.lease:g} s: The storage does not answer."
     await lease.release()
 
 
 async def test_unavailable_storage_is_reported(clock: JumpingClock) -> None:
-    store = MoodyStore()
+    store = FailingStore()
     ground = MemoryGround(clock, store)
     store.away = True
-    with pytest.raises(StorageUnavailableError, match="Nobody answers"):
+    with pytest.raises(StorageUnavailableError, match="The storage does not answer"):
         await soon(ground.leases().acquire(SANDBOX, me()))
 
 
@@ -803,7 +803,7 @@ async def test_only_server_clock_counts(gcs: GCS, offset: float) -> None:
     first = await ground.leases().acquire(SANDBOX, me())
     with pytest.raises(LeaseHeldError):
         await ground.leases().acquire(SANDBOX, me())
-    second = await outrun(gcs, ground, offset)
+    second = await acquire_after_expiry(gcs, ground, offset)
     assert second.token > first.token
     assert re.search("has it now|its entry was removed", await soon(first.lost))
     await first.release()
@@ -811,16 +811,16 @@ async def test_only_server_clock_counts(gcs: GCS, offset: float) -> None:
     assert ground.objects() == []
 
 
-async def outrun(gcs: GCS, ground: Ground, offset: float) -> Lease:
-    """The lease of one who renews it, got because the server's clock jumps; it may be renewed just before that."""
+async def acquire_after_expiry(gcs: GCS, ground: Ground, offset: float) -> Lease:
+    """Acquire a lease that another server renews, by setting the storage's clock ahead until the lease has expired."""
     for jump in range(1, 20):
         gcs.set_clock(offset + jump * 2 * LEASE)
         with suppress(LeaseHeldError):
             return await ground.leases().acquire(SANDBOX, me())
-    raise AssertionError("the clock does not count")
+    raise AssertionError("the lease did not expire although the clock was set ahead")
 
 
-async def test_lease_time_is_the_owners(gcs: GCS) -> None:
+async def test_owner_determines_lease_time(gcs: GCS) -> None:
     long = await open_leases("gcs", gcs.bucket, 60.0, 10.0, 1.0).acquire(SANDBOX, me())
     gcs.set_clock(30.0)
     with pytest.raises(LeaseHeldError):
@@ -839,7 +839,7 @@ async def test_free_lease_needs_two_requests(gcs: GCS) -> None:
 
 
 @pytest.mark.parametrize("contenders", [1, 8])
-async def test_contenders_under_mutation_limit_learn_the_owner(gcs: GCS, contenders: int) -> None:
+async def test_lease_error_under_mutation_limit_names_the_owner(gcs: GCS, contenders: int) -> None:
     first = await GCSLeases(gcs.bucket).acquire(SANDBOX, me("the owner"))
     gcs.limit_mutations(1.0, 1.0)
     leases = [GCSLeases(gcs.bucket) for _ in range(contenders)]
@@ -851,9 +851,7 @@ async def test_contenders_under_mutation_limit_learn_the_owner(gcs: GCS, contend
 
 
 @pytest.mark.parametrize("contenders", [1, 8])
-async def test_one_server_takes_over_an_expired_lease_despite_the_rate_limit(
-    gcs: GCS, clock: JumpingClock, contenders: int
-) -> None:
+async def test_expired_lease_is_acquired_despite_rate_limit(gcs: GCS, clock: JumpingClock, contenders: int) -> None:
     dead = await GCSLeases(gcs.bucket, renewal=29.0).acquire(SANDBOX, me("the owner"))
     gcs.limit_mutations(1.0, 1.0)
     gcs.set_clock(60.0)
@@ -894,23 +892,23 @@ async def test_rate_limit_is_named_in_the_error(gcs: GCS, clock: JumpingClock) -
     assert "0 s" not in str(error.value)
 
 
-# --- The fights
+# --- Competing processes
 
-PLAYERS = 16
+PROCESSES = 16
 
 
-def fight(players: list[subprocess.Popen[bytes]]) -> list[tuple[subprocess.Popen[bytes], int]]:
-    """All want it in the same moment; those that got it. They have it until each has got its answer, and longer."""
-    for player in players:
-        say(player, "acquire 0")
-    answers = [(player, hear(player)) for player in players]
+def acquire_at_once(contenders: list[subprocess.Popen[bytes]]) -> list[tuple[subprocess.Popen[bytes], int]]:
+    """Let all processes try to acquire the lease at once. Return the successful ones with their tokens."""
+    for contender in contenders:
+        send_command(contender, "acquire 0")
+    answers = [(contender, read_answer(contender)) for contender in contenders]
     assert all(answer.keys() <= {"token", "held", "unreachable"} for _, answer in answers), answers
-    return [(player, answer["token"]) for player, answer in answers if "token" in answer]
+    return [(contender, answer["token"]) for contender, answer in answers if "token" in answer]
 
 
 @pytest.fixture
-def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
-    """A ground where, if it is a bucket, one request of four goes wrong in one way or another."""
+def faulty(request: pytest.FixtureRequest, ground: Ground) -> Ground:
+    """Return the place. If it is a bucket, about one in four requests fails or is delayed."""
     if ground.kind == "gcs":
         gcs: GCS = request.getfixturevalue("gcs")
         for fault in FAULTS:
@@ -921,30 +919,30 @@ def rough(request: pytest.FixtureRequest, ground: Ground) -> Ground:
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ground", ["local", "gcs"], indirect=True)
-def test_one_of_sixteen_processes_wins(rough: Ground, rounds: int) -> None:
+def test_one_of_sixteen_processes_acquires_the_lease(faulty: Ground, rounds: int) -> None:
     tokens = []
-    with Contenders(rough, PLAYERS, (30.0, 1.0, 0.2)) as players:
+    with Contenders(faulty, PROCESSES, (30.0, 1.0, 0.2)) as contenders:
         for _ in range(rounds):
-            winners = fight(players)
-            assert len(winners) == 1
-            [(winner, token)] = winners
+            owners = acquire_at_once(contenders)
+            assert len(owners) == 1
+            [(owner, token)] = owners
             tokens.append(token)
-            assert ask(winner, "release") == {"released": True}
+            assert ask(owner, "release") == {"released": True}
     assert tokens == sorted(set(tokens))
 
 
 @between_processes
-def test_one_process_inherits_from_killed_owner(rough: Ground) -> None:
+def test_one_process_acquires_lease_of_killed_owner(faulty: Ground) -> None:
     tokens = []
-    with Contenders(rough, 6, (2.0, 0.25, 0.1)) as everybody:
-        players = list(everybody)
-        while len(players) > 3:
-            winners = fight(players)
-            while not winners:
-                winners = fight(players)
-            assert len(winners) == 1
-            [(winner, token)] = winners
+    with Contenders(faulty, 6, (2.0, 0.25, 0.1)) as everybody:
+        contenders = list(everybody)
+        while len(contenders) > 3:
+            owners = acquire_at_once(contenders)
+            while not owners:
+                owners = acquire_at_once(contenders)
+            assert len(owners) == 1
+            [(owner, token)] = owners
             tokens.append(token)
-            winner.kill()
-            players.remove(winner)
+            owner.kill()
+            contenders.remove(owner)
     assert tokens == sorted(set(tokens))

@@ -77,7 +77,7 @@ async def test_frames_are_held_while_quiesced() -> None:
         stream = connection.open("unix:/early")
         await guest.expect(OPEN, 1)
         spawning = asyncio.create_task(connection.spawn(["sleep"], {}, "/"))
-        number = (await guest.told("spawn"))["process"]
+        number = (await guest.expect_control("spawn"))["process"]
         await guest.say(op="started", process=number)
         process = await spawning
         await guest.send(*(encode(DATA, 1, bytes(MAX_PAYLOAD)) for _ in range(4)))
@@ -94,7 +94,7 @@ async def test_frames_are_held_while_quiesced() -> None:
         assert guest.arrived() == []
 
         resuming = asyncio.create_task(connection.resume())
-        await guest.told("resume")
+        await guest.expect_control("resume")
         await guest.say(op="resumed")
         await resuming
         await asyncio.sleep(0.01)
@@ -102,8 +102,8 @@ async def test_frames_are_held_while_quiesced() -> None:
         assert (DATA, stream.number, b"held") in frames
         assert (CREDIT, stream.number, AMOUNT.pack(WINDOW)) in frames
         assert frames.index((OPEN, late.number, b"unix:/late")) < frames.index((DATA, late.number, b"also held"))
-        told = [json.loads(payload)["op"] for kind, _, payload in frames if kind == CONTROL]
-        assert sorted(told) == ["signal", "spawn"]
+        operations = [json.loads(payload)["op"] for kind, _, payload in frames if kind == CONTROL]
+        assert sorted(operations) == ["signal", "spawn"]
         another.cancel()
 
 
@@ -120,7 +120,7 @@ async def test_streams_survive_new_pipes() -> None:
         opened = guest.connection.open("unix:/opened")
         await guest.attach()
         resuming = asyncio.create_task(guest.connection.resume())
-        await guest.told("resume")
+        await guest.expect_control("resume")
         await guest.say(op="resumed")
         await resuming
         await asyncio.sleep(0.01)
@@ -140,9 +140,9 @@ async def test_late_quiesced_message_is_accepted() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(guest.connection.quiesce(), 0.01)
         resuming = asyncio.create_task(guest.connection.resume())
-        await guest.told("quiesce")
+        await guest.expect_control("quiesce")
         await guest.say(op="quiesced")
-        await guest.told("resume")
+        await guest.expect_control("resume")
         await guest.say(op="resumed")
         await asyncio.wait_for(resuming, LIMIT)
         assert not guest.connection.error
@@ -159,7 +159,7 @@ async def test_quiesce_after_a_forced_checkpoint_lost_the_request() -> None:
         guest.close()
         await guest.attach()
         resuming = asyncio.create_task(guest.connection.resume())
-        await guest.told("resume")
+        await guest.expect_control("resume")
         await guest.say(op="resumed")
         await asyncio.wait_for(resuming, LIMIT)
         await guest.quiesce()
@@ -242,7 +242,7 @@ async def test_broken_pipe_during_restore_allows_another_attempt(
         assert not connection.error
         await guest.attach()
         again = asyncio.create_task(connection.reattach() if fresh else connection.resume())
-        await guest.told("adopt" if fresh else "resume")
+        await guest.expect_control("adopt" if fresh else "resume")
         await guest.say(**({"op": "hello", "version": VERSION, "processes": [4]} if fresh else {"op": "resumed"}))
         await asyncio.wait_for(again, LIMIT)
         assert bool(connection.process(4)) is fresh

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 async def send_requests(guest: ScriptedGuest, *numbers: int) -> list[tuple[int, dict[str, Any]]]:
-    """Send requests with these numbers, and return those that reach the listener."""
+    """Send requests with these numbers. Return the requests that reach the listener."""
     received: list[tuple[int, dict[str, Any]]] = []
     guest.connection.host_api.listen(lambda number, request: received.append((number, request)))
     await guest.send(*(control({"op": "ask", "number": number, "request": {"op": "status"}}) for number in numbers))
@@ -37,7 +37,7 @@ async def test_request_is_answered_once() -> None:
         assert await send_requests(guest, 7) == [(7, {"op": "status"})]
         for answer in ({"first": 1}, {"second": 2}):
             guest.connection.host_api.answer(7, answer)
-        assert await guest.told("answer") == {"op": "answer", "number": 7, "answer": {"first": 1}}
+        assert await guest.expect_control("answer") == {"op": "answer", "number": 7, "answer": {"first": 1}}
         await guest.say(op="answered", number=7)
         guest.connection.host_api.answer(8, {"not": "requested"})
         assert await send_requests(guest, 7)
@@ -49,7 +49,7 @@ async def test_request_without_listener_is_refused_after_a_wait(monkeypatch: pyt
     async with scripted_guest() as guest:
         await guest.hello()
         await guest.say(op="ask", number=1, request={"op": "status"})
-        assert (await guest.told("answer"))["answer"] == host_api.NO_LISTENER
+        assert (await guest.expect_control("answer"))["answer"] == host_api.NO_LISTENER
 
 
 async def test_request_before_listener_waits() -> None:
@@ -62,7 +62,7 @@ async def test_request_before_listener_waits() -> None:
         assert await send_requests(guest) == [(1, {"op": "early"})]
         guest.connection.host_api._refuse_early()  # concerns only requests without a listener
         guest.connection.host_api.answer(1, {"slow": "but sure"})
-        assert (await guest.told("answer"))["answer"] == {"slow": "but sure"}
+        assert (await guest.expect_control("answer"))["answer"] == {"slow": "but sure"}
 
 
 async def test_request_is_open_until_answer_is_confirmed() -> None:
@@ -70,7 +70,7 @@ async def test_request_is_open_until_answer_is_confirmed() -> None:
         await guest.hello()
         await send_requests(guest, *range(1, MAX_OPEN + 1))
         guest.connection.host_api.answer(1, {})
-        await guest.told("answer")
+        await guest.expect_control("answer")
         await guest.say(op="answered", number=1)
         assert await send_requests(guest, 1)
         for number in range(1, MAX_OPEN + 1):
@@ -104,11 +104,11 @@ async def test_answer_waits_for_hibernated_guest_without_waking_it() -> None:
         guest.close()
         await guest.attach()
         resuming = asyncio.create_task(connection.resume())
-        await guest.told("resume")
+        await guest.expect_control("resume")
         assert guest.arrived() == []
         await guest.say(op="resumed")
         await asyncio.wait_for(resuming, LIMIT)
-        assert (await guest.told("answer"))["answer"] == {"it": "is so"}
+        assert (await guest.expect_control("answer"))["answer"] == {"it": "is so"}
 
 
 async def test_answer_after_close_is_dropped() -> None:

@@ -65,7 +65,7 @@ async def test_write_before_target_listens(tmp_path: Path) -> None:
     async with real_guest() as (connection, _):
         tap = Tap(connection.open(f"unix:{tmp_path / 'late'}"))
         tap.stream.write(b"early bird")
-        await Tap(connection.open("process:99:output")).end()  # so that the guest has handled the first OPEN
+        await Tap(connection.open("process:99:output")).end()  # wait until the guest has handled the first OPEN
         async with server(tmp_path / "late", echo):
             assert await tap.size(10) == b"early bird"
             tap.stream.reset()
@@ -84,7 +84,7 @@ async def test_full_socket_does_not_delay_other_streams(tmp_path: Path) -> None:
                 assert await tap.size(10) == b"still here"
             except TimeoutError:
                 init.send_signal(signal.SIGKILL)
-                pytest.fail("PID 1 waits for a socket that accepts nobody")
+                pytest.fail("PID 1 waits for a socket that accepts no connection")
 
 
 async def test_unconsumed_stream_stops_at_window_without_delaying_others(tmp_path: Path) -> None:

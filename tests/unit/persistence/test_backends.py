@@ -25,7 +25,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(tmp_path: Path, *variables: str, prefix: str = "") -> Stores:
-    """Open the stores with these variables set: a bucket is named like its variable, a mount path is a folder."""
+    """Open the stores with these variables. A bucket gets the name of its variable; a mount path is a new folder."""
     environ = {"SANDBOX_OBJECT_PREFIX": prefix}
     for name in variables:
         if name.endswith("_MOUNT_PATH"):

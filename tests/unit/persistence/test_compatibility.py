@@ -47,7 +47,7 @@ slow_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixt
 
 
 class Machine:
-    """A host with an environment, a notebook folder and something that is nobody's business."""
+    """A host with an environment, a notebook folder, and a secret file outside of both."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,11 +82,11 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def recorded(machine: Machine) -> dict[str, FilePrint]:
-    """A sandbox with a library, a data file, and the notebook's folder as its own."""
+    """The recorded files of a sandbox: a library, an open data file, and the notebook's folder."""
     return machine.examine(("/env/lib.so", "mapped", ""), ("/work/data.csv", "open", ""), ("/work", "folder", ""))
 
 
-# -- what fits and what does not -----------------------------------------------------------------------------------
+# -- accepted and refused differences ------------------------------------------------------------------------------
 
 
 def test_unchanged_files_have_no_differences(machine: Machine, recorded: dict[str, FilePrint]) -> None:
@@ -143,7 +143,7 @@ def test_open_file_may_change_only_in_a_writable_folder(machine: Machine) -> Non
     assert machine.differences(recorded) == ["/env/notes is not the same as it was"]
 
 
-def test_private_mapping_needs_the_same_bytes_and_a_shared_one_does_not(machine: Machine) -> None:
+def test_only_private_mappings_need_the_same_bytes(machine: Machine) -> None:
     private = machine.examine(("/work/data.csv", "mapped", ""), ("/work/data.csv", "open", ""))
     shared = machine.examine(("/work/data.csv", "open", ""), ("/work/data.csv", "shared", ""))
     machine.data.write_text("after")
@@ -191,7 +191,7 @@ watching: list[list[str]] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note what is opened to be read. A descriptor of O_PATH, which opens nothing, is noted when it is used."""
+    """Record each file that is opened for reading. O_PATH does not open for reading."""
     if event == "open" and watching:
         path, _, flags = arguments
         if isinstance(path, str) and not flags & os.O_PATH:
@@ -212,7 +212,7 @@ def watched() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def trap(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    """A machine on which the notebook's folder is full of ways out."""
+    """A machine whose notebook folder contains links that lead out of it."""
     machine = Machine(tmp_path_factory.mktemp("trap"))
     work, outside = machine.folder / "work", machine.folder / "outside"
     (work / "to-file").symlink_to(machine.secret)
@@ -240,13 +240,13 @@ sightings = st.tuples(paths, st.sampled_from(compatibility.USES), st.sampled_fro
 
 @slow_fixtures
 @given(st.lists(sightings, max_size=8))
-def test_no_report_opens_a_file_outside_the_mounts(trap: Machine, said: list[tuple[str, str, str]]) -> None:
+def test_no_report_opens_a_file_outside_the_mounts(trap: Machine, report: list[tuple[str, str, str]]) -> None:
     with watched() as opened:
-        found = examine(json.dumps(said).encode(), trap.spec, DigestCache(trap.folder / "none"))
+        found = examine(json.dumps(report).encode(), trap.spec, DigestCache(trap.folder / "none"))
     sources = [os.path.realpath(mount.source) for mount in all_mounts(trap.spec) if mount.source]
     memory = str(trap.folder / "none")
     assert [path for path in opened if not any(within(path, source) for source in (*sources, memory))] == []
-    assert set(found) <= {path for path, _, _ in said}
+    assert set(found) <= {path for path, _, _ in report}
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
 
 
@@ -286,17 +286,17 @@ def test_huge_report_raises_guest_error(machine: Machine, text: bytes) -> None:
 @pytest.mark.parametrize(("folder", "limit"), [("work", "MOST_WRITABLE_BYTES"), ("env", "MOST_BYTES")])
 def test_bytes_to_hash_are_limited(machine: Machine, monkeypatch: pytest.MonkeyPatch, folder: str, limit: str) -> None:
     monkeypatch.setattr(compatibility, limit, 100_000)
-    said = []
+    report = []
     for number in range(40):
         (machine.folder / folder / str(number)).write_bytes(bytes(5000))
-        said.append((f"/{folder}/{number}", "mapped", ""))
-    assert machine.examine(*said[:15])
+        report.append((f"/{folder}/{number}", "mapped", ""))
+    assert machine.examine(*report[:15])
     with pytest.raises(GuestError, match="more than 100,000 bytes"):
-        machine.examine(*said)
+        machine.examine(*report)
 
 
 def sparse(path: Path, size: int, offset: int = 0, byte: bytes = b"x") -> None:
-    """Make a file of that size that has one byte and holes."""
+    """Write a sparse file of this size with one byte of data."""
     with path.open("wb") as file:
         file.truncate(size)
         file.seek(offset)
@@ -308,8 +308,8 @@ def test_large_files_are_sampled_only_in_writable_folders(machine: Machine, monk
     between = (1 << 16) + 7  # after the first sample and before the second
     for folder in ("work", "env"):
         sparse(machine.folder / folder / "big", 20 << 20)
-    said = [(f"/{folder}/big", "mapped", "") for folder in ("work", "env")]
-    recorded = machine.examine(*said)
+    report = [(f"/{folder}/big", "mapped", "") for folder in ("work", "env")]
+    recorded = machine.examine(*report)
     assert [recorded[f"/{folder}/big"].sampled for folder in ("work", "env")] == [True, False]
     assert compatibility.from_json(json.loads(json.dumps(compatibility.to_json(recorded)))) == recorded
     assert machine.differences(recorded) == []
@@ -329,9 +329,9 @@ def test_large_files_are_sampled_only_in_writable_folders(machine: Machine, monk
 def test_hashing_ends_when_given_up(machine: Machine) -> None:
     given_up = Event()
     given_up.set()
-    said = json.dumps([("/env/lib.so", "mapped", "")]).encode()
+    report = json.dumps([("/env/lib.so", "mapped", "")]).encode()
     with pytest.raises(GivenUpError):
-        examine(said, machine.spec, machine.prints, given_up)
+        examine(report, machine.spec, machine.prints, given_up)
 
 
 # -- documents -------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Start]:
-    """Starts sandboxes that see the given mounts as well."""
+    """Return a function that starts sandboxes with additional mounts."""
     made: list[GVisorSandbox] = []
 
     async def start(*mounts: Mount, restore: Path | None = None) -> GVisorSandbox:
@@ -465,7 +465,7 @@ async def start(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Start]:
 
 
 async def occupied(sandbox: GVisorSandbox, code: str) -> GuestProcess:
-    """A process in the sandbox that has done ``code`` and goes on."""
+    """Run ``code`` in the sandbox, and return its process, which then waits for input."""
     code = f"import mmap, os\n{textwrap.dedent(code)}\nprint('done')\ninput()"
     process = await sandbox.execute([sandbox.spec.python, "-u", "-c", code])
     async with asyncio.timeout(LONG):
@@ -496,7 +496,7 @@ async def test_files_in_use_are_found(machine: Machine, start: Start) -> None:
     assert os.path.realpath(sys.executable) in before
     assert {print.use for print in before.values()} <= {"mapped", "shared"}
     ours = {path: print for path, print in found.items() if path.startswith(("/env", "/work", "/home", "/tmp", "/etc"))}
-    ours.pop("/work", None)  # Debian's runsc does not show a process's folder to another
+    ours.pop("/work", None)  # Debian's runsc hides the folder of a process from other processes
     assert {path: (print.use, print.state) for path, print in ours.items()} == {
         "/env/lib.so": ("mapped", ""),
         "/work/data.csv": ("shared", ""),
@@ -510,7 +510,7 @@ async def test_files_in_use_are_found(machine: Machine, start: Start) -> None:
 
 
 @pytest.mark.runsc
-async def test_replaced_library_is_noticed_and_a_replaced_data_file_is_accepted(machine: Machine, start: Start) -> None:
+async def test_replaced_library_is_refused_and_data_file_accepted(machine: Machine, start: Start) -> None:
     sandbox = await start(*machine.spec.mounts)
     await occupied(sandbox, MAPS_AND_OPENS)
     for path in (machine.library, machine.data):

@@ -35,7 +35,7 @@ def print_of(path: Path, prints: DigestCache) -> str:
 
 
 def falsify(folder: Path) -> None:
-    """Make the memory untrue, so that what comes from it can be told."""
+    """Replace all digests in the cache by a wrong one, so that a test detects values from the cache."""
     known = json.loads((folder / NAME).read_text())
     (folder / NAME).write_text(json.dumps(dict.fromkeys(known, UNTRUE)))
 

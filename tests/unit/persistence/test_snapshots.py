@@ -35,7 +35,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start(spec: BundleSpec, runsc: Runsc) -> AsyncIterator[Start]:
-    """Starts sandboxes, with mounts and settings of their own."""
+    """Return a function that starts sandboxes with the given mounts and settings."""
     made: list[GVisorSandbox] = []
 
     async def start(*mounts: Mount, restore: Path | None = None, **settings: Any) -> GVisorSandbox:
@@ -82,7 +82,7 @@ def member(
     return header, data
 
 
-# -- there and back ------------------------------------------------------------------------------------------------
+# -- pack and unpack -----------------------------------------------------------------------------------------------
 
 WRITE = """
     for place in (HOME, "/tmp", "/opt/new"):
@@ -212,7 +212,7 @@ async def test_mounted_home_is_neither_packed_nor_unpacked(
     assert "home/file" in caplog.text
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.runsc
@@ -397,7 +397,7 @@ async def test_hostile_members_of_a_tar_do_not_reach_the_host(
 
 
 class Lenient:
-    """A TarCheck that lets everything pass, so that the guest gets to see it."""
+    """A TarCheck that accepts everything, so that the guest receives hostile archives."""
 
     def feed(self, data: bytes) -> None:
         pass

@@ -17,7 +17,7 @@ Serve = Callable[..., SandboxManager]
 
 @pytest.fixture
 async def serve(runsc: Runsc, tmp_path: Path) -> AsyncIterator[Serve]:
-    """Return a function that makes managers, each for another server name, with the same storage."""
+    """Return a function that creates managers with the same storage, each for another server."""
     made: list[SandboxManager] = []
 
     def serve(name: str = "first") -> SandboxManager:

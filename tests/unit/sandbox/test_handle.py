@@ -261,7 +261,7 @@ async def test_lease_error_names_the_owner(create: Attach, attach: Attach) -> No
 
 async def test_failed_creation_leaves_nothing(create: Attach, stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise StorageUnavailableError("there", "It is raining.")
+        raise StorageUnavailableError("there", "The storage does not answer.")
 
     with monkeypatch.context() as patch:
         patch.setattr(stores.metadata, "write", fail)
@@ -281,7 +281,7 @@ async def test_cancelled_creation_leaves_nothing(
         writing.set()
         assert go_on.wait(LONG)
         if fails:
-            raise StorageUnavailableError("there", "It is raining.")
+            raise StorageUnavailableError("there", "The storage does not answer.")
         return write(*given)
 
     with monkeypatch.context() as patch:
@@ -419,7 +419,7 @@ async def test_server_without_lease_cannot_save(running: SandboxHandle, attach: 
     await running.save()
     await running.restore()
     await tell(running, "set never seen")
-    await running.lease.release()  # as if it had expired while this server was suspended
+    await running.lease.release()  # simulate that the lease expired while this server was suspended
 
     other = await attach()
     await other.restore()
@@ -502,9 +502,7 @@ async def test_revert_without_previous_checkpoint_is_refused(create: Attach, sto
 
 
 @pytest.mark.runsc
-async def test_lost_lease_is_replaced_unless_another_server_took_the_sandbox(
-    running: SandboxHandle, attach: Attach
-) -> None:
+async def test_lost_lease_is_replaced_unless_sandbox_has_new_owner(running: SandboxHandle, attach: Attach) -> None:
     before = running.lease.token
     await running.memory.stored.replace_lease(Owner.here("first"))
     assert running.lease.token != before
@@ -524,7 +522,7 @@ async def test_save_is_repeated_after_a_lost_response(
 
     def write_without_response(*given: Any) -> None:
         write(*given)
-        raise StorageUnavailableError("there", "The line was cut.")
+        raise StorageUnavailableError("there", "The connection was lost.")
 
     await tell(running, "set 1")
     with monkeypatch.context() as patch:

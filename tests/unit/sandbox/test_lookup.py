@@ -14,7 +14,7 @@ from sandbox_provisioner.sandbox.lookup import look_up
 
 @dataclass(frozen=True)
 class Known:
-    """A sandbox with only its names."""
+    """A sandbox that has only an id and a notebook path."""
 
     id: str
     sandbox_id: str = ""

@@ -207,7 +207,7 @@ async def test_supervisor_continues_after_unexpected_errors(
     await until(lambda: handle.instance.state == State.CHECKPOINTED)
     assert caplog.text.count("background task failed") == 2
     other = serve("second")
-    await other.attach("box", spec, patience=LONG)  # hand-off works, too
+    await other.attach("box", spec, patience=LONG)  # the hand-off still works
 
 
 @pytest.mark.runsc

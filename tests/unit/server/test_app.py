@@ -41,7 +41,7 @@ def test_installed_package_enables_hibernation(monkeypatch: pytest.MonkeyPatch, 
     assert type(manager_of_a_server(monkeypatch, tmp_path)) is SandboxKernelManager
 
 
-# A process that may have as few open files as is usual; it says how many it has in the end, and how many it could have.
+# Sets the usual low limit of open files, starts a server, and prints the limits that the server has set.
 SERVER_WITH_FEW_FILES = """
 import resource, sys, zmq
 from jupyter_server.serverapp import ServerApp

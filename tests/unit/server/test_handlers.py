@@ -87,7 +87,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-# -- who may ---------------------------------------------------------------------------------------------------------
+# -- authorization ---------------------------------------------------------------------------------------------------
 
 
 def operations() -> list[tuple[str, str]]:
@@ -148,7 +148,7 @@ FORBIDDEN = {
 }
 
 
-# -- requests that make no sense -------------------------------------------------------------------------------------
+# -- invalid requests ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_responses_contain_no_path(api: Api) -> None:
     assert "/no/such/program" in api.server.log.read_text()
 
 
-# -- what can be done ------------------------------------------------------------------------------------------------
+# -- operations ------------------------------------------------------------------------------------------------------
 
 
 def test_capabilities(api: Api) -> None:
@@ -525,7 +525,7 @@ def test_concurrent_requests_are_serialized(api: Api, create: Callable[..., dict
     ]
     with ThreadPoolExecutor(len(asked)) as threads:
         answers = list(threads.map(lambda request: api.ask(*request), asked))
-    assert {answer.status for answer in answers} <= {200, 201, 404, 409, 422}  # what is under way fails with a delete
+    assert {answer.status for answer in answers} <= {200, 201, 404, 409, 422}  # the delete ends other requests
 
 
 def test_concurrent_deletes_end_the_kernel_once(api: Api, create: Callable[..., dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""SandboxKernelManager: what a server still has of a kernel whose start was cancelled, or that another server took."""
+"""Test SandboxKernelManager after a cancelled start, after a hand-off to another server, and while a server stops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def environment(notebook: Path) -> dict[str, str]:
     return {**os.environ, "JPY_SESSION_NAME": str(notebook)}
 
 
-async def test_a_server_stops_after_a_cancelled_start(
+async def test_server_stops_after_cancelled_start(
     manager: SandboxKernelManager, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name = sandboxed(on_shutdown="delete")
@@ -54,7 +54,7 @@ async def test_a_server_stops_after_a_cancelled_start(
     await manager.shutdown_all()
 
 
-async def test_a_server_closes_its_connections_to_a_kernel_that_another_server_took(
+async def test_hand_off_closes_connections_to_the_kernel(
     manager: SandboxKernelManager, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     name = sandboxed()
@@ -75,7 +75,7 @@ async def test_a_server_closes_its_connections_to_a_kernel_that_another_server_t
     await manager.shutdown_all()
 
 
-async def test_kernels_are_listed_while_one_starts(
+async def test_kernels_are_listed_during_a_start(
     manager: SandboxKernelManager, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     env = environment(notebook_folder / "a.ipynb")
@@ -88,7 +88,7 @@ async def test_kernels_are_listed_while_one_starts(
     await manager.shutdown_all()
 
 
-async def test_clients_do_not_wake_a_kernel_of_a_server_that_stops(
+async def test_clients_do_not_wake_kernels_of_a_stopping_server(
     manager: SandboxKernelManager, sandboxed: Sandboxed, notebook_folder: Path
 ) -> None:
     env = environment(notebook_folder / "a.ipynb")
@@ -109,15 +109,13 @@ async def test_clients_do_not_wake_a_kernel_of_a_server_that_stops(
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The storage of the servers of this test, which the test has access to."""
+    """Use a storage folder that the test can access, and return it."""
     monkeypatch.setenv("SANDBOX_STORAGE_DIR", str(tmp_path / "storage"))
     return tmp_path / "storage"
 
 
-def test_a_start_does_not_wait_for_the_orphans_of_other_notebooks(
-    serve: Serve, sandboxed: Sandboxed, storage: Path
-) -> None:
-    """The orphan cannot be saved while the test holds its lease, and so recovery goes on during the start."""
+def test_start_does_not_wait_for_other_orphans(serve: Serve, sandboxed: Sandboxed, storage: Path) -> None:
+    """Recovery cannot save the orphan while the test holds its lease, so it continues during the start."""
     kernel = sandboxed()
     killed = serve()
     orphan = Notebook(killed, kernel, "orphan.ipynb")
@@ -141,27 +139,25 @@ def test_a_start_does_not_wait_for_the_orphans_of_other_notebooks(
 
 
 @contextmanager
-def held_up(folder: Path) -> Iterator[None]:
-    """Keep all others from writing into a local store."""
+def locked_store(folder: Path) -> Iterator[None]:
+    """Hold the lock of a local store, so that nothing else can write to it."""
     with (folder / GENERATION).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def test_a_server_that_stops_saves_its_kernels_while_a_new_name_is_being_stored(
-    serve: Serve, sandboxed: Sandboxed, storage: Path
-) -> None:
+def test_stop_saves_kernels_while_a_rename_is_stored(serve: Serve, sandboxed: Sandboxed, storage: Path) -> None:
     kernel = sandboxed()
     server = serve()
     notebook = Notebook(server, kernel, "old.ipynb")
     notebook.run("x = 5")
     notebook.close()
     registry = server.runtime.parent / "data" / "sandbox" / "registry"
-    with held_up(registry):
+    with locked_store(registry):
         assert server.ask("PATCH", f"sessions/{notebook.session['id']}", {"path": "new.ipynb"})[0] == 200
         server.process.terminate()
         until(lambda: " hibernated in " in server.log.read_text())
-        assert "was not stored" not in server.log.read_text()  # the attempt goes on
+        assert "was not stored" not in server.log.read_text()  # it is still being stored
     server.stop()
     back = Notebook(serve(), kernel, "new.ipynb")
     assert back.run("x") == "5"

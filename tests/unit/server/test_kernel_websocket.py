@@ -1,4 +1,4 @@
-"""Many websockets to one kernel: they share the questions with which Jupyter Server opens each of them."""
+"""Test many websockets to one kernel: they share the kernel_info requests that Jupyter Server sends for each."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Browser:
         self.socket = websocket.create_connection(address, timeout=READY)
 
     def run(self, code: str) -> list[str]:
-        """Run a cell; return the types of the messages about it, until both its reply and its idle status came."""
+        """Run a cell until its reply and its idle status have arrived. Return the types of its messages."""
         request = uuid4().hex
         header = {"msg_id": request, "msg_type": "execute_request", "username": "", "session": "", "version": "5.3"}
         message = {"header": header, "parent_header": {}, "metadata": {}, "content": {"code": code}, "channel": "shell"}
         self.socket.send(json.dumps(message))
-        heard: list[str] = []
-        while not {"execute_reply", "idle"} <= set(heard):
-            told = json.loads(self.socket.recv())
-            if told["parent_header"].get("msg_id") == request:
-                heard.append(told["content"].get("execution_state", told["msg_type"]))
-        return heard
+        types: list[str] = []
+        while not {"execute_reply", "idle"} <= set(types):
+            answer = json.loads(self.socket.recv())
+            if answer["parent_header"].get("msg_id") == request:
+                types.append(answer["content"].get("execution_state", answer["msg_type"]))
+        return types
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def open_at_once(notebook: Notebook) -> list[Browser]:
         return list(pool.map(lambda _: Browser(notebook), range(COUNT)))
 
 
-def questions(notebook: Notebook) -> set[str]:
-    """Return the ids of all requests for the kernel's information that its iopub channel has shown."""
+def kernel_info_requests(notebook: Notebook) -> set[str]:
+    """Return the ids of all kernel_info requests that appeared on the iopub channel."""
     found: set[str] = set()
     while True:
         try:
@@ -64,13 +64,13 @@ def questions(notebook: Notebook) -> set[str]:
             found.add(message["parent_header"]["msg_id"])
 
 
-def test_websockets_opened_at_once_hear_their_own_cells_and_share_the_questions(notebook: Notebook) -> None:
-    questions(notebook)
+def test_websockets_opened_at_once_share_kernel_info_requests(notebook: Notebook) -> None:
+    kernel_info_requests(notebook)
     browsers = open_at_once(notebook)
     with ThreadPoolExecutor(COUNT) as pool:
         cells = list(pool.map(lambda browser: browser.run("1"), browsers))
-    for heard in cells:
-        assert sorted(heard) == ["busy", "execute_input", "execute_reply", "execute_result", "idle"]
-    assert 0 < len(questions(notebook)) < COUNT  # Jupyter Server alone asks at least twice for each
+    for types in cells:
+        assert sorted(types) == ["busy", "execute_input", "execute_reply", "execute_result", "idle"]
+    assert 0 < len(kernel_info_requests(notebook)) < COUNT  # Jupyter Server itself sends at least two per websocket
     for browser in browsers:
         browser.socket.close()

@@ -113,7 +113,7 @@ def test_invalid_body_is_refused(body: bytes) -> None:
 
 
 def test_deeply_nested_body_is_refused() -> None:
-    for depth in range(100, 1100):  # some depths can be parsed, but not printed
+    for depth in range(100, 1100):  # some nesting depths can be parsed, but not printed
         with pytest.raises(BadRequestError):
             read_body(*CREATE, b'{"kernel_name": ' + b"[" * depth + b"]" * depth + b"}")
 

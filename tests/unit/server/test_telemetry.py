@@ -112,17 +112,17 @@ async def test_event_schemas_refuse_other_fields(make_app: MakeApp) -> None:
 
 
 async def test_events_are_emitted_on_the_server_loop(make_app: MakeApp) -> None:
-    app, heard = make_app(), asyncio.Event()
+    app, received = make_app(), asyncio.Event()
     threads = []
 
     async def listen(logger: Any, schema_id: str, data: dict[str, Any]) -> None:
         threads.append(threading.current_thread())
-        heard.set()
+        received.set()
 
     assert app.event_logger is not None
     app.event_logger.add_listener(schema_id=schema_id(EventKind.WOKEN), listener=listen)
     await asyncio.to_thread(EVENT_BUS.write, ENTRIES[EventKind.WOKEN])
-    await asyncio.wait_for(heard.wait(), 60)
+    await asyncio.wait_for(received.wait(), 60)
     assert threads == [threading.current_thread()]
 
 
@@ -172,7 +172,7 @@ def test_stopped_server_emits_no_events(make_app: MakeApp) -> None:
     async def make() -> ServerApp:
         return make_app()
 
-    EVENT_BUS.write(ENTRIES[EventKind.WOKEN])  # for the servers of other tests, which have ended
+    EVENT_BUS.write(ENTRIES[EventKind.WOKEN])  # remove the handlers of ended servers of other tests
     app = asyncio.run(make())
     known = len(EVENT_BUS._listeners)
     EVENT_BUS.write(ENTRIES[EventKind.WOKEN])
@@ -271,18 +271,18 @@ def test_hibernate_and_wake_in_events_metrics_and_log(
     assert metrics['jupyter_sandbox_bytes_total{what="hibernated"}'] > 1_000_000
     assert metrics['jupyter_sandbox_transition_seconds_count{what="woken"}'] >= 1
 
-    told = happened(events)
-    assert [event["__schema__"] for event in told[:3]] == [schema_id(what) for what in list(EVENTS)[:3]]
-    assert len({event["sandbox_id"] for event in told}) == 1
-    assert {event["kernel_name"] for event in told} == {kernel}
-    assert told[0]["user"]
-    assert told[1]["size"] > 1_000_000
+    found = happened(events)
+    assert [event["__schema__"] for event in found[:3]] == [schema_id(what) for what in list(EVENTS)[:3]]
+    assert len({event["sandbox_id"] for event in found}) == 1
+    assert {event["kernel_name"] for event in found} == {kernel}
+    assert found[0]["user"]
+    assert found[1]["size"] > 1_000_000
 
     lines = [line.partition("] ")[2] for line in server.log.read_text().splitlines()]
-    begins = Counter(" ".join(line.split()[:2]) for line in lines if line.startswith(told[0]["sandbox_id"]))
+    begins = Counter(" ".join(line.split()[:2]) for line in lines if line.startswith(found[0]["sandbox_id"]))
     for what in (EventKind.CREATED, EventKind.HIBERNATED, EventKind.WOKEN):
-        counted = sum(event["__schema__"] == schema_id(what) for event in told)
-        assert begins[f"{told[0]['sandbox_id']} {what}"] == counted >= 1
+        counted = sum(event["__schema__"] == schema_id(what) for event in found)
+        assert begins[f"{found[0]['sandbox_id']} {what}"] == counted >= 1
     assert "not to be told" not in events.read_text() + server.log.read_text()
 
 
@@ -295,7 +295,7 @@ def test_failed_hibernation_is_reported_with_reason(
     server = serve(*CULLING)
     notebook = Notebook(server, sandboxed())
     notebook.run(MAP)
-    library.unlink()  # what is mapped is lost with the sandbox
+    library.unlink()  # the mapped file would be lost with the sandbox
     name = 'jupyter_sandbox_failures_total{doing="hibernated",reason="UnsaveableError"}'
     until(lambda: name in scrape(server))
     failed = [event for event in happened(events) if event["__schema__"] == schema_id(EventKind.FAILED)]

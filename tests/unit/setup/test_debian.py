@@ -1,4 +1,4 @@
-"""apt's two formats of source entries, rewritten to name backports."""
+"""Test that apt's two formats of source entries are rewritten to name backports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of preconditions: what is found, what would mend it, and whether a kernel could start."""
+"""Test the table of preconditions: the findings, their remedies, and whether a kernel could start."""
 
 from __future__ import annotations
 

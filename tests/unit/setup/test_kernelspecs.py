@@ -1,4 +1,4 @@
-"""Twin kernelspecs: made, refreshed, refused and removed."""
+"""Test twin kernelspecs: creation, refresh, refusal and removal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEC = {
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """This user's folder of kernels, empty."""
+    """The empty kernels folder of this test's user."""
     return empty_machine(monkeypatch, tmp_path) / "kernels"
 
 

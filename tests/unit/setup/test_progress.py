@@ -18,7 +18,7 @@ class Utf8(io.StringIO):
 
 
 class Watched(Utf8):
-    """A log that says when something was written to it."""
+    """A log that sets an event when something is written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,5 +65,5 @@ def test_terminal_shows_a_moving_line_and_then_the_outcome() -> None:
         with Progress(terminal).step("Working"):
             assert re.search(rb"Working, \d+ s", screen.read(200))
         shown = b""
-        while not shown.endswith("\r\x1b[K✓ Working\r\n".encode()):  # else the test's time limit is the answer
+        while not shown.endswith("\r\x1b[K✓ Working\r\n".encode()):  # without output, the test runs into its time limit
             shown += screen.read(200)

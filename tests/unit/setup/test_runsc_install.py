@@ -1,4 +1,4 @@
-"""Getting a runsc: Google's release from a real HTTP server, Go's and Debian's from the real registries."""
+"""Test the installation of runsc: Google's release from an HTTP server, builds with Go, and Debian's package."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Releases(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def publish(self, binary: bytes) -> ReleaseSource:
-        """Offer a release of this version, with the digest beside it; returns the source that takes just this one."""
+        """Serve a release of VERSION and its digest. Return a source that accepts only this binary."""
         path = f"/{VERSION}/{platform.machine().replace('arm64', 'aarch64')}/runsc"
         digest = hashlib.sha512(binary).hexdigest()
         self.files = {path: binary, f"{path}.sha512": f"{digest}  runsc\n".encode()}
@@ -80,7 +80,7 @@ def releases() -> Iterator[Releases]:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty bin folder; afterwards nothing may lie about that was not put there on purpose."""
+    """The empty bin folder of runsc on a new machine."""
     workspaces = tmp_path / "workspaces"
     workspaces.mkdir()
     monkeypatch.setenv("TMPDIR", str(workspaces))
@@ -88,7 +88,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return empty_machine(monkeypatch, tmp_path) / "sandbox" / "bin"
 
 
-def nothing_lies_about(folder: Path) -> bool:
+def nothing_is_left(folder: Path) -> bool:
     left = [path.name for path in folder.iterdir() if path.name != "runsc"]
     return not left and not list(Path(os.environ["TMPDIR"]).iterdir())
 
@@ -102,7 +102,7 @@ def quiet() -> Progress:
 
 
 class Shelf(Source):
-    """A source with a given binary, or a given reason to have none."""
+    """A source that provides the given binary, or fails with the given reason."""
 
     name = "shelf"
     title = "the shelf"
@@ -121,16 +121,16 @@ def test_release_with_the_given_digest_is_installed(releases: Releases, folder: 
     found = install([releases.publish(binary())], folder, quiet())
     assert (found.path, found.version) == (folder / "runsc", NEW)
     assert found.path.stat().st_mode & 0o777 == 0o755
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
-def test_release_replaced_together_with_its_published_digest_is_refused(releases: Releases, folder: Path) -> None:
+def test_release_replaced_with_its_digest_is_refused(releases: Releases, folder: Path) -> None:
     source = releases.publish(binary())
     releases.publish(binary() + b"# changed")
     with pytest.raises(RunscNotFoundError, match="differs from --sha512"):
         install([source], folder, quiet())
     assert not (folder / "runsc").exists()
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_truncated_release_is_refused(releases: Releases, folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_truncated_release_is_refused(releases: Releases, folder: Path) -> None:
     releases.missing = 1000
     with pytest.raises(RunscNotFoundError, match=r"it ended after 29\d{5} of 30\d{5} bytes"):
         install([source], folder, quiet())
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_missing_release(releases: Releases, folder: Path) -> None:
@@ -165,7 +165,7 @@ def test_release_server_that_never_answers(folder: Path, monkeypatch: pytest.Mon
 def test_release_that_is_too_old_is_refused(releases: Releases, folder: Path) -> None:
     with pytest.raises(RunscNotFoundError, match="2024-07-29 or newer"):
         install([releases.publish(binary(OLD))], folder, quiet())
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_first_source_that_succeeds_is_used(folder: Path) -> None:
     lines = said.getvalue().splitlines()
     assert [line[:2].strip() for line in lines] == ["NO", "NO", "NO", "ok"]
     assert "it is empty" in lines[0]
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_error_has_the_reason_of_every_source(folder: Path) -> None:
@@ -199,7 +199,7 @@ def test_old_runsc_stays_if_the_new_one_is_unusable(folder: Path) -> None:
     with pytest.raises(RunscNotFoundError):
         install([Shelf(b"#!/bin/sh\nexit 1\n")], folder, quiet())
     assert "20250101-aaa" in (folder / "runsc").read_text()
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_relative_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_interrupted_download_leaves_no_files(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         install([Interrupted(binary())], folder, quiet())
     assert not (folder / "runsc").exists()
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_files_of_a_killed_setup_are_removed(folder: Path) -> None:
@@ -230,7 +230,7 @@ def test_files_of_a_killed_setup_are_removed(folder: Path) -> None:
     (folder / ".runsc-abandoned").touch()
     os.utime(folder / ".runsc-abandoned", (0, 0))
     install([Shelf(binary())], folder, quiet())
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_folder_that_cannot_be_created_is_an_error(folder: Path, tmp_path: Path) -> None:
@@ -284,11 +284,11 @@ def test_failed_build_reports_the_reason(monkeypatch: pytest.MonkeyPatch, folder
     monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
     with pytest.raises(RunscNotFoundError, match="go failed: no space left on device"):
         install([GoSource()], folder, quiet())
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 COMPILED_BEFOREHAND = (b'Platform="systrap" HostNetwork=false', b"UDSCreateEnabled=false ProfileEnabled=false")
-"""Parts of the names by which runsc finds its seccomp programs; those that it does not find, it compiles each time."""
+"""Parts of the names of runsc's seccomp programs. runsc compiles missing programs at each start."""
 
 
 def test_runsc_of_the_pinned_source_has_compiled_filters() -> None:
@@ -303,14 +303,14 @@ def test_pinned_source_is_built_with_go_from_pypi(folder: Path) -> None:
     found = install([GoSource(usual_folder="/nowhere")], folder, quiet())
     assert found.version == pinned_version(GO_MOD)
     assert all(filters in found.path.read_bytes() for filters in COMPILED_BEFOREHAND)
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 RELEASE = platform.freedesktop_os_release().get("VERSION_CODENAME", "stable")
 
 
 def apt_of_its_own(monkeypatch: pytest.MonkeyPatch, folder: Path, entries: str) -> None:
-    """Let apt find ``entries`` where it would find the machine's own sources."""
+    """Let apt use ``entries`` instead of the machine's own sources."""
     (folder / "parts").mkdir()
     (folder / "sources.list").write_text(entries)
     (folder / "apt.conf").write_text(
@@ -327,7 +327,7 @@ def test_package_comes_from_the_machines_mirror(folder: Path) -> None:
     assert found.built
     found.require_new_enough()
     assert before == {path.name: path.stat().st_mtime_ns for path in lists.iterdir()}
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_unreachable_mirror(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_unreachable_mirror(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_p
         apt_of_its_own(monkeypatch, tmp_path, f"deb {mirror} {RELEASE} main\n")
         with pytest.raises(RunscNotFoundError, match=r"Failed to fetch .*127\.0\.0\.1"):
             install([DebianSource()], folder, quiet())
-    assert nothing_lies_about(folder)
+    assert nothing_is_left(folder)
 
 
 def test_machine_without_mirrors(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The contract of ObjectStore, the same for a local folder, a mounted one, a bucket (the real client) and memory."""
+"""Test the behaviour that all kinds of ObjectStore share: local folder, mounted folder, bucket and memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 @pytest.fixture
 def a_file(tmp_path: Path) -> Callable[[bytes], Path]:
-    """Makes a file that is to be stored."""
+    """Return a function that creates a file to be stored."""
 
     def make(data: bytes) -> Path:
         path = tmp_path / f"source{len(list(tmp_path.iterdir()))}"
@@ -52,7 +52,7 @@ def a_file(tmp_path: Path) -> Callable[[bytes], Path]:
 
 
 def stored_part(store: ObjectStore, name: str, number: int = 0) -> str:
-    """The object in which the bytes of an uploaded file are."""
+    """Return the name of the object that contains the bytes of an uploaded file."""
     return f"{name}/{number:05d}" if store.kind == "gcs" else name
 
 

@@ -1,4 +1,4 @@
-"""Stores in folders: what a killed writer leaves, who may read it, links, clocks, disks, and turns that do not end."""
+"""Test stores in folders: killed and stopped writers, permissions, links, clock changes, and full or other disks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sandbox_provisioner.storage.mounted import MountedStore
 from sandbox_provisioner.storage.tree import ABANDONED
 
 STEPS = ("close", "fchmod", "fsync", "mkdir", "open", "pwrite", "rename", "rmdir", "unlink", "utime", "write")
-"""The calls that change something on a disk, or come between two that do."""
+"""Functions of os that change a disk, or are called between such changes."""
 
 
 @pytest.fixture(params=["local", "mounted"])
@@ -33,7 +33,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> FolderStore:
 
 
 def killed_at(step: int, action: Callable[[], object]) -> bool:
-    """Run ``action`` in a child that is killed before its ``step``-th change; whether it lived to its end."""
+    """Run ``action`` in a child that is killed before change number ``step``. Return True if it was not killed."""
     child = os.fork()
     if not child:
         count = 0
@@ -56,7 +56,7 @@ def killed_at(step: int, action: Callable[[], object]) -> bool:
 
 
 def age(path: Path) -> None:
-    """Let what is in a folder look as if it had not been touched for long."""
+    """Set the times of a folder's entries so far back that they count as abandoned."""
     for entry in path.iterdir():
         os.utime(entry, (0, time.time() - ABANDONED - 1))
 
@@ -192,7 +192,7 @@ def test_file_on_the_same_disk_is_moved(store: FolderStore, tmp_path: Path) -> N
     assert (store.root / "file").stat().st_ino == number
 
 
-def test_file_with_two_names_or_on_another_disk_is_copied(
+def test_hard_linked_file_or_file_on_another_disk_is_copied(
     store: FolderStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source"
@@ -247,7 +247,7 @@ def test_reading_creates_no_folder(store: FolderStore) -> None:
     assert not store.root.exists()
 
 
-def test_stopped_writer_is_waited_for_until_patience_ends(tmp_path: Path) -> None:
+def test_write_times_out_while_another_writer_is_stopped(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store", patience=0.1)
     written = store.write("name", b"1")
     with (store.root / ".generation").open() as other:

@@ -1,4 +1,4 @@
-"""GCSStore where the network, or Google, is not as one would wish: the real client against a server with faults."""
+"""Test GCSStore with faults of the network and of the service: the real client and an emulated server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def parts_sent(gcs: GCS) -> Counter[str]:
-    """How often the sending of each part was begun."""
+    """Return how many times the upload of each part was started."""
     return Counter(name.rpartition("/")[2] for operation, name in gcs.requests() if operation in ("start", "insert"))
 
 

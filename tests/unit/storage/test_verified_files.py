@@ -1,4 +1,4 @@
-"""A file that this process verified is read again only after a change, and every change is noticed."""
+"""Test that a verified file is read again only after a change, and that every change is noticed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def overwrite_mapped(path: Path) -> None:
 
 
 def overwrite_linked(path: Path) -> None:
-    """Change one byte by way of another name of the file."""
+    """Change one byte through a hard link to the file."""
     other = path.with_name("other")
     os.link(path, other)
     overwrite(other)
@@ -84,7 +84,7 @@ def overwrite_linked(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """Put another file of the same size in its place."""
+    """Replace the file by another one of the same size."""
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
     other.chmod(0o600)

@@ -1,4 +1,4 @@
-"""The server that stands in for Google Cloud Storage: the real client and raw HTTP get Google's answers."""
+"""Test the emulated Google Cloud Storage: it answers the real client and raw HTTP requests as Google does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bucket(gcs: GCS) -> storage.Bucket:
 def raw(
     gcs: GCS, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], bytes]:
-    """One request without a client library: status, headers, body."""
+    """Send a request without a client library. Return the status, the headers and the body."""
     headers = {"Content-Type": "application/json", **(headers or {})}
     request = urllib.request.Request(gcs.url + path, data=body, method=method, headers=headers)
     try:

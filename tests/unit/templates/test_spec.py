@@ -1,4 +1,4 @@
-"""Two starts share a template if all data that the template depends on is equal, and no folder prevents it."""
+"""Two starts share a template if all data that the template depends on is equal, and their folders permit it."""
 
 from __future__ import annotations
 
