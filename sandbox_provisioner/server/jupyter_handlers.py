@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from textwrap import fill
 from typing import Any
 
 from jupyter_server.auth.decorator import authorized
@@ -15,6 +16,9 @@ from tornado import web
 from ..errors import PlainKernelError, SandboxError
 from . import problem_details
 from .plain_kernels import PlainKernelGuard
+
+WIDTH = 80
+"""Characters of a line of a message: JupyterLab shows messages as they are."""
 
 
 class StartHandler(APIHandler):
@@ -36,8 +40,19 @@ class StartHandler(APIHandler):
             return
         problem = problem_details.describe(cause)
         self.set_status(problem["status"])
-        known = {"message": str(cause), "reason": problem["title"], "traceback": ""}
+        known = {
+            "message": fill(str(cause), WIDTH, break_long_words=False, break_on_hyphens=False),
+            "reason": problem["title"],
+            "traceback": "",
+        }
         self.finish(json.dumps({**known, **problem}), set_content_type=problem_details.MEDIA_TYPE)
+
+    def log_exception(self, *exc_info: Any) -> None:
+        """Log an error; a refusal without its traceback. Called by tornado."""
+        if isinstance(exc_info[1], self.answered):
+            self.log.warning("%s", exc_info[1])
+        else:
+            super().log_exception(*exc_info)
 
 
 class KernelsHandler(StartHandler, MainKernelHandler):

@@ -74,6 +74,7 @@ class PlainKernelGuard(LoggingConfigurable):
         """Guard the managers, and follow notebooks that are renamed, copied or deleted in Jupyter."""
         self._guard_kernels()
         self._guard_sessions()
+        self._follow_copies()
         self.parent.event_logger.add_listener(schema_id=ContentsManager.event_schema_id, listener=self._follow)
 
     def _guard_kernels(self) -> None:
@@ -116,25 +117,41 @@ class PlainKernelGuard(LoggingConfigurable):
         async def guarded_update(session_id: str, **changes: Any) -> Any:
             before = await sessions.get_session(session_id=session_id)
             kernel_id = changes.get("kernel_id", before["kernel"]["id"])
-            await self._require_connectable(kernel_id, changes.get("path", before["path"]))
+            await self._require_connectable(kernel_id, changes.get("path", before["path"]), before["path"])
             return await update(session_id, **changes)
 
         sessions.start_kernel_for_session = guarded_start
         sessions.save_session = guarded_save
         sessions.update_session = guarded_update
 
+    def _follow_copies(self) -> None:
+        """Record the copies of notebooks before the user learns their names. Copied folders cause no event."""
+        contents = self.parent.contents_manager
+        copy = contents.copy
+
+        @wraps(copy)
+        async def guarded_copy(from_path: str, to_path: str | None = None) -> Any:
+            model = await ensure_async(copy(from_path, to_path))
+            await self._apply(self.notebooks.copy, from_path, model["path"])
+            return model
+
+        contents.copy = guarded_copy
+
     async def require_allowed(self, kernel_name: str, *paths: str | None) -> None:
         """Raise PlainKernelError if a notebook at one of these paths may not use this kernel."""
         await self._require_allowed(kernel_name, self._files(*paths))
 
-    async def _require_connectable(self, kernel_id: str, path: str | None) -> None:
-        """Record a notebook that connects to a running sandboxed kernel. Raises PlainKernelError for a refused one."""
+    async def _require_connectable(self, kernel_id: str, path: str | None, *earlier: str) -> None:
+        """Record a notebook that connects to a running sandboxed kernel. Raises PlainKernelError for a refused one.
+
+        ``earlier`` are paths that the notebook's session had until now.
+        """
         if kernel_id not in self._kernels:
             return
-        kernel, files = self._kernels.get_kernel(kernel_id), self._files(path)
+        kernel, files = self._kernels.get_kernel(kernel_id), self._files(path, *earlier)
         provisioner = getattr(kernel, "provisioner", None)
         if isinstance(provisioner, SandboxProvisioner) or await self._require_allowed(kernel.kernel_name, files):
-            await self._record(files)
+            await self._record(self._files(path))
 
     async def _require_allowed(self, kernel_name: str | None, files: Iterable[str]) -> bool:
         """Return True for a sandboxed kernel, False for an allowed plain one. Raises PlainKernelError otherwise."""
@@ -161,11 +178,17 @@ class PlainKernelGuard(LoggingConfigurable):
         notebook = printable(self._relative(file))[:300]
         # Code in the sandbox may have chosen the notebook's name.
         argument = shlex.quote(f"./{notebook}" if notebook.startswith("-") else notebook)
-        confirm = f" To use this kernel, run `jupyter sandbox allow-plain {argument}` first." if self.can_allow else ""
+        confirm = (
+            f" To use the plain kernel, run `jupyter sandbox allow-plain {argument}` in a terminal, and choose it "
+            "again. The sandboxed kernel is then shut down."
+            if self.can_allow
+            else ""
+        )
         return PlainKernelError(
             f"Notebook {notebook} ran in a sandbox. The requested kernel {kernel_name!r:.200} runs without a sandbox. "
-            "Code in the sandbox may have changed the kernel that the notebook's file names.",
-            f'Choose a kernel whose name ends in "(sandbox)".{confirm}',
+            "If you did not choose it, code in the sandbox has changed the kernel that the notebook's file names.",
+            "Reload the page to return to the sandboxed kernel if it still runs; otherwise choose a kernel whose name "
+            f'ends in "(sandbox)".{confirm}',
         )
 
     def _relative(self, file: str) -> str:
@@ -196,7 +219,10 @@ class PlainKernelGuard(LoggingConfigurable):
 
     def files(self, path: str) -> list[str]:
         """Return the absolute paths that a request's path may mean: with and without a leading name of a drive."""
-        return [os.path.join(self._root, way.strip("/")) for way in dict.fromkeys([path, DRIVE.sub("", path)])]
+        ways = [path]
+        while DRIVE.match(ways[-1]):
+            ways.append(DRIVE.sub("", ways[-1]))
+        return [os.path.join(self._root, way.strip("/")) for way in ways]
 
     # -- operations of the REST API, by operationId ------------------------------------------------------------------
 
@@ -224,21 +250,21 @@ class PlainKernelGuard(LoggingConfigurable):
     # -- renamed notebooks -------------------------------------------------------------------------------------------
 
     async def _follow(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:
-        """Record that a notebook or folder was renamed, copied or deleted. Called by Jupyter's event logger."""
-        notebooks, paths = self.notebooks, [data[key] for key in ("source_path", "path") if data.get(key)]
-        changes: dict[str, Callable[..., None]] = {
-            "rename": notebooks.move,
-            "copy": notebooks.copy,
-            "delete": notebooks.forget,
-        }
-        if data["action"] not in changes:
-            return
+        """Follow a notebook or folder that was renamed or deleted. Called by Jupyter's event logger."""
+        if data["action"] == "rename":
+            await self._apply(self.notebooks.move, data["source_path"], data["path"])
+        elif data["action"] == "delete":
+            await self._apply(self.notebooks.forget, data["path"])
+
+    async def _apply(self, change: Callable[..., None], *paths: str) -> None:
+        """Record a change of notebooks' paths."""
         try:
-            await self.call(changes[data["action"]], *(self.files(path)[0] for path in paths))
+            await self.call(change, *(self.files(path)[0] for path in paths))
         except SandboxError as error:
-            self.log.warning("A renamed, copied or deleted notebook that ran in a sandbox was not recorded: %s", error)
+            self.log.warning("The new path of a notebook that ran in a sandbox was not recorded: %s", error)
 
 
 def _is_document(file: str) -> bool:
     """Return True for the path of a file; False for a folder's, or for a console's, which has no extension."""
-    return bool(os.path.splitext(file)[1] or os.path.isfile(file)) and not os.path.isdir(file)
+    named = os.path.splitext(file)[1] or os.path.isfile(file)
+    return file.endswith(".ipynb") or bool(named and not os.path.isdir(file))

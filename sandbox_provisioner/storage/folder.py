@@ -170,6 +170,8 @@ class FolderStore(ObjectStore):
         """Return True if only this user and root can change a file and the folders that contain it."""
         folders = [self.root.joinpath(*name.split("/")[:depth]) for depth in range(name.count("/") + 1)]
         found = [os.fstat(file), *map(os.lstat, folders)]
+        above = map(os.stat, Path(os.path.realpath(self.root)).parents)
+        found += (each for each in above if not each.st_mode & stat.S_ISVTX)  # nobody can rename others' files there
         return all(each.st_uid in (0, os.geteuid()) and not each.st_mode & 0o022 for each in found)
 
     def delete_all(self, prefix: str) -> int:

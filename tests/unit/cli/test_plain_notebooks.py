@@ -33,7 +33,7 @@ def test_refused_kernel_is_allowed_and_revoked(
     assert main(["allow-plain", "/nb/a.ipynb", "--revoke"]) == 0
     assert notebooks.refused("/nb/a.ipynb", "python3")
     assert main(["allow-plain"]) == 0
-    assert "No notebook has the permission" in capsys.readouterr().out
+    assert "No permissions" in capsys.readouterr().out
 
 
 def test_named_kernel_is_allowed(notebooks: SandboxedNotebooks) -> None:

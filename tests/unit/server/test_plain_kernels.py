@@ -23,6 +23,7 @@ SPELLINGS = [
     ("./a.ipynb", "a.ipynb"),
     ("RTC:a.ipynb", "a.ipynb"),
     ("RTC:a.ipynb", "x"),
+    ("RTC:Drive:a.ipynb", "x"),
     ("A.ipynb", "A.ipynb"),
     ("a.ipynb", "other.ipynb"),
     ("a.ipynb", None),
@@ -68,7 +69,7 @@ def refused(answer: tuple[int, Any]) -> bool:
     status, body = answer
     if status == 409:
         assert (body["status"], body["type"], body["reason"]) == (409, "urn:sandbox:plain-kernel", "Plain kernel")
-        assert body["message"] == f"{body['detail']} {body['remedy']}"
+        assert body["message"].replace("\n", " ") == f"{body['detail']} {body['remedy']}"
         assert "The requested kernel" in body["message"] and "jupyter sandbox allow-plain" in body["message"]
     return status == 409
 
@@ -117,6 +118,8 @@ def test_running_kernel_does_not_get_the_notebook(server: Jupyter) -> None:
     assert refused(server.ask("PATCH", own, {"notebook": {"path": "a.ipynb"}}))
     assert server.ask("GET", own)[1]["path"] == "b.ipynb"
     assert server.ask("PATCH", own, {"path": "c.ipynb"})[0] == 200
+    server.record("c.ipynb")
+    assert refused(server.ask("PATCH", own, {"path": "d.ipynb", "kernel": {"id": kernel["id"]}}))
     server.ask("DELETE", own)
     server.ask("DELETE", f"kernels/{kernel['id']}")
 
@@ -165,6 +168,8 @@ def test_renamed_copied_and_deleted_notebooks(server: Jupyter) -> None:
     assert not server.opened("dir/b.ipynb")
     status, copy = server.ask("POST", "contents/dir", {"copy_from": "dir/b.ipynb"})
     assert status == 201 and not server.opened(copy["path"])
+    status, copied = server.ask("POST", "contents", {"copy_from": "dir"})
+    assert status == 201 and not server.opened(f"{copied['path']}/b.ipynb")
     assert server.ask("DELETE", "contents/dir/b.ipynb")[0] == 204
     assert server.opened("dir/b.ipynb") and not server.opened(copy["path"])
 
