@@ -141,7 +141,7 @@ def signing_key(environ: Mapping[str, str] = os.environ) -> str:
     """Return SANDBOX_SIGNING_KEY. Raises ConfigurationError, without the key in its text, if the key is too short."""
     value = environ.get(SIGNING_KEY, "").strip()
     if value and len(value) < SHORTEST_KEY:
-        problem = f"{SIGNING_KEY} has {len(value)} characters: a key that short can be guessed."
+        problem = f"{SIGNING_KEY} has {len(value)} characters, so it can be guessed."
         remedy = f"Use {SHORTEST_KEY} or more characters, such as the output of `openssl rand -hex 32`."
         raise ConfigurationError(SIGNING_KEY, problem, remedy)
     return value

@@ -63,7 +63,10 @@ class SandboxHandler(APIHandler):
     def query(self) -> dict[str, Any]:
         """Check the URL and return its query parameters. Raises BadRequestError."""
         self._check_path()
-        arguments = {name: self.get_query_arguments(name, strip=False) for name in self.request.query_arguments}
+        arguments = {  # tornado's own method replaces control characters
+            name: [self.decode_argument(value, name) for value in values]
+            for name, values in self.request.query_arguments.items()
+        }
         return openapi.read_query(self.path, str(self.request.method).lower(), arguments)
 
     def body(self) -> dict[str, Any]:

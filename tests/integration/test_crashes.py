@@ -63,7 +63,7 @@ class Crash:
             if handle.metadata.checkpoint is None:
                 return "nothing"
             await manager.get("box").restore()
-            if "cell" not in handle.contents:
+            if "program" not in handle.contents:
                 return "nothing"
             value = await tell(handle, "get")
             assert handle.memory.stored.cleanup_task is not None

@@ -144,8 +144,9 @@ def test_refused_permissions(server: Jupyter) -> None:
     for path in ("never-ran.ipynb", "../notebooks-of-others/a.ipynb"):
         status, body = server.ask("PUT", PERMISSIONS, {"notebook_path": path, "kernel_name": PLAIN})
         assert (status, body["variable"]) == (400, "notebook_path")
-    status, body = server.ask("DELETE", PERMISSIONS)
-    assert (status, body["variable"]) == (400, "notebook_path")
+    for query in ("", "?notebook_path=a%08.ipynb"):
+        status, body = server.ask("DELETE", f"{PERMISSIONS}{query}")
+        assert (status, body["variable"]) == (400, "notebook_path")
 
 
 def test_command_allows_the_refused_kernel(server: Jupyter) -> None:
