@@ -106,7 +106,8 @@ class SandboxProvisioner(KernelOperations):
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Kill a hibernated kernel instead of waking it. Called by KernelManager when it has sent a shutdown request.
 
-        A user requested this, so a kernel that moved to another server may be started here again.
+        A kernel that moved to another server is not restarted here automatically. After this request of a user, it may
+        be started here again.
         """
         self._moved = ""
         if self._launched and self._kernel.asleep:
@@ -324,7 +325,8 @@ class SandboxProvisioner(KernelOperations):
     def _require_wanted(self) -> None:
         """Raise StateError if the kernel was shut down meanwhile: no other way to start it is tried then."""
         if self._releasing:
-            raise StateError(self.kernel_id, "start", "it is being shut down")
+            sandbox_id = self._handle.sandbox_id if self._handle else self.kernel_id
+            raise StateError(sandbox_id, "start", "its kernel is being shut down")
 
     def _report_end(self, status: int) -> None:
         """Log the exit status and the last output of a kernel that failed. Called in the I/O thread."""

@@ -205,7 +205,7 @@ def _preview(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespa
 
 
 def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | None:
-    """Return the error that would prevent the deletion; None if there is none, or if the sandbox's server decides."""
+    """Return the error for which this process would refuse the deletion; None if a server deletes the sandbox."""
     if found.server:
         return None
     assert reached.storage and found.record

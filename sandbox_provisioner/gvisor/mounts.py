@@ -36,7 +36,7 @@ def homes() -> set[str]:
 
 
 def hidden(path: str) -> bool:
-    """Return True if ``path`` lies in a hidden part of a home that is not for interpreters or libraries."""
+    """Return True if ``path`` is in a folder of a home whose name begins with a dot, except those in OPEN_PARTS."""
     for home in homes():
         if within(path, home) and path != home:
             parts = Path(path).relative_to(home).parts

@@ -70,7 +70,9 @@ def remember_shared(settings: SandboxSettings, folder: Mount | None) -> None:
         remember({os.path.realpath(mount.source) for mount in given if mount.writable}, list_file())
     except OSError as error:
         settings.log.warning(
-            "This kernel's writable folders were not recorded, so the server will follow links in them: %s", error
+            "This kernel's writable folders were not recorded, so the server will trust links that the kernel makes "
+            "there, also to files outside of these folders: %s",
+            error,
         )
 
 

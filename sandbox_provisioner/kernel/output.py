@@ -39,7 +39,9 @@ PARTIAL = 0.5
 
 @dataclass
 class Ending:
-    """The descriptors for a kernel's stdout and stderr (None drops them), and the callback for its exit status.
+    """The destinations of a kernel's stdout and stderr, and the callback for its exit status.
+
+    ``sinks`` has one descriptor for each; None drops the bytes.
 
     Streams in ``logged`` go to the server's own log or terminal, as lines from LogLines; all others get the bytes
     unchanged.

@@ -3,8 +3,8 @@
 Such a store has no reliable clock, so its times are never compared. Instead, a server that wants a lease observes, by
 its own clock, that the lease is not renewed for the whole lease time. Observations are kept for the next attempt.
 
-Each entry has a beat: a separate object that a renewal writes, and whose name contains the entry's generation. A late
-renewal therefore cannot affect a newer lease.
+A lease is one object, its entry (see ``expiring``). A renewal writes a second object, the entry's beat, whose name
+contains the generation of the entry. A late renewal therefore cannot affect a newer lease.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def to_json(prints: Prints) -> dict[str, Any]:
 
 
 def from_json(document: object) -> dict[str, FilePrint]:
-    """Return the prints in a document. Raises MetadataError if they are malformed."""
+    """Return the files in use that ``to_json`` wrote, by path. Raises MetadataError if they are malformed."""
     if not isinstance(document, Mapping) or len(document) > MOST_FILES:
         raise MetadataError("The list of files in use is invalid.")
     return {_checked_path(path): _checked(path, value) for path, value in document.items()}

@@ -89,7 +89,7 @@ class Signer:
         """Raise SignatureError unless the document ``data`` was signed with the user's key for the object ``name``.
 
         With ``trust_storage`` every document is accepted, with a warning. An unsigned document is accepted if it names
-        no other user and the sandbox is one of the ``earlier`` sandboxes.
+        no other user and the sandbox is in ``earlier``: the user's sandboxes from before documents were signed.
         """
         found = SIGNATURE.match(data)
         known = {_id(key): key for key in self._accepted}

@@ -63,7 +63,7 @@ class SandboxMemory:
     def instance(self) -> GVisorSandbox:
         """The driver. Raises SandboxError while the mounts are not known: before ``replace_instance`` or ``permit``."""
         if self._instance is None:
-            raise SandboxError(f"Sandbox {self._sandbox_id} cannot run yet: its mounts are not known.")
+            raise SandboxError(f"Sandbox {self._sandbox_id} cannot run yet: no start has defined its mounts.")
         return self._instance
 
     @property

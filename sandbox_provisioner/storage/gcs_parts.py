@@ -76,7 +76,7 @@ class PartWriter(io.RawIOBase):
         return len(data)
 
     def finish(self) -> tuple[int, int]:
-        """Write the buffer; return the number of bytes received and their CRC32C. Surplus pieces are dropped."""
+        """Write the buffer. Return the number and the CRC32C of all bytes received, also of those beyond the part."""
         self._put()
         return self._position, self.sums.crc
 

@@ -78,7 +78,7 @@ async def test_factory_refuses_invalid_id(spec: BundleSpec) -> None:
 
 async def test_start_before_mounts_are_planned_is_refused(create: Attach) -> None:
     handle = await create(spec=None)
-    with pytest.raises(SandboxError, match="its mounts are not known"):
+    with pytest.raises(SandboxError, match="no start has defined its mounts"):
         await handle.start()
     assert not handle.metadata.running
 
