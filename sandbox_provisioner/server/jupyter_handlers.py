@@ -18,7 +18,7 @@ from . import problem_details
 from .plain_kernels import PlainKernelGuard
 
 WIDTH = 80
-"""Characters of a line of a message: JupyterLab shows messages as they are."""
+"""Characters of a line of a refusal, because JupyterLab's dialog does not wrap lines."""
 
 
 class StartHandler(APIHandler):
@@ -40,11 +40,10 @@ class StartHandler(APIHandler):
             return
         problem = problem_details.describe(cause)
         self.set_status(problem["status"])
-        known = {
-            "message": fill(str(cause), WIDTH, break_long_words=False, break_on_hyphens=False),
-            "reason": problem["title"],
-            "traceback": "",
-        }
+        text = str(cause)
+        if isinstance(cause, PlainKernelError):
+            text = fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+        known = {"message": text, "reason": problem["title"], "traceback": ""}
         self.finish(json.dumps({**known, **problem}), set_content_type=problem_details.MEDIA_TYPE)
 
     def log_exception(self, *exc_info: Any) -> None:
