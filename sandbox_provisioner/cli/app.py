@@ -203,7 +203,7 @@ def run_setup(arguments: argparse.Namespace) -> int:
         step.result = doctor.check_namespaces().finding
     with reported(progress, "Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
-    test_runsc(runsc, progress)
+    try_runsc(runsc, progress)
     return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
 
 
@@ -234,7 +234,7 @@ def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Pa
     return used
 
 
-def test_runsc(runsc: Runsc, progress: Progress) -> None:
+def try_runsc(runsc: Runsc, progress: Progress) -> None:
     """Test this runsc: start, checkpoint and restore a real sandbox. Raises SandboxError if a step fails."""
     from ..setup.self_test import run_self_test
 

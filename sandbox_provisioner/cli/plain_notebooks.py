@@ -25,7 +25,7 @@ class UnknownNotebookError(SandboxError, kind=Kind.NOT_FOUND):
 
 
 class UnknownKernelError(SandboxError, kind=Kind.BAD_REQUEST):
-    """``--kernel`` is missing, and no kernel was refused for the notebook, so that there is no default."""
+    """``--kernel`` is missing. Its default, the kernel that was last refused for the notebook, does not exist."""
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:

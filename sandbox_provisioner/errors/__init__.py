@@ -106,7 +106,7 @@ class DiskFullError(SandboxError, kind=Kind.DISK_FULL):
 
 
 class RunscError(SandboxError):
-    """A runsc command failed; ``output`` is its output, ``returncode`` is None if it took too long."""
+    """A runsc command failed and printed ``output``; ``returncode`` is None if it was killed at its timeout."""
 
     def __init__(self, argv: Sequence[str], returncode: int | None, output: str, problem: str = "") -> None:
         self.argv, self.returncode, self.output = tuple(argv), returncode, output

@@ -76,7 +76,7 @@ def reason_for_distrust(path: str, writable: Iterable[str] | None = None) -> str
 
 
 def _changeable(place: str) -> str:
-    """Return a clause that explains why another user can change the file or folder ``place``; empty if nobody can."""
+    """Return the reason why another user can change the file or folder ``place``, as a clause; empty if nobody can."""
     try:
         found = os.lstat(place)
     except OSError as error:

@@ -70,7 +70,7 @@ def _published(session: Session, kind: str, content: Mapping[str, Any], request:
 
 
 def _header(message: list[bytes], session: Session) -> dict[str, Any]:
-    """Return the header of a signed message. Raises ValueError if there is none."""
+    """Return the header of a signed message. Raises ValueError if the message has no valid header."""
     try:
         header: dict[str, Any] = session.deserialize(session.feed_identities(message)[1])["header"]
         if not all(isinstance(header[name], str) for name in ("msg_id", "msg_type")):

@@ -92,7 +92,7 @@ class Clock:
     """The time that leases are measured by. Tests replace it."""
 
     def now(self) -> float:
-        """Return seconds by a clock that nobody can adjust, and that also runs while the machine is suspended."""
+        """Return the seconds since the machine was booted, including the time in which it was suspended."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     async def sleep(self, seconds: float) -> None:
@@ -158,7 +158,7 @@ class Attempt(Protocol):
         """Acquire the lease if it is free or expired. Return None if another server holds it."""
 
     def ask(self) -> None:
-        """Become the waiter if there is none, or remain the waiter."""
+        """Become the waiter of this lease, unless another server already is."""
 
     def withdraw(self) -> None:
         """Stop being the waiter."""

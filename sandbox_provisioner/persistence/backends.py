@@ -34,7 +34,7 @@ class SnapshotStorage:
 
 @dataclass(frozen=True)
 class Stores:
-    """The stores, leases and signer for persistent sandboxes. A store that is not configured is None."""
+    """The stores, leases and signer for persistent sandboxes; None in place of each store that is not configured."""
 
     kind: str
     """Kind of the metadata store, which records refer to: ``local``, ``mounted`` or ``gcs``."""
@@ -64,7 +64,7 @@ class Stores:
 
 
 def require_snapshots(storage: SnapshotStorage | None) -> SnapshotStorage:
-    """Return ``storage``. Raises ConfigurationError if it is None."""
+    """Return ``storage``. Raises ConfigurationError if this server has no storage for file snapshots."""
     if storage is None:
         raise ConfigurationError(
             "FILESYSTEM_SNAPSHOT_BUCKET",

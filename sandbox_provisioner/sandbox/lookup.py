@@ -24,7 +24,7 @@ class Named(Protocol):
 
     @property
     def notebook_path(self) -> str | None:
-        """The path of the notebook; empty or None if there is none."""
+        """The path of the notebook; empty or None for a sandbox without a notebook."""
 
 
 N = TypeVar("N", bound=Named)

@@ -21,13 +21,12 @@ from pathlib import Path
 
 from ..config import own_folder
 from ..errors import BadRequestError, ConflictError, ObjectNotFoundError
+from ..gvisor.mounts import MOST_LINKS
 from ..storage.base import NEW
 from ..storage.local import LocalStore
 from .user_sandboxes import registry
 
 FOLDER = "sandboxed-notebooks"
-MOST_LINKS = 40
-"""Maximum number of links to follow, as in Linux."""
 MOST_ENTRIES = 10_000
 KEEP_MISSING = 30 * 86_400.0
 """Seconds for which the entry of a missing file is kept. A sandbox can delete a file, and create it again."""
@@ -208,7 +207,7 @@ class SandboxedNotebooks:
         self._change(entry.notebook, lambda known: change(known) if known else None)
 
     def _change(self, path: str, change: Callable[[SandboxedNotebook | None], SandboxedNotebook | None]) -> None:
-        """Replace an entry by ``change(entry)``, unless that is None. Retry if another process writes meanwhile."""
+        """Replace the entry of ``path`` by ``change(entry)``; if that is None, do nothing. Retry after a conflict."""
         while True:
             known, generation = self._read(_name(path), path)
             entry = change(known)

@@ -42,6 +42,6 @@ class StartRequest:
 
     @property
     def features(self) -> Features:
-        """The requested features, with the default value for each field that is None."""
+        """The features to use: each field as requested, or its default if the request left it out."""
         values = {field.name: getattr(self, field.name) for field in fields(Features)}
         return Features(**{name: value for name, value in values.items() if value is not None})

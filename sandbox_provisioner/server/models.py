@@ -72,7 +72,7 @@ class Subject:
 
 
 def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative) -> Sandbox:
-    """Return the model of a sandbox to send to clients; ``stored`` is None for an ephemeral sandbox."""
+    """Return a sandbox in the form that clients get; ``stored`` is None for an ephemeral sandbox."""
     live = subject.live
     reasons = tuple(live.busy_reasons) if live else ()
     return replace(
