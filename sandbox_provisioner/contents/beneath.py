@@ -37,7 +37,10 @@ class Beneath:
         self.locate = rules.locate
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        """Open a regular file or a folder. Raises AccessRefused for anything else; never blocks on a FIFO."""
+        """Open a regular file or a folder and return its descriptor.
+
+        Raises AccessRefused for anything else; never blocks on a FIFO.
+        """
         for _ in range(MAX_ATTEMPTS):
             with self.locate(path, write=bool(flags & WRITING)) as place:
                 try:

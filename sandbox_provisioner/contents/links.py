@@ -239,7 +239,7 @@ class LinkRules:
             walk.close()
         if not permitted:
             raise AccessRefused(
-                f"{old.real} is a symbolic link to {target}, which cannot be moved out of {scope.real}: in "
+                f"{old.real} is a symbolic link to {target} that cannot be moved out of {scope.real}: in "
                 f"{os.path.dirname(new.real)} it would lead to a place that is not allowed."
             )
 

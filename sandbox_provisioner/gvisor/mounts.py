@@ -179,7 +179,7 @@ def require_itself(folder: Mount) -> None:
 def replaced_error(*mounts: Mount) -> ConfigurationError:
     """Return the error for a mount, one of ``mounts``, whose source was replaced while the kernel started."""
     places = " or ".join(mount.destination for mount in mounts)
-    problem = f"{places} was replaced by something else while the kernel started, so the kernel was not started."
+    problem = f"{places} was replaced while the start was being prepared, so the kernel was not started."
     return ConfigurationError("working_folder", problem, "Check the folder, then start the kernel again.")
 
 

@@ -66,7 +66,7 @@ def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, li
     if not reasons:
         now = {mount.destination for mount in requested_mounts(spec)}
         reasons += [
-            f"{_shown(place)} was a separate mount when it was saved, and is now part of another mount"
+            f"{_shown(place)} was a separate mount when the kernel was saved, and is now part of another mount"
             for place in sorted({*mounts} - now)
         ]
     return spec, reasons
@@ -99,17 +99,19 @@ def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple
         if now is None:
             setting = "working_folder" if place == cwd else "mounts"
             reasons.append(
-                f"{_shown(place)} was mounted when it was saved, and is not in the present configuration "
+                f"{_shown(place)} was mounted when the kernel was saved, and is not in the present configuration "
                 f"(the setting {setting} can add it)"
             )
         elif bool(now.source) != bool(mount.source):
             kinds = ("a private folder in memory", "a folder or file of the host")
             was, is_now = kinds[bool(mount.source)], kinds[bool(now.source)]
-            reasons.append(f"{_shown(place)} was {was} when it was saved, and is {is_now} in the present configuration")
+            reasons.append(
+                f"{_shown(place)} was {was} when the kernel was saved, and is {is_now} in the present configuration"
+            )
         else:
             found[place] = now
     reasons += [
-        f"{_shown(place)} must be protected from the kernel now, and was not when it was saved"
+        f"{_shown(place)} must now be protected from the kernel, but was not protected when the kernel was saved"
         for place, mount in allowed.items()
         if place not in found and _protects(mount, innermost(place, found.values()))
     ]

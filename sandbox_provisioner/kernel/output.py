@@ -32,7 +32,7 @@ BURST = 200
 """Lines that may come at once, such as a traceback."""
 LINES_PER_SECOND = 10
 NOTICE_EVERY = 1.0
-"""Minimum seconds between two lines that report how many were dropped."""
+"""Minimum seconds between two reports of the number of dropped lines."""
 PARTIAL = 0.5
 """Seconds after which an unfinished line is logged."""
 

@@ -192,7 +192,7 @@ class ChannelRelay:
 
     @property
     def waited_for(self) -> bool:
-        """True while the kernel has not reacted to a request: ``called``, or received it and sent nothing since."""
+        """True while a request has no reaction: ``called``, or the kernel has sent nothing since it received one."""
         return self.sent > self.answered or self.called
 
     async def drained(self) -> None:

@@ -19,7 +19,8 @@ class SandboxSettings(LocalProvisioner):
 
     runsc = Unicode(
         config=True,
-        help="The runsc binary; empty looks on PATH and where `jupyter sandbox setup` puts it. "
+        help="Path of the runsc binary. If empty, runsc is searched on PATH and in the folder where `jupyter sandbox "
+        "setup` installs it. "
         "Environment: SANDBOX_RUNSC",
     )
     mounts = config.setting(

@@ -68,7 +68,7 @@ class LocalAttempt:
             raise _unusable(self._path, error) from error
 
     def ask(self) -> None:
-        """Lock the waiter's file, unless it is already locked by this or another attempt. Raises StorageError."""
+        """Become the waiter: lock the waiter's file, unless another attempt has locked it. Raises StorageError."""
         try:
             if self._waiter_file is None or not self._waiter_file.in_place():
                 self.withdraw()

@@ -39,7 +39,7 @@ async def prepare(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, Any
     except BaseException as error:
         await asyncio.shield(sandbox.connection.call_hook(AFTER_RESTORE))
         if isinstance(error, TimeoutError):
-            raise UnsaveableError(sandbox.sandbox_id, ["it did not report its files in use in time"]) from error
+            raise UnsaveableError(sandbox.sandbox_id, ["it did not report in time which files it uses"]) from error
         raise
 
 

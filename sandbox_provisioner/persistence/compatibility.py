@@ -147,7 +147,7 @@ def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> lis
                 size = os.fstat(file).st_size
                 budget.spend(size, used.sampled, mount.writable)
                 same = size == used.size and digests.of(file, used.sampled) == used.digest
-                return None if same else f"{shown(path)} is not the same as it was"
+                return None if same else f"{shown(path)} has changed since the sandbox was saved"
         except FileNotFoundError:
             return f"{shown(path)} is not there"
         except OSError as error:

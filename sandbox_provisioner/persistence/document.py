@@ -63,7 +63,7 @@ class Document:
     async def create(
         cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, first: GCSSandboxMetadata
     ) -> Document:
-        """Write the first document, with the lease's token. Raises SandboxExistsError if a document exists."""
+        """Write the first document, with the lease's token, and return it. Raises SandboxExistsError."""
         with_token = replace(first, tenancy=_tenancy(lease))
 
         def encode_and_write() -> ObjectInfo:

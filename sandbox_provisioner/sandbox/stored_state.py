@@ -196,7 +196,7 @@ class StoredState:
             if task and task.cancelling():
                 self._inventory.cancel()
                 raise
-            raise SandboxError(f"Sandbox {self._sandbox_id} did not report its files in use in time.") from None
+            raise SandboxError(f"Sandbox {self._sandbox_id} did not report in time which files it uses.") from None
         finally:
             self._inventory = None
 

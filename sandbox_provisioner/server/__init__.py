@@ -1,6 +1,6 @@
 """The Jupyter Server extension: kernel manager, REST API, events and metrics.
 
-- ``app``: load the extension; ``kernel_manager``: culling, stopping and reopening of kernels
+- ``app``: load the extension; ``kernel_manager``: culling and stopping of kernels
 - ``kernel_websocket``: websockets that share their kernel_info requests
 - ``handlers``: HTTP; ``openapi``: validation against openapi.yaml; ``problem_details``: errors as RFC 9457
 - ``service``, ``creation``: the operations of the REST API, by ``operationId``; ``queries``: find and list sandboxes

@@ -203,7 +203,7 @@ class EventsHandler(StreamHandler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
-        """Handle ``stream_events``."""
+        """Stream the events of this server's sandboxes (operation ``stream_events``)."""
         self.query()
         await self.stream("text/event-stream", self._events())
 
@@ -222,7 +222,7 @@ class ExecuteHandler(StreamHandler):
     @web.authenticated
     @authorized(action="execute")  # type: ignore[untyped-decorator]
     async def post(self, id: str) -> None:
-        """Handle ``execute_in_sandbox``."""
+        """Execute a command in a sandbox and stream its output (operation ``execute_in_sandbox``)."""
         body = self.body()
         execution = await self.sandboxes.execute_in_sandbox(id, body["command"], body.get("cwd"))
         try:

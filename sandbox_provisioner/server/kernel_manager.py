@@ -68,9 +68,9 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         "SANDBOX_HIBERNATE_DEADLINE",
         Float(
             60.0,
-            help="Seconds that a stopping server has to save its persistent kernels. Kernels that take longer continue "
-            "to run, and the next server saves them. A kernel that does not answer within a third of this time is "
-            "saved without its answer.",
+            help="Maximum seconds that a stopping server spends on saving its persistent kernels. Kernels that take "
+            "longer continue to run, and the next server saves them. A kernel that has not prepared for the save "
+            "(hooks, list of the files in use) within a third of this time is saved without this preparation.",
         ),
     )
 

@@ -91,7 +91,7 @@ class ServerKernels:
         return found
 
     def get(self, kernel_id: str) -> Live:
-        """Return a kernel. Raises SandboxNotFoundError if it has ended or moved."""
+        """Return the kernel with this id. Raises SandboxNotFoundError if it has ended or moved to another server."""
         found = next((live for live in self.live() if live.kernel_id == kernel_id), None)
         if found is None:
             raise SandboxNotFoundError(kernel_id, "this server's list")

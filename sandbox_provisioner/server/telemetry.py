@@ -72,7 +72,9 @@ def _show_log(server_log: logging.Logger) -> None:
 
 
 def _emit_events(logger: EventLogger, loop: IOLoop) -> None:
-    """Emit events on the server's loop, because their listeners run there, until that loop is closed."""
+    """Subscribe to the event bus until the server's ``loop`` is closed, and emit each event on that loop.
+
+    The listeners run on that loop."""
 
     def emit(entry: Entry) -> None:
         if loop.asyncio_loop.is_closed():  # type: ignore[attr-defined]
@@ -96,7 +98,9 @@ def event(entry: Entry) -> dict[str, Any]:
 
 
 class _Sandboxes(Collector):
-    """Collector of the gauges of this process's sandboxes. Runs in the thread of the server that is scraped."""
+    """Collector of the gauges for the sandboxes of all servers in this process.
+
+    Runs in the thread of the server that received Prometheus's request."""
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges. Called by prometheus_client for each scrape."""

@@ -338,15 +338,15 @@ def _unusable_key(sandboxes: Persistence, name: str, ids: Sequence[str]) -> Chec
     try:
         sandboxes.stores.signer.require_usable_key()
     except ConfigurationError as error:
-        unproven = f" No saved sandbox can be proven to be yours. {_listed(ids)}" if ids else ""
+        unproven = f" Without a usable key, no saved sandbox can be proven to be yours. {_listed(ids)}" if ids else ""
         return Check(name, False, f"{error.problem}{unproven}", error.remedy)
     return None
 
 
 def _listed(ids: Sequence[str]) -> str:
     """Return a sentence without a full stop that lists the first MAX_LISTED ids."""
-    verb = "They are" if len(ids) > 1 else "It is"
-    return f"{verb} {', '.join(ids[:MAX_LISTED])}{' and others' if len(ids) > MAX_LISTED else ''}"
+    label = "Sandboxes" if len(ids) > 1 else "Sandbox"
+    return f"{label}: {', '.join(ids[:MAX_LISTED])}{' and others' if len(ids) > MAX_LISTED else ''}"
 
 
 def print_table(checks: Sequence[Check], stream: TextIO) -> None:

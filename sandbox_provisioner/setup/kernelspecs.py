@@ -130,7 +130,11 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
                 f"There is no kernel named {name}.", f"These can be sandboxed: {', '.join(local) or 'none'}."
             )
         if name not in local:
-            raise SandboxError(f"Kernel {name} cannot be sandboxed: its provisioner is {found[name].provisioner}.")
+            raise SandboxError(
+                f"Kernel {name} cannot be sandboxed: the provisioner {found[name].provisioner} starts it, and only "
+                "kernels of Jupyter's local provisioner can be sandboxed.",
+                f"These can be sandboxed: {', '.join(local) or 'none'}.",
+            )
     wanted = [local[name] for name in dict.fromkeys(names)] or list(local.values())
     if not wanted:
         raise SandboxError("No kernel is installed here.", "Install one, such as Python's: `pip install ipykernel`.")

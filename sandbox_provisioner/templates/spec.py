@@ -61,7 +61,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Digest that identifies the template: of the recipe, and of the code, runsc and machine that it depends on."""
+        """Digest of the recipe, the code, the runsc and the machine, which identifies the template."""
         program = self.argv[0]  # the same interpreter may be named by different links
         facts = {
             **self.to_json(),

@@ -151,7 +151,7 @@ class WarmPool:
         folder, folder_ids, template = match.spec.carried, _folder_ids(match), match.template
         assert template is not None
         if folder is None or folder_ids is None:
-            raise SandboxError("The folder of the last start, or another folder that is mounted, is gone.")
+            raise SandboxError("The kernel's last folder, or another mounted folder, does not exist any more.")
         try:
             with match.shelf.using(template) as image:
                 await sandbox.start(image)

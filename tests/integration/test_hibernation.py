@@ -663,7 +663,7 @@ def test_wake_refused_after_mapped_file_changed(open_notebook: Open, notebook_fo
     notebook.run("import mmap; file = open('table', 'rb'); table = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)")
     notebook.hibernate()
     table.write_bytes(b"new" * 10000)
-    with pytest.raises(IncompatibleError, match="table is not the same as it was"):
+    with pytest.raises(IncompatibleError, match="table has changed since the sandbox was saved"):
         notebook.wake()
     table.write_bytes(b"old" * 10000)
     assert notebook.run("print(table[:3])") == "b'old'\n"

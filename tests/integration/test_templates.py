@@ -273,7 +273,7 @@ def test_folder_swapped_for_link_during_restore_is_not_mounted(
     swapping.write_text(f'#!/bin/sh\ncase "$*" in *" restore "*) {swap} ;; esac\nexec {runsc.path} "$@"\n')
     swapping.chmod(0o755)
     monkeypatch.setenv("SANDBOX_RUNSC", str(swapping))
-    with pytest.raises(Exception, match="was replaced by something else"):
+    with pytest.raises(Exception, match="was replaced while the start"):
         start_kernel(sandboxed(), cwd=str(work))
     assert os.listdir(secret) == ["key"]
 

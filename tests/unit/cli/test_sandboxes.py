@@ -509,7 +509,7 @@ def test_doctor_reports_unverified_sandboxes(keep: Keep, data: Path) -> None:
     (data / "sandbox" / "key").unlink()
     (missing,) = doctor.check_saved()
     ids = ", ".join(str(record.id) for record in kept.registry.list().records)
-    assert missing.finding == f"the key that signed the records of 3 sandboxes is missing. They are {ids}"
+    assert missing.finding == f"the key that signed the records of 3 sandboxes is missing. Sandboxes: {ids}"
     assert not (data / "sandbox" / "key").exists()
 
 

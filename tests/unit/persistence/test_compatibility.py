@@ -113,7 +113,7 @@ def test_upgraded_library_is_named(machine: Machine, recorded: dict[str, FilePri
     content = machine.library.read_bytes()
     for other in (content[:-1] + b"!", content + b"!", b""):
         machine.library.write_bytes(other)
-        assert machine.differences(recorded) == ["/env/lib.so is not the same as it was"]
+        assert machine.differences(recorded) == ["/env/lib.so has changed since the sandbox was saved"]
     machine.library.write_bytes(content)
     assert machine.differences(recorded) == []
 
@@ -140,14 +140,14 @@ def test_open_file_may_change_only_in_a_writable_folder(machine: Machine) -> Non
     machine.data.write_text("after")
     assert machine.differences(recorded) == []
     notes.write_text("after")
-    assert machine.differences(recorded) == ["/env/notes is not the same as it was"]
+    assert machine.differences(recorded) == ["/env/notes has changed since the sandbox was saved"]
 
 
 def test_only_private_mappings_need_the_same_bytes(machine: Machine) -> None:
     private = machine.examine(("/work/data.csv", "mapped", ""), ("/work/data.csv", "open", ""))
     shared = machine.examine(("/work/data.csv", "open", ""), ("/work/data.csv", "shared", ""))
     machine.data.write_text("after")
-    assert machine.differences(private) == ["/work/data.csv is not the same as it was"]
+    assert machine.differences(private) == ["/work/data.csv has changed since the sandbox was saved"]
     assert machine.differences(shared) == []
 
 
@@ -318,12 +318,12 @@ def test_large_files_are_sampled_only_in_writable_folders(machine: Machine, monk
         with (machine.folder / folder / "big").open("r+b") as file:
             file.seek(between)
             file.write(b"y")
-    assert machine.differences(recorded) == ["/env/big is not the same as it was"]
+    assert machine.differences(recorded) == ["/env/big has changed since the sandbox was saved"]
     for folder in ("work", "env"):
         sparse(machine.folder / folder / "big", 20 << 20, (20 << 20) - 1)
     assert len(machine.differences(recorded)) == 2
     sparse(machine.folder / "work" / "big", 21 << 20)
-    assert "/work/big is not the same as it was" in machine.differences(recorded)
+    assert "/work/big has changed since the sandbox was saved" in machine.differences(recorded)
 
 
 def test_hashing_ends_when_given_up(machine: Machine) -> None:
