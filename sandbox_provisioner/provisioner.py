@@ -106,8 +106,8 @@ class SandboxProvisioner(KernelOperations):
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Kill a hibernated kernel instead of waking it. Called by KernelManager when it has sent a shutdown request.
 
-        A kernel that moved to another server is not restarted here automatically. After this request of a user, it may
-        be started here again.
+        If the kernel moved to another server, automatic restarts here are refused until a user requests a restart or a
+        shutdown.
         """
         self._moved = ""
         if self._launched and self._kernel.asleep:
@@ -276,8 +276,8 @@ class SandboxProvisioner(KernelOperations):
     def _report_oversized(self, channel: str) -> None:
         """Log that a message was dropped. Called by the relay in the I/O thread."""
         self.log.warning(
-            "Kernel %s: a message on %s with more than max_message_size (%d bytes) was not passed on. Set "
-            "SandboxProvisioner.max_message_size or SANDBOX_MAX_MESSAGE_SIZE to allow it.",
+            "Kernel %s: a message on %s was larger than max_message_size (%d bytes), so the client's connection was "
+            "closed. Increase SandboxProvisioner.max_message_size or SANDBOX_MAX_MESSAGE_SIZE to allow it.",
             self.kernel_id,
             channel,
             self.max_message_size,

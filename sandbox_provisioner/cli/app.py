@@ -1,4 +1,4 @@
-"""Parse and run ``jupyter sandbox``, with its commands ``setup`` and ``doctor``."""
+"""Parse and run ``jupyter sandbox``. Its commands ``setup`` and ``doctor`` are implemented here."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--idle-timeout",
         type=float,
         metavar="SECONDS",
-        help="hibernate a notebook's kernel after so many seconds without a running cell; 0 for never; default for a "
-        f"new kernel: {kernelspecs.DEFAULTS['idle_timeout']:g}",
+        help="hibernate a notebook's kernel after SECONDS without a running cell; 0 disables this; default for a newly "
+        f"installed kernel: {kernelspecs.DEFAULTS['idle_timeout']:g}",
     )
     setup.add_argument(
         "--remove",

@@ -33,12 +33,12 @@ def ids(prefix: str, **_: Any) -> dict[str, str]:
 
 
 def savepoints(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
-    """Return the savepoints with this prefix of the sandbox on the command line. Called by argcomplete."""
+    """Return the savepoints of the sandbox on the command line that begin with ``prefix``. Called by argcomplete."""
     return _names(prefix, parsed_args, lambda storage, record: storage.summarise(record).savepoints)
 
 
 def snapshots(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
-    """Return the file snapshots with this prefix of the sandbox on the command line. Called by argcomplete."""
+    """Return the sandbox's file snapshots that begin with ``prefix``. Called by argcomplete."""
     return _names(prefix, parsed_args, Persistence.snapshots)
 
 

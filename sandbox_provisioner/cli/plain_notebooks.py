@@ -43,13 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``jupyter sandbox allow-plain`` and return its exit status."""
     notebooks = SandboxedNotebooks()
     if arguments.notebook:
-        entry = _find(notebooks, arguments.notebook)
+        path, entry = _find(notebooks, arguments.notebook)
         kernel = "" if arguments.revoke else arguments.kernel or entry.refused
         if not kernel and not arguments.revoke:
             problem = f"No kernel was refused for {entry.notebook}, so --kernel has no default."
             raise UnknownKernelError(problem, "Name the kernel to allow with --kernel NAME.")
-        notebooks.allow(entry.notebook, kernel)
-        _report(entry.notebook, kernel, arguments.json)
+        if arguments.revoke:
+            notebooks.revoke(path)
+        else:
+            notebooks.allow(path, kernel)
+        _report(path, kernel, arguments.json)
         return 0
     allowed = [PlainNotebook(entry.notebook, entry.allowed) for entry in notebooks.entries() if entry.allowed]
     if arguments.json:
@@ -61,14 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _find(notebooks: SandboxedNotebooks, wanted: str) -> SandboxedNotebook:
-    """Return the entry of a notebook, by its path, or by the end of its path. Raises UnknownNotebookError."""
-    if entry := notebooks.find(os.path.abspath(wanted)):
-        return entry
+def _find(notebooks: SandboxedNotebooks, wanted: str) -> tuple[str, SandboxedNotebook]:
+    """Return the path and the entry of a notebook, by its path or the end of its path. Raises UnknownNotebookError."""
+    path = os.path.abspath(wanted)
+    if entry := notebooks.find(path):
+        return path, entry
     end = f"/{os.path.normpath(wanted).lstrip('/')}"
     found = [entry for entry in notebooks.entries() if entry.notebook.endswith(end)]
     if len(found) == 1:
-        return found[0]
+        return found[0].notebook, found[0]
     if found:
         paths = ", ".join(entry.notebook for entry in found)
         raise UnknownNotebookError(f"{wanted!r:.200} matches several notebooks: {paths}.", "Give one of these paths.")

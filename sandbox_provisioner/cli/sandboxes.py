@@ -205,7 +205,7 @@ def _preview(reached: Reach, stale: Sequence[Found], arguments: argparse.Namespa
 
 
 def _refusal(reached: Reach, found: Found, unverified: bool) -> SandboxError | None:
-    """Return the error for which this process would refuse the deletion; None if a server deletes the sandbox."""
+    """Return the error, if any, with which this process refuses the deletion; None if a server deletes the sandbox."""
     if found.server:
         return None
     assert reached.storage and found.record

@@ -82,7 +82,7 @@ def configuration() -> Config:
 def _sandboxed() -> list[str]:
     names = [name for name, kernel in kernelspecs.kernels().items() if kernel.sandboxed]
     if not names:
-        raise SandboxError("No sandboxed kernel is installed.", "`jupyter sandbox setup` installs them.")
+        raise SandboxError("No sandboxed kernel is installed.", "Run `jupyter sandbox setup` to install it.")
     return names
 
 

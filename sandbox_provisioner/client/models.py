@@ -73,7 +73,7 @@ def decode(kind: type[T], value: Any) -> T:
     try:
         made: T = _decode(kind, value)
     except (TypeError, ValueError, LookupError) as error:
-        raise AnswerError(f"not a {kind.__name__}, {error}") from error
+        raise AnswerError(f"it does not match {kind.__name__}: {error}") from error
     return made
 
 

@@ -1,7 +1,7 @@
 """Define replacements for the functions of os, shutil and others that Jupyter Server's contents managers call.
 
 The replacements take the same path strings and act through the ``Beneath`` of the innermost folder that was registered
-with ``guard``. Paths outside of all these folders are refused.
+with ``guard``. Paths outside of these folders are refused, except in the private folder for checkpoints.
 """
 
 from __future__ import annotations

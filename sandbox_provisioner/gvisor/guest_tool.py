@@ -80,7 +80,9 @@ class GuestTool:
             status = await self._process.wait()
         message = printable(bytes(self._stderr))
         if status:
-            raise GuestError(f"{self._task} failed in the sandbox: {message or f'it exited with status {status}'}.")
+            raise GuestError(
+                f"{self._task} failed in the sandbox: {message or f'the helper exited with status {status}'}."
+            )
         return message
 
     @asynccontextmanager

@@ -36,7 +36,10 @@ def homes() -> set[str]:
 
 
 def hidden(path: str) -> bool:
-    """Return True if ``path`` is in a folder of a home whose name begins with a dot, except those in OPEN_PARTS."""
+    """Return True if ``path`` is, or lies in, an entry of a home that begins with a dot.
+
+    Entries in OPEN_PARTS are not hidden, except for the folders .local and .local/share themselves.
+    """
     for home in homes():
         if within(path, home) and path != home:
             parts = Path(path).relative_to(home).parts

@@ -155,8 +155,8 @@ class Pause:
                 return waited
             step = waited
             log.warning(
-                "Sandbox %s has not answered for %d seconds. It is not saved, so the server waits. If this lasts, "
-                "stop the server, which saves it as it is, or restart its kernel, which loses its state",
+                "Sandbox %s has not answered for %d seconds, so its state could not be saved yet. The server keeps "
+                "waiting. Stop the server to save the present state, or restart the kernel to give that state up",
                 self.sandbox_id,
                 waited,
             )

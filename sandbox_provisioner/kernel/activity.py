@@ -11,6 +11,7 @@ import asyncio
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ CONTROL_TYPES = frozenset(
 OBSERVING = frozenset({"usage_request"})
 """Requests that only observe a kernel: they do not wake it and do not count as activity."""
 MAX_REQUESTS = 4096
+MAX_ON_CONTROL = 256
+"""Maximum number of requests on the control channel whose ids are remembered."""
 MAX_SAVED = 64
 """Maximum number of requests that are recorded with a checkpoint."""
 MAX_ID = 200
@@ -58,6 +61,7 @@ class KernelActivity:
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
+        self._on_control: deque[str] = deque(maxlen=MAX_ON_CONTROL)
         self._holds: dict[str, float] = {}
         self._last = 0
         self.executions: set[object] = set()
@@ -73,6 +77,10 @@ class KernelActivity:
         if str(header.get("msg_type", "")).endswith("_request"):
             self._add(header)
 
+    def requested_on_control(self, header: Mapping[str, Any]) -> None:
+        """Record a request that a client sent on the control channel: its statuses will change nothing."""
+        self._on_control.append(str(header.get("msg_id", ""))[:MAX_ID])
+
     def replied(self, parent: Mapping[str, Any]) -> None:
         """Record the reply to a request on the shell channel."""
         self._end(parent)
@@ -81,7 +89,7 @@ class KernelActivity:
         """Record a status that the kernel published for the request ``parent``."""
         if state == "idle":
             self._end(parent)
-        elif state == "busy" and parent.get("msg_type") not in CONTROL_TYPES:
+        elif state == "busy" and not self._is_on_control(parent):
             self._add(parent)
 
     def reset(self, saved: Mapping[str, Any] | None = None) -> None:
@@ -123,6 +131,10 @@ class KernelActivity:
         self._last += 1
         subshell = subshell[:MAX_ID] if isinstance(subshell, str) else ""
         self._requests[msg_id[:MAX_ID]] = Request(self._last, msg_type[:MAX_ID], subshell, time.time())
+
+    def _is_on_control(self, parent: Mapping[str, Any]) -> bool:
+        """Return True for a request on the control channel; on an encrypted connection, only its type is known."""
+        return parent.get("msg_type") in CONTROL_TYPES or str(parent.get("msg_id", ""))[:MAX_ID] in self._on_control
 
     def _end(self, parent: Mapping[str, Any]) -> None:
         """Remove a request that has ended, and earlier requests of the same subshell, except cells.

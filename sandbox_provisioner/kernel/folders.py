@@ -52,7 +52,7 @@ def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Moun
     except ConfigurationError as error:
         if wanted:
             raise
-        settings.log.warning("The kernel gets an empty home of its own, not the server's folder. %s", error.problem)
+        settings.log.warning("The kernel gets an empty home of its own, not the server's folder. %s", error)
         return None
     if folder.source in map(os.path.realpath, sys.path):
         settings.log.warning(
@@ -91,7 +91,7 @@ def list_file() -> Path:
 
 
 def protected_file() -> Path:
-    """Return the path of the list of environments and other folders that kernels saw as read-only."""
+    """Return the path of the list of read-only mounts inside folders that kernels could write to."""
     return list_file().with_name("protected-folders")
 
 

@@ -372,8 +372,9 @@ def _require_same_keys(handle: SandboxHandle, savepoint: str) -> None:
     saved = handle.metadata.savepoint(savepoint).contents
     if saved.get("connection") != handle.contents.get("connection"):
         raise SandboxError(
-            f"Savepoint {savepoint} has other message keys than the running kernel: its clients could not connect.",
-            "Fork from it instead.",
+            f"Cannot rewind to savepoint {savepoint}: its message key differs from that of the running kernel, so the "
+            "connected clients could not use it.",
+            "Fork from the savepoint instead.",
         )
 
 

@@ -47,12 +47,18 @@ class MessageTracker:
         self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
 
     def from_client(self, data: bytes) -> int:
-        """Process the client's bytes. Return how many signed messages they have; if not ``readable``, all messages."""
+        """Process the client's bytes. Return how many messages in them count as requests.
+
+        These are the signed ones on a plain connection, and all that follow the handshake on an encrypted one. Until
+        the kernel has completed the handshake, nothing counts: the client may not have the key.
+        """
         self._signed = 0
         begun = self._requests.follow(data)
         if self._requests.ready and not self.identity:
             self.identity = identity(self._requests.ready)
-        return self._signed if self.readable else begun
+        if self.readable:
+            return self._signed
+        return begun if self._replies.handshake_done or not self._checked else 0
 
     def to_client(self, data: bytes) -> int:
         """Process bytes to the client; return how many messages begin in them. Raises MessageTooLargeError."""
@@ -82,6 +88,8 @@ class MessageTracker:
             self._relay.activity.requested(header)
             if isinstance(msg_id, str) and isinstance(kind, str) and kind.endswith("_request"):
                 self.unanswered.add(msg_id)
+        elif self._channel == "control":
+            self._relay.activity.requested_on_control(header)
 
     def _replied(self, header: Header, parent: Header) -> None:
         self._relay.activity.replied(parent)

@@ -225,7 +225,7 @@ class ClientConnection(asyncio.Protocol):
         return (self._stream.backlog if self._stream else 0) + (len(self._held.waiting) if self._held else 0)
 
     def held(self) -> bytes:
-        """Return the bytes after the client's handshake that the kernel has not received, even without a request."""
+        """Return the client's bytes after its handshake that the kernel has not received, with or without a request."""
         if self._held:
             return bytes(self._held.waiting[self._messages.handshake_size :])
         return self._stream.held() if self._stream else b""
@@ -350,7 +350,10 @@ class ClientConnection(asyncio.Protocol):
         self._uncredited = 0
 
     def _answer_heartbeat(self, data: bytes) -> None:
-        """Answer on the kernel's behalf. Stop reading from a client that does not read the answers."""
+        """Answer a heartbeat on the kernel's behalf, or close the connection if its data is invalid.
+
+        Stops reading from a client that does not read the answers.
+        """
         try:
             self._transport.write(self._heart.answer(data) if self._heart else data)
         except ValueError:

@@ -122,6 +122,11 @@ class Position:
         self._sink = sink
 
     @property
+    def handshake_done(self) -> bool:
+        """True if all commands of this side's encrypted handshake have passed."""
+        return self._commands >= HANDSHAKE
+
+    @property
     def between_messages(self) -> bool:
         """True if a message can begin now: after the handshake, and outside of any message."""
         return self._commands > 0 and not self._rest and not self._head and not self._more

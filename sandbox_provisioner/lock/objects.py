@@ -1,7 +1,7 @@
-"""Leases in any ObjectStore: for a folder that several machines have mounted.
+"""Keep leases in an ObjectStore, for a folder that several machines mount.
 
-Such a store has no reliable clock, so its times are never compared. Instead, a server that wants a lease observes, by
-its own clock, that the lease is not renewed for the whole lease time. Observations are kept for the next attempt.
+Such a store has no reliable clock, so its times are never compared. Instead, a server takes a lease only after it has
+observed, by its own clock, a full lease time without a renewal. Observations are kept for the next attempt.
 
 A lease is one object, its entry (see ``expiring``). A renewal writes a second object, the entry's beat, whose name
 contains the generation of the entry. A late renewal therefore cannot affect a newer lease.

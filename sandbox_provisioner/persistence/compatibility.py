@@ -80,11 +80,14 @@ async def inventory(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, F
     Raises GuestError if the guest sends no valid list, or one that is too long.
     """
     text = bytearray()
-    async with GuestTool.run(sandbox, "The list of files in use", "open_files.py") as tool:
+    async with GuestTool.run(sandbox, "Listing the files in use", "open_files.py") as tool:
         async for piece in tool.output():
             text += piece
             if len(text) > MOST_TEXT:
-                raise GuestError(f"The sandbox's list of files in use is longer than {MOST_TEXT:,} bytes.")
+                raise GuestError(
+                    f"The sandbox uses too many files: their list is longer than {MOST_TEXT:,} bytes. Close files "
+                    "or end processes in it, then try again."
+                )
         await tool.finish()
     given_up = Event()
     try:
@@ -174,7 +177,7 @@ def to_json(prints: Prints) -> dict[str, Any]:
 
 
 def from_json(document: object) -> dict[str, FilePrint]:
-    """Return the files in use that ``to_json`` wrote, by path. Raises MetadataError if they are malformed."""
+    """Return the files in use, by path, from the JSON of ``to_json``. Raises MetadataError if it is malformed."""
     if not isinstance(document, Mapping) or len(document) > MOST_FILES:
         raise MetadataError("The list of files in use is invalid.")
     return {_checked_path(path): _checked(path, value) for path, value in document.items()}

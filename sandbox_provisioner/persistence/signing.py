@@ -181,5 +181,6 @@ def _unusable(path: Path, problem: str) -> ConfigurationError:
         f"The key {path}, which signs stored documents, cannot be used: {problem}.",
         "Restore it from a backup: saved sandboxes are signed with it. Without a backup, remove the file, so that a "
         "new key is made. Then delete each saved sandbox with `jupyter sandbox delete --unverified ID`; or, if nobody "
-        "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open those to keep.",
+        "else can write to the storage, start the server once with SANDBOX_TRUST_STORAGE=1 and open the sandboxes to "
+        "keep.",
     )

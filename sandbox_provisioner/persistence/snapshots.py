@@ -69,7 +69,7 @@ async def load(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox) -> 
     store = storage.store
     artifact = await asyncio.to_thread(manifest, storage, below)
     if artifact is None:
-        raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
+        raise SnapshotNotFoundError(f"There is no complete snapshot {below.rstrip('/')} in {store.where}.")
     if FILE not in artifact.files:
         raise CorruptObjectError(store.where, below + MANIFEST, f"it does not list {FILE}")
     async with staging(storage.staging) as folder:
@@ -80,7 +80,7 @@ async def load(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox) -> 
 def delete(store: ObjectStore, below: str) -> None:
     """Delete the snapshot with the prefix ``below``, its manifest first. Blocks. Raises SnapshotNotFoundError."""
     if not store.delete(below + MANIFEST):
-        raise SnapshotNotFoundError(f"There is no snapshot {below} in {store.where}.")
+        raise SnapshotNotFoundError(f"There is no complete snapshot {below.rstrip('/')} in {store.where}.")
     store.delete_all(below)
 
 
@@ -155,7 +155,7 @@ async def unpack(sandbox: GVisorSandbox, source: Path) -> None:
 
 async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
     check, size = TarCheck(), 0
-    async with GuestTool.run(sandbox, "The snapshot", "archive.py", "create", *_places(sandbox.spec)) as tool:
+    async with GuestTool.run(sandbox, "Packing the snapshot", "archive.py", "create", *_places(sandbox.spec)) as tool:
         try:
             async for data in tool.output():
                 size += len(data)
@@ -210,4 +210,4 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 def _log(sandbox: GVisorSandbox, problems: str) -> None:
     if problems:
-        logger.warning("A snapshot of sandbox %s is not complete: %s", sandbox.sandbox_id, problems)
+        logger.warning("Some files of a snapshot were left out in sandbox %s: %s", sandbox.sandbox_id, problems)

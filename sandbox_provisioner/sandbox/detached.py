@@ -11,7 +11,6 @@ from ..errors import (
     LeaseHeldError,
     MetadataError,
     ObjectNotFoundError,
-    SandboxError,
     SandboxExistsError,
     SandboxNotFoundError,
     SignatureError,
@@ -287,7 +286,7 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Ch
     async with borrowed(sandbox_id, stores, owner) as document:
         previous = document.metadata.previous
         if previous is None:
-            raise SandboxError(f"Sandbox {sandbox_id} has no previous checkpoint.")
+            raise StateError(sandbox_id, "revert", "it has no previous checkpoint")
         await sign(document, stores)
         savepoint = f"before-revert-{checkpoints.new_name()}"
         await document.change(lambda current: current.reverted(savepoint))

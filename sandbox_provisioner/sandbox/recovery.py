@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LeaseHeldError, SandboxError, SandboxNotFoundError
+from ..gvisor.bundle import BundleSpec
+from ..gvisor.mounts import require_itself, unlinked, within
 from ..gvisor.runsc import Runsc
 from ..gvisor.runtime_dir import RuntimeFolder, scan
 from ..lock.base import Owner
@@ -161,8 +164,12 @@ class Recovery:
             await handle.save()
 
     async def _record_files(self, note: Note) -> None:
-        """Restore and save the sandbox again to record the files it depends on, which an orphan cannot report."""
+        """Restore and save the sandbox again to record the files it depends on, which an orphan cannot report.
+
+        Does nothing but log if a kernel may have replaced one of the mounted folders by a link since the sandbox began.
+        """
         try:
+            await control(_require_unlinked, note.spec)
             handle = await SandboxHandle.attach_persistent(
                 note.sandbox_id, note.spec, self.runsc, self.stores, self.owner(), note.platform
             )
@@ -175,6 +182,17 @@ class Recovery:
             log.warning(
                 "Sandbox %s is saved, but the files that it depends on are not recorded: %s", note.sandbox_id, error
             )
+
+
+def _require_unlinked(spec: BundleSpec) -> None:
+    """Raise ConfigurationError if a link that a kernel may have made now leads a mount out of its folder. Blocks."""
+    mounts = [mount for mount in (*spec.mounts, spec.carried) if mount and mount.source]
+    writable = [mount.source for mount in mounts if mount.writable]
+    for mount in mounts:
+        if mount.writable:
+            require_itself(mount)
+        elif not any(within(os.path.realpath(mount.source), folder) for folder in writable):
+            unlinked(mount, writable, "mounts")
 
 
 _in_progress: dict[tuple[str, str], Future[None]] = {}

@@ -43,6 +43,10 @@ class SandboxedNotebook:
     """Time at which ``prune`` first missed the file; 0 if it exists."""
 
 
+Replaced = Mapping[str, tuple[SandboxedNotebook | None, int]]
+"""The entries that were replaced, None for new ones, each with the generation of its replacement, by object name."""
+
+
 class SandboxedNotebooks:
     """The entries in ``folder``, by default in the user's own data folder. Paths are absolute.
 
@@ -54,12 +58,12 @@ class SandboxedNotebooks:
         self._folder = folder or own_folder() / FOLDER
         self._store = LocalStore(self._folder)
 
-    def record(self, paths: Iterable[str]) -> Mapping[str, int]:
+    def record(self, paths: Iterable[str]) -> Replaced:
         """Record that notebooks run in a sandbox. This revokes the user's permission for kernels without a sandbox.
 
-        Return the new entries, for ``withdraw``.
+        Return the entries before, for ``withdraw``.
         """
-        new = {}
+        replaced = {}
         for path in _spellings(paths):
             while True:
                 known, generation = self._read(_name(path))
@@ -68,15 +72,17 @@ class SandboxedNotebooks:
                 except ConflictError:
                     continue
                 break
-            if not known:
-                new[_name(path)] = written.generation
-        return new
+            replaced[_name(path)] = known, written.generation
+        return replaced
 
-    def withdraw(self, new: Mapping[str, int]) -> None:
-        """Delete entries that ``record`` made, because the start failed, unless they were written again meanwhile."""
-        for name, generation in new.items():
+    def withdraw(self, replaced: Replaced) -> None:
+        """Undo ``record``, because the start failed, for the entries that were not written again meanwhile."""
+        for name, (before, generation) in replaced.items():
             with suppress(ConflictError):
-                self._store.delete(name, generation)
+                if before:
+                    self._store.write(name, _encode(before), generation)
+                else:
+                    self._store.delete(name, generation)
 
     def refused(self, path: str, kernel_name: str, can_allow: bool = True) -> bool:
         """Return True if a notebook ran in a sandbox and this kernel is not allowed for it, and record the refusal.

@@ -145,7 +145,7 @@ class Creation:
         server does not have the kernel of ``before``.
         """
         names = await self._kernels.names()
-        remedy = f"Sandboxed kernels: {', '.join(names)}." if names else "`jupyter sandbox setup` installs them."
+        remedy = f"Sandboxed kernels: {', '.join(names)}." if names else "Run `jupyter sandbox setup` to install one."
         known = before.kernel_name if before else ""
         name = requested or known or next(iter(names), "")
         if known and name != known:

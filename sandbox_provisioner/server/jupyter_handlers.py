@@ -19,6 +19,8 @@ from .plain_kernels import PlainKernelGuard
 
 WIDTH = 80
 """Characters of a line of a refusal, because JupyterLab's dialog does not wrap lines."""
+NO_BREAK = "\0"
+"""Stands for a space at which a line must not be broken. ``printable`` removes it from names."""
 
 
 class StartHandler(APIHandler):
@@ -42,7 +44,7 @@ class StartHandler(APIHandler):
         self.set_status(problem["status"])
         text = str(cause)
         if isinstance(cause, PlainKernelError):
-            text = fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+            text = _in_lines(text)
         known = {"message": text, "reason": problem["title"], "traceback": ""}
         self.finish(json.dumps({**known, **problem}), set_content_type=problem_details.MEDIA_TYPE)
 
@@ -52,6 +54,12 @@ class StartHandler(APIHandler):
             self.log.warning("%s", exc_info[1])
         else:
             super().log_exception(*exc_info)
+
+
+def _in_lines(text: str) -> str:
+    """Wrap a text for JupyterLab's dialogs. Commands in backticks stay in one line, so that they can be copied."""
+    unbroken = re.sub("`[^`]*`", lambda command: command[0].replace(" ", NO_BREAK), text)
+    return fill(unbroken, WIDTH, break_long_words=False, break_on_hyphens=False).replace(NO_BREAK, " ")
 
 
 class KernelsHandler(StartHandler, MainKernelHandler):

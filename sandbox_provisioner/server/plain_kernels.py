@@ -13,7 +13,7 @@ import asyncio
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import cached_property, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -29,7 +29,7 @@ from ..errors import BadRequestError, PlainKernelError, SandboxError
 from ..gvisor.mounts import within
 from ..provisioner import SandboxProvisioner
 from ..sandbox.model import PlainNotebook, PlainNotebooks
-from ..sandbox.sandboxed_notebooks import SandboxedNotebooks
+from ..sandbox.sandboxed_notebooks import Replaced, SandboxedNotebooks
 from .kernel_manager import is_sandboxed
 
 P = ParamSpec("P")
@@ -82,16 +82,16 @@ class PlainKernelGuard(LoggingConfigurable):
 
         @wraps(start_kernel)
         async def guarded_start(**kwargs: Any) -> Any:
-            name, session = kwargs.get("kernel_name"), (kwargs.get("env") or {}).get("JPY_SESSION_NAME", "")
+            name = kwargs.get("kernel_name")
             files = self._files(kwargs.get("path"), _session_path.get())
-            files += [session] if os.path.isabs(session) else self._files(session)
+            files += self._session_files((kwargs.get("env") or {}).get("JPY_SESSION_NAME", ""))
             if not await self._require_allowed(name, files):
                 return await ensure_async(start_kernel(**kwargs))
-            new = await self._record(files)
+            replaced = await self._record(files)
             try:
                 return await ensure_async(start_kernel(**kwargs))
             except BaseException:
-                await asyncio.to_thread(self.notebooks.withdraw, new)
+                await asyncio.to_thread(self.notebooks.withdraw, replaced)
                 raise
 
         self._kernels.start_kernel = guarded_start
@@ -194,7 +194,7 @@ class PlainKernelGuard(LoggingConfigurable):
     def _relative(self, file: str) -> str:
         return os.path.relpath(file, self._root)
 
-    async def _record(self, files: Iterable[str]) -> Mapping[str, int]:
+    async def _record(self, files: Iterable[str]) -> Replaced:
         """Record notebooks that run in a sandbox. If that fails, only log a warning, so that the kernel can start."""
         try:
             return await self.call(self.notebooks.record, list(filter(_is_document, files)))
@@ -216,6 +216,14 @@ class PlainKernelGuard(LoggingConfigurable):
 
     def _files(self, *paths: str | None) -> list[str]:
         return list(dict.fromkeys(file for path in paths if path for file in self.files(path)))
+
+    def _session_files(self, session: str) -> list[str]:
+        """Return the absolute paths that a session's name may mean: a path, often below the unresolved root folder."""
+        if not session:
+            return []
+        root = os.path.abspath(str(self.parent.root_dir))
+        file = os.path.join(root, session)
+        return self.files(os.path.relpath(file, root)) if within(file, root) else [file]
 
     def files(self, path: str) -> list[str]:
         """Return the absolute paths that a request's path may mean: with and without a leading name of a drive."""

@@ -344,7 +344,7 @@ def _unusable_key(sandboxes: Persistence, name: str, ids: Sequence[str]) -> Chec
 
 
 def _listed(ids: Sequence[str]) -> str:
-    """Return a sentence without a full stop that lists the first MAX_LISTED ids."""
+    """Return a phrase such as "Sandboxes: a, b and others" that lists at most MAX_LISTED ids."""
     label = "Sandboxes" if len(ids) > 1 else "Sandbox"
     return f"{label}: {', '.join(ids[:MAX_LISTED])}{' and others' if len(ids) > MAX_LISTED else ''}"
 

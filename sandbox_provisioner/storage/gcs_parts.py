@@ -76,7 +76,7 @@ class PartWriter(io.RawIOBase):
         return len(data)
 
     def finish(self) -> tuple[int, int]:
-        """Write the buffer. Return the number and the CRC32C of all bytes received, also of those beyond the part."""
+        """Write the buffer. Return how many bytes were received, also beyond the part's end, and their CRC32C."""
         self._put()
         return self._position, self.sums.crc
 

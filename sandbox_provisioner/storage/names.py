@@ -22,8 +22,8 @@ def valid_name(where: str, name: str) -> str:
         raise StorageError(
             where,
             f"{name!r} is not a valid object name in {where}.",
-            f"A name has up to {LONGEST} characters: segments of letters, digits, '-', '_' and '.', joined by '/', "
-            "none of which begins with a dot.",
+            f"A name has up to {LONGEST} characters: segments of 1 to 255 letters, digits, '-', '_' and '.', "
+            "joined by '/'. No segment begins with a dot.",
         )
     return name
 

@@ -62,7 +62,7 @@ async def test_no_more_threads_than_allowed(few: Workers) -> None:
     assert len(names) <= 2
 
 
-async def test_cancelled_before_it_began_is_not_called(few: Workers) -> None:
+async def test_function_cancelled_before_it_begins_is_not_called(few: Workers) -> None:
     gate, called = threading.Event(), threading.Event()
     busy = [asyncio.create_task(few.run(gate.wait, LIMIT)) for _ in range(2)]
     waiting = asyncio.create_task(few.run(called.set))

@@ -240,9 +240,9 @@ async def test_slow_init_gets_time_to_resume(
         for number in range(LONG):  # the signal stops PID 1 before or during one of these checkpoints
             with suppress(UnresponsiveError):
                 await asyncio.wait_for(sandbox.copy(tmp_path / str(number)), LONG)
-            if "It is not saved, so the server waits" in caplog.text:
+            if "so its state could not be saved yet" in caplog.text:
                 break
-        assert "It is not saved, so the server waits" in caplog.text
+        assert "so its state could not be saved yet" in caplog.text
         assert sandbox.state == State.RUNNING
         hello = await sandbox.execute([sandbox.spec.python, "-I", "-c", "print('hello')"])
         assert (await asyncio.wait_for(hello.read(), LONG))[0] == b"hello\n"
@@ -265,7 +265,7 @@ async def test_server_stop_saves_a_stopped_init_during_a_savepoint(
         await stop_init(sandbox)
         copying = asyncio.create_task(sandbox.copy(tmp_path / "copy"))
         async with asyncio.timeout(LONG):
-            while "It is not saved, so the server waits" not in caplog.text:
+            while "so its state could not be saved yet" not in caplog.text:
                 await asyncio.sleep(0.05)
         sandbox.hurry()
         with pytest.raises(UnresponsiveError, match="did not stop its traffic"):

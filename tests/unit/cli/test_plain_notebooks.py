@@ -42,6 +42,18 @@ def test_named_kernel_is_allowed(notebooks: SandboxedNotebooks) -> None:
     assert not notebooks.refused("/nb/b/c.ipynb", "r")
 
 
+def test_link_to_another_notebook_is_not_allowed(
+    notebooks: SandboxedNotebooks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebooks.record([str(tmp_path / "evil.ipynb")])
+    (tmp_path / "innocent.ipynb").symlink_to("evil.ipynb")
+    command = ["allow-plain", str(tmp_path / "innocent.ipynb"), "--kernel", "python3"]
+    assert main(command) == ExitStatus.FAILED
+    assert f"it is {tmp_path / 'evil.ipynb'}" in capsys.readouterr().err
+    assert notebooks.refused(str(tmp_path / "evil.ipynb"), "python3")
+    assert main([*command, "--revoke"]) == 0
+
+
 def test_unknown_and_ambiguous_notebooks(notebooks: SandboxedNotebooks, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["allow-plain", "x.ipynb"]) == ExitStatus.MISSING
     notebooks.record(["/other/a.ipynb"])

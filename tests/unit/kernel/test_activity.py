@@ -313,6 +313,17 @@ def test_widget_message_counts_while_the_kernel_handles_it(activity: KernelActiv
     assert not activity.busy
 
 
+def test_control_request_does_not_end_the_callback_of_a_widget(activity: KernelActivity) -> None:
+    activity.published("busy", request("widget", "comm_msg"))
+    on_control = request("other", "kernel_info_request")
+    activity.requested_on_control(on_control)
+    for state in ("busy", "idle"):
+        activity.published(state, on_control)
+    assert activity.busy
+    activity.published("idle", request("widget", "comm_msg"))
+    assert not activity.busy
+
+
 def test_later_reply_ends_unanswered_request(activity: KernelActivity) -> None:
     activity.requested(request("ignored", "history_request"))
     activity.requested(CELL)

@@ -22,13 +22,14 @@ from sandbox_provisioner.kernel import relay as relay_module
 from sandbox_provisioner.kernel import relay_client
 from sandbox_provisioner.kernel.relay import CHANNELS, ChannelRelay
 from sandbox_provisioner.kernel.relay_client import peer_uid, trusted_peer
-from sandbox_provisioner.kernel.zmtp import FRAME_COST, GREETING, command, encode, ready
+from sandbox_provisioner.kernel.zmtp import FRAME_COST, GREETING, GREETING_SIZE, command, encode, ready
 from sandbox_provisioner.mux.connection import ConnectionState
 
 KEY = b"the kernel's key"
 SIGNING = (KEY, "hmac-sha256")
 CLIENT = GREETING + command(ready("shell").replace(b"ROUTER", b"DEALER"))
 KERNEL = GREETING + command(ready("shell"))
+CURVE = GREETING.replace(b"NULL\0", b"CURVE")
 
 
 class Kernel:
@@ -118,6 +119,34 @@ async def test_unsigned_messages_neither_count_nor_wake(
         connection._continue_traffic()
         await until(lambda: end.received[channel] == CLIENT + data[bad])  # it is still forwarded
         assert relay.sent == 0 and calls == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [bytes(100), bytes(GREETING_SIZE + 2), CURVE, CURVE + encode([b"x" * 100]), CURVE + command(b"") * 3],
+    ids=["zeros", "empty frame", "greeting", "message without handshake", "commands"],
+)
+async def test_connections_that_cannot_be_read_do_not_count_before_the_handshake(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, data: bytes
+) -> None:
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["shell"])
+        await client.send(data)
+        await until(lambda: end.received["shell"] == data)
+        assert relay.sent == 0 and not relay.activity.busy
+
+
+async def test_messages_on_an_encrypted_connection_count_after_the_handshake(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["shell"])
+        await client.send(CURVE + command(b"\x05HELLO") + command(b"\x08INITIATE"))
+        await until(lambda: bool(end.writers))
+        end.writers[0].write(CURVE + command(b"\x07WELCOME") + command(b"\x05READY"))
+        await client.receive(len(CURVE + command(b"\x07WELCOME") + command(b"\x05READY")))
+        await client.send(command(b"\x07MESSAGE an encrypted message"))
+        await until(lambda: relay.sent == 1)
 
 
 async def test_kernel_usage_requests_do_not_wake_the_kernel(
@@ -230,7 +259,7 @@ async def test_reconnected_client_replaces_its_old_connection(
         assert relay.activity.busy
 
 
-async def test_lingering_connections_are_bounded(
+async def test_number_of_lingering_streams_is_limited(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_module, "MAX_LINGERING", 2)

@@ -143,7 +143,7 @@ def test_open_file_may_change_only_in_a_writable_folder(machine: Machine) -> Non
     assert machine.differences(recorded) == ["/env/notes has changed since the sandbox was saved"]
 
 
-def test_only_private_mappings_need_the_same_bytes(machine: Machine) -> None:
+def test_in_a_writable_folder_only_private_mappings_need_the_same_bytes(machine: Machine) -> None:
     private = machine.examine(("/work/data.csv", "mapped", ""), ("/work/data.csv", "open", ""))
     shared = machine.examine(("/work/data.csv", "open", ""), ("/work/data.csv", "shared", ""))
     machine.data.write_text("after")

@@ -62,7 +62,7 @@ def refusal_of(data: bytes) -> UnreadableRecordError:
 
 
 @given(RECORDS)
-def test_record_survives_storage(record: SandboxRecord) -> None:
+def test_decoded_record_equals_the_encoded_one(record: SandboxRecord) -> None:
     assert records.decode(records.encode(record), record.id, "") == record
 
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from value_program import LONG, start_program, tell, until
 
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import SandboxError
-from sandbox_provisioner.gvisor.bundle import BundleSpec
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.runtime_dir import kill_processes, read_note, runtime_root, scan
 from sandbox_provisioner.sandbox.manager import SandboxManager
@@ -77,6 +78,22 @@ async def test_attach_saves_an_orphan_first(serve: Serve, spec: BundleSpec, runs
     handle = await manager.attach("a", spec)
     await manager.get("a").restore()
     assert await tell(handle, "get") == "a"
+
+
+@pytest.mark.runsc
+async def test_orphan_is_not_restored_into_a_folder_that_became_a_link(
+    serve: Serve, spec: BundleSpec, runsc: Runsc, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    shared.mkdir()
+    elsewhere.mkdir()
+    spec = replace(spec, mounts=(*spec.mounts, Mount(str(shared), "/shared", True)))
+    kill_server_with(spec, runsc, tmp_path / "storage", "a")
+    shared.rename(tmp_path / "moved")
+    shared.symlink_to(elsewhere)
+    (recovered,) = await serve().recover()
+    assert recovered.saved
+    assert f"a link now leads to {elsewhere}" in caplog.text
 
 
 @pytest.mark.runsc

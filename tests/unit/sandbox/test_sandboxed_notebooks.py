@@ -157,10 +157,20 @@ def test_forest_of_links_is_resolved_quickly(notebooks: SandboxedNotebooks, tmp_
 
 
 def test_entry_of_failed_start_is_withdrawn(notebooks: SandboxedNotebooks) -> None:
-    new = notebooks.record(["/nb/a.ipynb", "/nb/b.ipynb"])
-    assert notebooks.record(["/nb/b.ipynb"]) == {}  # another start
-    notebooks.withdraw(new)
+    replaced = notebooks.record(["/nb/a.ipynb", "/nb/b.ipynb"])
+    notebooks.record(["/nb/b.ipynb"])  # another start
+    notebooks.withdraw(replaced)
     assert paths(notebooks) == ["/nb/b.ipynb"]
+
+
+def test_permission_returns_after_a_failed_start(notebooks: SandboxedNotebooks) -> None:
+    notebooks.record(["/nb/a.ipynb"])
+    notebooks.allow("/nb/a.ipynb", "python3")
+    notebooks.withdraw(notebooks.record(["/nb/a.ipynb"]))
+    assert not notebooks.refused("/nb/a.ipynb", "python3")
+    notebooks.record(["/nb/a.ipynb"])  # this start succeeds
+    notebooks.withdraw(notebooks.record(["/nb/a.ipynb"]))
+    assert notebooks.refused("/nb/a.ipynb", "python3")
 
 
 def test_entry_of_missing_file_is_kept_for_a_time(notebooks: SandboxedNotebooks, tmp_path: Path) -> None:

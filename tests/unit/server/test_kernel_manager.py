@@ -115,7 +115,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_start_does_not_wait_for_other_orphans(serve: Serve, sandboxed: Sandboxed, storage: Path) -> None:
-    """Recovery cannot save the orphan while the test holds its lease, so it continues during the start."""
+    """Recovery cannot save the orphan while the test holds its lease, so recovery still runs during the start."""
     kernel = sandboxed()
     killed = serve()
     orphan = Notebook(killed, kernel, "orphan.ipynb")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,8 @@ def refused(answer: tuple[int, Any]) -> bool:
     if status == 409:
         assert (body["status"], body["type"], body["reason"]) == (409, "urn:sandbox:plain-kernel", "Plain kernel")
         assert body["message"].replace("\n", " ") == f"{body['detail']} {body['remedy']}"
+        command = re.search("`jupyter sandbox allow-plain[^`]*`", body["remedy"])
+        assert command is None or command[0] in body["message"], "the command can be copied"
         assert "The requested kernel" in body["message"] and "jupyter sandbox allow-plain" in body["message"]
     return status == 409
 
@@ -159,6 +162,26 @@ def test_command_allows_the_refused_kernel(server: Jupyter) -> None:
     assert server.opened("by-command.ipynb")
     assert subprocess.run([*command, "--revoke"], env=env, cwd="/").returncode == 0
     assert not server.opened("by-command.ipynb")
+
+
+def test_long_names_with_spaces_stay_in_one_line(server: Jupyter) -> None:
+    name = "Quarterly report of the northern region, with appendices and tables, 2026.ipynb"
+    server.record(name)
+    assert not server.opened(name)
+
+
+def test_root_folder_reached_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "notebooks").symlink_to("real")
+    server = Jupyter(tmp_path)
+    try:
+        server.record("a.ipynb")
+        assert not server.opened("a.ipynb")
+        server.notebooks.revoke(str(server.root / "a.ipynb"))
+        server.notebooks.allow(str(tmp_path / "real" / "a.ipynb"), PLAIN)
+        assert server.opened("a.ipynb")
+    finally:
+        server.stop()
 
 
 def test_renamed_copied_and_deleted_notebooks(server: Jupyter) -> None:
