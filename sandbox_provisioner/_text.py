@@ -42,3 +42,8 @@ def json_object(text: bytes | str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN or Infinity, which Python's JSON parser accepts; for its ``parse_constant``."""
+    raise ValueError(f"{name} is not a number")

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
+from .._text import refuse_constant
 from ..errors import ConfigurationError, UnreadableRecordError
 from . import decoding
 
@@ -54,7 +55,7 @@ def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
     try:
         if len(data) > LARGEST:
             raise ValueError(f"it has {len(data):,} bytes; at most {LARGEST:,} are allowed")
-        document = json.loads(data, parse_constant=_no_number)
+        document = json.loads(data, parse_constant=refuse_constant)
         version = document.get("version") if isinstance(document, dict) else None
         if type(version) is not int:
             raise ValueError("it is not a sandbox record")
@@ -67,7 +68,3 @@ def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
         return record
     except decoding.FAILURES as error:
         raise UnreadableRecordError(path, str(error)[:200], "Restore the file from a backup, or remove it.") from error
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number")

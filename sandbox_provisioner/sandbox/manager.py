@@ -47,10 +47,11 @@ class SandboxManager:
 
     All kernels with the same storage and runsc share a manager (``shared``). The manager owns the handles.
 
-    Each Document has a lock around its writes, in which no other lock is taken. The other locks, outermost first; a
-    task that holds one may wait only for those below it:
+    Some objects guard only their own data with a lock in which no other lock is taken, such as a Document's writes. The
+    other locks, outermost first; a task that holds one may wait only for those below it:
 
-    1. the start lock, one per notebook or requested id: in the server, around the whole start, and here, in ``open``
+    1. the start lock, one per notebook or requested id: in the REST API, around a whole request; in the server's kernel
+       manager, around a start; and here, in ``open``
     2. ``SandboxHandle.lock``, one per sandbox id: around each operation that changes the sandbox
     3. the driver's lock in GVisorSandbox: around each command to runsc
     """

@@ -13,6 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
+from .._text import refuse_constant
 from ..errors import BadRequestError
 
 SPEC = Path(__file__).with_name("openapi.yaml")
@@ -76,7 +77,7 @@ def read_body(path: str, method: str, body: bytes) -> dict[str, Any]:
     if len(body) > MAX_BODY:
         raise BadRequestError(f"The body of the request has {len(body)} bytes.", f"The maximum is {MAX_BODY}.")
     try:
-        value = json.loads(body.decode(), parse_constant=_no_number)
+        value = json.loads(body.decode(), parse_constant=refuse_constant)
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequestError("The body of the request is not valid JSON.", "Send one object, as UTF-8.") from error
@@ -129,7 +130,3 @@ def _typed(schema: dict[str, Any], text: str) -> Any:
     if kind == "integer" and INTEGER.fullmatch(text):
         return int(text)
     return float(text) if kind == "number" and NUMBER.fullmatch(text) else text
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number")

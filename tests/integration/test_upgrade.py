@@ -62,15 +62,23 @@ def play(tmp_path: Path, runtime: Path) -> Play:
     return run
 
 
+def templates(play: Play) -> list[str]:
+    """Return the kernels whose templates the installed version can read."""
+    listed = json.loads(play("-m", "sandbox_provisioner.cli", "template", "list", "--json"))
+    return [template["kernel_name"] for template in listed if template["size"]]
+
+
 def test_older_state_is_used(play: Play, tmp_path: Path) -> None:
     packages, notebooks = tmp_path / "packages", tmp_path / "notebooks"
     install_older(packages)
     play("-m", "sandbox_provisioner.cli", "setup", "--kernel", "python3")
+    assert templates(play) == ["python3-sandbox"]
     play(PLAYER, "save", notebooks)
 
     install_present(packages)
     (listed,) = json.loads(play("-m", "sandbox_provisioner.cli", "list", "--json"))["sandboxes"]
     assert listed["notebook_path"].endswith("a.ipynb")
     play(PLAYER, "reopen", notebooks)
+    assert templates(play) == ["python3-sandbox"]
     play(PLAYER, "start", notebooks)
     play("-m", "sandbox_provisioner.cli", "delete", listed["id"])
