@@ -685,6 +685,22 @@ def test_wake_refused_when_folder_became_a_link(open_notebook: Open, notebook_fo
     assert notebook.run("x") == "1"
 
 
+def test_wake_refused_when_a_mounted_folder_became_a_link(
+    open_notebook: Open, notebook_folder: Path, tmp_path: Path
+) -> None:
+    shared, precious = notebook_folder / "shared", tmp_path / "precious"
+    shared.mkdir()
+    precious.mkdir()
+    notebook = open_notebook(mounts=[f"{shared}:/shared:rw"])
+    notebook.run("x = 1")
+    notebook.hibernate()
+    shared.rename(notebook_folder / "moved")
+    shared.symlink_to(precious)
+    with pytest.raises(ConfigurationError, match=f"a link now leads to {precious}"):
+        notebook.wake()
+    assert notebook.asleep
+
+
 def test_wake_succeeds_after_cause_is_removed(
     open_notebook: Open, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
