@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Collection, Mapping
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -24,18 +25,18 @@ class DecodingError(ValueError):
         self.path = path
 
 
-def decode(kind: type[T], value: object, added: Collection[str] = ()) -> T:
+def decode(kind: type[T], value: object, added: Collection[str] | None = ()) -> T:
     """Convert a JSON value to an object of type ``kind``. Raises DecodingError, which names the wrong member.
 
-    ``kind`` is a dataclass. Its fields can be of JSON's types, Any, UUID, datetime, dataclasses, named tuples (as
-    lists), and tuples, mappings and optional values of these. Each field must be in ``value`` and its nested objects,
-    except the fields in ``added``, which then get their defaults. Members that are not fields are ignored. An object
-    whose attribute ``problem`` contains a text is refused.
+    ``kind`` is a dataclass. Its fields can be of JSON's types, Any, UUID, datetime, bytes (as base64), dataclasses,
+    named tuples (as lists), and tuples, mappings and optional values of these. Each field must be in ``value`` and its
+    nested objects, except the fields in ``added``, which then get their defaults; if that is None, all fields with a
+    default. Members that are not fields are ignored. An object whose attribute ``problem`` contains a text is refused.
     """
-    return cast(T, _decode(kind, value, frozenset(added)))
+    return cast(T, _decode(kind, value, None if added is None else frozenset(added)))
 
 
-def _decode(kind: Any, value: Any, added: frozenset[str]) -> Any:
+def _decode(kind: Any, value: Any, added: frozenset[str] | None) -> Any:
     arguments = get_args(kind)
     origin = get_origin(kind)
     if kind is Any:
@@ -60,13 +61,15 @@ def _decode(kind: Any, value: Any, added: frozenset[str]) -> Any:
         return _time(_require(value, str))
     if kind is UUID:
         return UUID(_require(value, str))
+    if kind is bytes:
+        return b64decode(_require(value, str), validate=True)
     return float(_require(value, int, float)) if kind is float else _require(value, kind)
 
 
-def _object(kind: Any, value: dict[str, Any], added: frozenset[str]) -> Any:
+def _object(kind: Any, value: dict[str, Any], added: frozenset[str] | None) -> Any:
     kinds = _kinds(kind)
     for name in kinds:
-        if name not in value and name not in added:
+        if name not in value and name not in (_optional(kind) if added is None else added):
             raise DecodingError("is missing", (name,))
     members = {name: _member(name, kinds[name], value[name], added) for name in kinds if name in value}
     found = kind(**members)
@@ -75,7 +78,7 @@ def _object(kind: Any, value: dict[str, Any], added: frozenset[str]) -> Any:
     return found
 
 
-def _member(name: str, kind: Any, value: Any, added: frozenset[str]) -> Any:
+def _member(name: str, kind: Any, value: Any, added: frozenset[str] | None) -> Any:
     try:
         return _decode(kind, value, added)
     except DecodingError as error:
@@ -87,6 +90,11 @@ def _member(name: str, kind: Any, value: Any, added: frozenset[str]) -> Any:
 @cache
 def _kinds(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
+
+
+@cache
+def _optional(kind: Any) -> frozenset[str]:
+    return frozenset(field.name for field in fields(kind) if field.default is not MISSING)
 
 
 def _require(value: Any, *kinds: type) -> Any:
