@@ -216,7 +216,7 @@ def test_show(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
 def test_revert(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record = keep()
     kept = Persistence.open()
-    assert main(["revert", str(record.id)]) == 1
+    assert main(["revert", str(record.id)]) == 4
     assert "has no previous checkpoint" in capsys.readouterr().err
     document = kept.describe(record)
     assert document.checkpoint is not None

@@ -48,7 +48,7 @@ async def test_failure_is_reported_with_the_end_of_stderr(sandbox: GVisorSandbox
             await asyncio.wait_for(tool.finish(), LONG)
     assert len(str(failure.value)) < 5000
     await put(sandbox, "sys.exit(7)")
-    with pytest.raises(GuestError, match="it exited with status 7"):
+    with pytest.raises(GuestError, match="the helper exited with status 7"):
         async with GuestTool.run(sandbox, "The task", "tool.py") as tool:
             await asyncio.wait_for(tool.finish(), LONG)
 

@@ -103,6 +103,8 @@ LOOK = """
     def look(place):
         found = {}
         for folder, folders, files in os.walk(place):
+            # An interpreter below /tmp is a mount there: no part of what the sandbox wrote.
+            folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]
             for name in folders + files:
                 path = os.path.join(folder, name)
                 status = os.lstat(path)
