@@ -11,6 +11,7 @@ again later; a lease that is held is watched only by reads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ class _GCSEntries(EntryStore):
         blob = self._blob(name)
         blob.metadata = {"owner": owner.to_json(), "seconds": str(self._seconds)}
         try:
-            self._write(blob, if_generation_match=0)
+            self._requests.ask_bucket(self._request(blob.upload_from_string, data=b"", if_generation_match=0))
         except PreconditionError:
             return None
         except RateLimitedError:
@@ -117,18 +118,13 @@ class _GCSEntries(EntryStore):
     def _blob(self, name: str) -> Any:
         return self._requests.bucket().blob(self._prefix + name)
 
-    def _write(self, blob: Any, **conditions: int) -> None:
-        try:
-            self._ask(blob.upload_from_string, data=b"", **conditions)
-        except MissingError as error:
-            raise self._requests.no_bucket() from error
-
     def _delete(self, name: str, **conditions: int) -> None:
-        try:
+        with suppress(MissingError, PreconditionError):
             self._ask(self._blob(name).delete, **conditions)
-        except (MissingError, PreconditionError):
-            pass
 
     def _ask(self, request: Callable[..., object], **arguments: Any) -> None:
-        """Send one request, without retries."""
-        self._requests.ask(partial(request, **arguments, timeout=self._timeout, retry=None))
+        self._requests.ask(self._request(request, **arguments))
+
+    def _request(self, request: Callable[..., object], **arguments: Any) -> Callable[[], object]:
+        """Return a request that is sent once, without retries."""
+        return partial(request, **arguments, timeout=self._timeout, retry=None)

@@ -10,7 +10,7 @@ contains the generation of the entry. A late renewal therefore cannot affect a n
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from .._text import json_object
 from ..errors import ConflictError, ObjectNotFoundError
@@ -50,9 +50,6 @@ class _ObjectEntries(EntryStore):
         record = json.dumps({**asdict(owner), "seconds": self._seconds}).encode()
         try:
             written = self._store.write(name, record, NEW)
-        except ConflictError:
-            return None
-        try:
             beat = self._store.write(_beat(name, written.generation), b"", NEW)
         except ConflictError:
             return None
@@ -84,7 +81,7 @@ class _ObjectEntries(EntryStore):
             return None
         if current != entry.generation:
             return None
-        return Entry(entry.name, entry.generation, written.generation, written.updated, entry.owner, entry.seconds)
+        return replace(entry, version=written.generation, updated=written.updated)
 
     def remove(self, entry: Entry) -> None:
         """Remove the entry. The beat goes first: without the lease, its name would be unknown."""

@@ -40,7 +40,7 @@ from sandbox_provisioner.lock.gcs import GCSLeases
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
-from sandbox_provisioner.storage.tree import TEMPORARY
+from sandbox_provisioner.storage.disk import TEMPORARY
 
 PACE = LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
 JUMPS = 10
