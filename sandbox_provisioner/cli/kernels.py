@@ -22,9 +22,19 @@ from ..sandbox.listing import look
 from ..sandbox.model import NamedState, Sandbox, encode
 from ..sandbox.registry import Facts
 from ..sandbox.user_sandboxes import Persistence
-from . import completion
 from .exit_codes import exit_status
-from .options import Commands, add_id, add_ids, add_reach, name, span
+from .options import (
+    Commands,
+    Offer,
+    add_id,
+    add_ids,
+    add_reach,
+    complete_savepoints,
+    complete_snapshots,
+    name,
+    offer,
+    span,
+)
 from .output import as_json, print_json, print_named, say, size, warn
 from .progress import watched
 from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, reach, with_local_notebook
@@ -48,7 +58,7 @@ class SavedKind:
     create: Callable[[SandboxClient, str, str], NamedState]
     delete: Callable[[SandboxClient, str, str], None]
     delete_stored: Callable[[Persistence, SandboxRecord, str], None]
-    completer: completion.Offer
+    completer: Offer
 
 
 SAVED_KINDS = (
@@ -59,7 +69,7 @@ SAVED_KINDS = (
         SandboxClient.savepoint,
         SandboxClient.delete_savepoint,
         Persistence.drop_savepoint,
-        completion.savepoints,
+        complete_savepoints,
     ),
     SavedKind(
         "snapshot",
@@ -68,7 +78,7 @@ SAVED_KINDS = (
         SandboxClient.snapshot,
         SandboxClient.delete_snapshot,
         Persistence.drop_snapshot,
-        completion.snapshots,
+        complete_snapshots,
     ),
 )
 
@@ -95,14 +105,14 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     about = "rewind a kernel to a savepoint; its current state is first saved as another savepoint"
     rewind = add_reach(commands, "rewind", run_rewind, about)
     add_id(rewind)
-    completion.offer(rewind.add_argument("name", metavar="NAME", type=name), completion.savepoints)
+    offer(rewind.add_argument("name", metavar="NAME", type=name), complete_savepoints)
     about = "start a second kernel from a savepoint or the current state; the first one keeps running"
     fork_ = add_reach(commands, "fork", run_fork, about)
     add_id(fork_)
     from_ = fork_.add_argument(
         "--savepoint", metavar="NAME", type=name, help="savepoint to start from; default: the current state"
     )
-    completion.offer(from_, completion.savepoints)
+    offer(from_, complete_savepoints)
     about = "notebook of the new kernel; if it does not exist, the first kernel's notebook is copied"
     fork_.add_argument("--notebook", metavar="PATH", help=about)
 
@@ -114,7 +124,7 @@ def _add_saved_kind(commands: Commands[argparse.ArgumentParser], kind: SavedKind
     one = parser.add_mutually_exclusive_group()
     one.add_argument("name", nargs="?", metavar="NAME", type=name, help=f"name of the new {word}")
     delete = one.add_argument("--delete", metavar="NAME", type=name, help=f"delete this {word}")
-    completion.offer(delete, kind.completer)
+    offer(delete, kind.completer)
 
 
 def run_hibernate(arguments: argparse.Namespace) -> int:

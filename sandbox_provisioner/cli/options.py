@@ -1,16 +1,22 @@
-"""Define the options that commands of ``jupyter sandbox`` share: where to look for sandboxes, and their ids."""
+"""Define the options that commands of ``jupyter sandbox`` share, and complete their ids and names in a shell.
+
+Completion reads only this user's records and storage: it must not wait for a server.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, SandboxError
+from ..persistence.metadata import Stored
 from ..persistence.names import valid_id
-from . import completion
+from ..persistence.records import SandboxRecord
+from ..sandbox.user_sandboxes import Persistence, registry
 
 AGE = re.compile(r"([0-9]{1,6})([smhdw])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -24,6 +30,8 @@ that a server has open is changed through that server.
 Commands = argparse._SubParsersAction
 """The type of argparse's collection of subcommands."""
 Run = Callable[[argparse.Namespace], int]
+Offer = Callable[..., dict[str, str]]
+Read = Callable[[Persistence, SandboxRecord], Mapping[str, Stored]]
 
 
 def add_reach(
@@ -48,13 +56,13 @@ def add_reach(
 def add_ids(parser: argparse.ArgumentParser) -> None:
     """Add the argument for one or more sandboxes."""
     action = parser.add_argument("ids", nargs="+", metavar="ID", help=ID_HELP)
-    completion.offer(action, completion.ids)
+    offer(action, complete_ids)
 
 
 def add_id(parser: argparse.ArgumentParser) -> None:
     """Add the argument for one sandbox."""
     action = parser.add_argument("ids", nargs=1, metavar="ID", help=ID_HELP)
-    completion.offer(action, completion.ids)
+    offer(action, complete_ids)
 
 
 def name(text: str) -> str:
@@ -72,3 +80,39 @@ def span(text: str) -> timedelta:
     if not (match := AGE.fullmatch(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 45m, 12h, 30d or 2w")
     return timedelta(**{UNITS[match[2]]: int(match[1])})
+
+
+# -- completion ----------------------------------------------------------------------------------------------------------
+
+
+def offer(action: argparse.Action, completer: Offer) -> None:
+    """Register ``completer`` with argcomplete for an argument."""
+    action.completer = completer  # type: ignore[attr-defined]
+
+
+def complete_ids(prefix: str, **_: Any) -> dict[str, str]:
+    """Return the ids with this prefix, each with its kernel and notebook. Called by argcomplete."""
+    return {
+        str(record.id): f"{record.kernel_name} {record.notebook_path}".strip()
+        for record in registry().list().records
+        if str(record.id).startswith(prefix)
+    }
+
+
+def complete_savepoints(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
+    """Return the savepoints of the sandbox on the command line that begin with ``prefix``. Called by argcomplete."""
+    return _names(prefix, parsed_args, lambda storage, record: storage.summarise(record).savepoints)
+
+
+def complete_snapshots(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
+    """Return the sandbox's file snapshots that begin with ``prefix``. Called by argcomplete."""
+    return _names(prefix, parsed_args, Persistence.snapshots)
+
+
+def _names(prefix: str, parsed_args: argparse.Namespace, read: Read) -> dict[str, str]:
+    try:
+        storage: Persistence = parsed_args.open()
+        stored = read(storage, storage.registry.find(parsed_args.ids[0]))
+    except (SandboxError, OSError):
+        return {}
+    return {name: each.created for name, each in stored.items() if name.startswith(prefix)}

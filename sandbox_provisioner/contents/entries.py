@@ -8,6 +8,8 @@ import shutil
 import stat
 from dataclasses import dataclass
 
+from ..storage.disk import closing
+
 SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -39,14 +41,12 @@ def copy_entry(folder: int, name: str, target_folder: int, target: str) -> None:
         return
     if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
         raise AccessRefused(not_a_file(name))
-    old = os.open(name, os.O_RDONLY | SAFE | os.O_NONBLOCK, dir_fd=folder)
-    try:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with closing(os.open(name, os.O_RDONLY | SAFE | os.O_NONBLOCK, dir_fd=folder)) as old:
         if stat.S_ISDIR(kind):
             os.mkdir(target, 0o700, dir_fd=target_folder)
-            new = os.open(target, os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=target_folder)
-        else:
-            new = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=target_folder)
-        try:
+            flags = os.O_RDONLY | os.O_DIRECTORY
+        with closing(os.open(target, flags | SAFE, 0o600, dir_fd=target_folder)) as new:
             if stat.S_ISDIR(kind):
                 for entry in os.listdir(old):
                     copy_entry(old, entry, new, entry)
@@ -56,10 +56,6 @@ def copy_entry(folder: int, name: str, target_folder: int, target: str) -> None:
                 with os.fdopen(os.dup(old), "rb") as reader, os.fdopen(os.dup(new), "wb") as writer:
                     shutil.copyfileobj(reader, writer)
             shutil.copystat(f"/proc/self/fd/{old}", f"/proc/self/fd/{new}")
-        finally:
-            os.close(new)
-    finally:
-        os.close(old)
 
 
 def remove_entry(folder: int, name: str) -> None:

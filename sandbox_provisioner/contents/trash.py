@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
+from ..storage.disk import closing
 from .entries import Place, copy_entry, remove_entry
 
 NOTE_SUFFIX = ".trashinfo"
@@ -33,11 +34,8 @@ def move_to_trash(place: Place, trash: Path) -> None:
         (trash / part).mkdir(parents=True, exist_ok=True, mode=0o700)
     info = _reserve(trash, place)
     try:
-        files = os.open(trash / "files", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing(os.open(trash / "files", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as files:
             _move(place, files, info.stem)
-        finally:
-            os.close(files)
     except BaseException:
         info.unlink()
         raise

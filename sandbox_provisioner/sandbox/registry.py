@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -77,10 +78,7 @@ class PersistentSandboxRegistry:
         Call it before the sandbox is created there: the sandbox can then be found and deleted even if its creation is
         interrupted.
         """
-        identity = uuid4()
-        record = _new(identity, stores, str(identity), facts)
-        self._store.write(_name(identity), records.encode(record), NEW)
-        return record
+        return self.ensure(uuid4(), stores, **facts)
 
     def ensure(self, identity: UUID, stores: Stores, **facts: Unpack[Facts]) -> SandboxRecord:
         """Return the record of ``identity`` unchanged; if it does not exist, write one as ``allocate`` does."""
@@ -163,10 +161,8 @@ class PersistentSandboxRegistry:
             freed = destroy(record)
         except SandboxNotFoundError:
             freed = 0
-        try:
+        with suppress(ConflictError):  # the record was changed meanwhile: the sandbox may have been created again
             self._store.delete(_name(identity), generation)
-        except ConflictError:
-            pass  # the record was changed meanwhile: the sandbox may have been created again
         return freed
 
     def forget(self, identity: UUID) -> bool:
@@ -232,11 +228,9 @@ class PersistentSandboxRegistry:
         while True:
             known, generation = self._read(identity)
             changed = change(known)
-            try:
+            with suppress(ConflictError):
                 self._store.write(_name(identity), records.encode(changed), generation)
-            except ConflictError:
-                continue
-            return changed
+                return changed
 
 
 def require_here(record: SandboxRecord, stores: Stores) -> None:

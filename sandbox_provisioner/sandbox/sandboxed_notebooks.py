@@ -22,7 +22,9 @@ from pathlib import Path
 from ..config import own_folder
 from ..errors import BadRequestError, ConflictError, ObjectNotFoundError
 from ..gvisor.mounts import MOST_LINKS
+from ..persistence import decoding
 from ..storage.base import NEW
+from ..storage.disk import closing
 from ..storage.local import LocalStore
 from .user_sandboxes import registry
 
@@ -67,12 +69,11 @@ class SandboxedNotebooks:
         for path in _spellings(paths):
             while True:
                 known, generation = self._read(_name(path))
-                try:  # write even an unchanged entry: its new generation prevents that a failed start withdraws it
+                with suppress(ConflictError):
+                    # Write even an unchanged entry: its new generation prevents that a failed start withdraws it.
                     written = self._store.write(_name(path), _encode(SandboxedNotebook(path)), generation)
-                except ConflictError:
-                    continue
-                break
-            replaced[_name(path)] = known, written.generation
+                    replaced[_name(path)] = known, written.generation
+                    break
         return replaced
 
     def withdraw(self, replaced: Replaced) -> None:
@@ -198,14 +199,8 @@ class SandboxedNotebooks:
         except ObjectNotFoundError:
             return None, NEW
         try:
-            fields = json.loads(data)
-            return SandboxedNotebook(
-                str(fields["notebook"]),
-                str(fields["allowed"]),
-                str(fields["refused"]),
-                float(fields["missing_since"]),
-            ), info.generation
-        except (ValueError, TypeError, LookupError):
+            return decoding.decode(SandboxedNotebook, json.loads(data)), info.generation
+        except decoding.FAILURES:
             return SandboxedNotebook(path), info.generation
 
     def _update(self, entry: SandboxedNotebook, change: Callable[[SandboxedNotebook], SandboxedNotebook]) -> None:
@@ -219,11 +214,9 @@ class SandboxedNotebooks:
             entry = change(known)
             if entry == known or entry is None:
                 return
-            try:
+            with suppress(ConflictError):
                 self._store.write(_name(path), _encode(entry), generation)
                 return
-            except ConflictError:
-                continue
 
 
 def spellings(path: str) -> list[str]:
@@ -234,12 +227,10 @@ def spellings(path: str) -> list[str]:
     if "\0" in path:
         return []
     found = []
-    try:
+    with suppress(OSError):  # it is no link
         for _ in range(MOST_LINKS):
             found += _places(path)
             path = os.path.join(os.path.dirname(path), os.readlink(path))
-    except OSError:  # it is no link
-        pass
     return list(dict.fromkeys([*found, _real(path)]))
 
 
@@ -249,10 +240,8 @@ def _real(path: str) -> str:
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return os.path.normpath(path)
-    try:
+    with closing(file):
         return os.readlink(f"/proc/self/fd/{file}")
-    finally:
-        os.close(file)
 
 
 def _spellings(paths: Iterable[str]) -> list[str]:

@@ -26,6 +26,7 @@ from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
 
 AUTH_RESOURCE = "sandboxes"
+METHODS = ("GET", "POST", "PUT", "DELETE")
 KEEPALIVE = 15.0
 """Seconds without an event after which a stream of events sends an empty comment."""
 
@@ -62,7 +63,7 @@ class SandboxHandler(APIHandler):
 
     def query(self) -> dict[str, Any]:
         """Check the URL and return its query parameters. Raises BadRequestError."""
-        self._check_path()
+        openapi.check_path(self.path, self.path_kwargs)
         arguments = {  # tornado's own method replaces control characters
             name: [self.decode_argument(value, name) for value in values]
             for name, values in self.request.query_arguments.items()
@@ -84,7 +85,8 @@ class SandboxHandler(APIHandler):
         problem = problem_details.describe(kwargs.get("exc_info", (None, None, None))[1], status_code)
         self.set_status(problem["status"])
         if problem["status"] == 405:
-            self.set_header("Allow", ", ".join(method.upper() for method in self._methods()))
+            known = [method for method in METHODS if method.lower() in openapi.spec()["paths"][self.path]]
+            self.set_header("Allow", ", ".join([*known, "OPTIONS"]))
         self.finish(json.dumps(problem), set_content_type=problem_details.MEDIA_TYPE)
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
@@ -93,15 +95,6 @@ class SandboxHandler(APIHandler):
             self.log.warning("%s %s: %s", self.request.method, self.request.path, printable(str(value)))
         else:
             super().log_exception(typ, value, tb)
-
-    def _check_path(self) -> None:
-        openapi.check_path(self.path, self.path_kwargs)
-
-    def _methods(self) -> list[str]:
-        return [
-            *(method for method in ("get", "post", "put", "delete") if method in openapi.spec()["paths"][self.path]),
-            "options",
-        ]
 
 
 class OperationHandler(SandboxHandler):
@@ -132,6 +125,8 @@ class OperationHandler(SandboxHandler):
             self.answer(sandbox, 201 if started else 200)
         else:
             self.answer(result, status)
+
+    # Not one method with three names: ``authorized`` checks all its calls for the action of the first one.
 
     @web.authenticated
     @authorized
