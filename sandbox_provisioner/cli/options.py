@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import ConfigurationError, SandboxError
-from ..persistence.metadata import Stored
+from ..persistence.metadata import ListedCheckpoint, Stored
 from ..persistence.names import valid_id
 from ..persistence.records import SandboxRecord
 from ..sandbox.user_sandboxes import Persistence, registry
@@ -29,9 +29,11 @@ that a server has open is changed through that server.
 
 Commands = argparse._SubParsersAction
 """The type of argparse's collection of subcommands."""
+Arguments = argparse._ActionsContainer
+"""The type of a parser or a group of arguments."""
 Run = Callable[[argparse.Namespace], int]
-Offer = Callable[..., dict[str, str]]
-Read = Callable[[Persistence, SandboxRecord], Mapping[str, Stored]]
+Completer = Callable[..., dict[str, str]]
+Read = Callable[[Persistence, SandboxRecord], Mapping[str, Stored | ListedCheckpoint]]
 
 
 def add_reach(
@@ -45,7 +47,7 @@ def add_reach(
     parser.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE, ""),
-        help=f"token of the server, if not found automatically; setting {TOKEN_VARIABLE} instead keeps it secret",
+        help=f"token of the server, if it is not found automatically; the variable {TOKEN_VARIABLE} keeps it secret",
     )
     parser.set_defaults(run=run, json=False)
     if json:
@@ -53,16 +55,16 @@ def add_reach(
     return parser
 
 
-def add_ids(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for one or more sandboxes."""
-    action = parser.add_argument("ids", nargs="+", metavar="ID", help=ID_HELP)
-    offer(action, complete_ids)
+def add_ids(parser: argparse.ArgumentParser, number: str | int = "+") -> None:
+    """Add the argument for one or more sandboxes, or for the given number of sandboxes."""
+    ids = parser.add_argument("ids", nargs=number, metavar="ID", help=ID_HELP)
+    ids.completer = complete_ids  # type: ignore[attr-defined]  # for argcomplete
 
 
-def add_id(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for one sandbox."""
-    action = parser.add_argument("ids", nargs=1, metavar="ID", help=ID_HELP)
-    offer(action, complete_ids)
+def add_name(parser: Arguments, flag: str, completer: Completer, help: str | None = None) -> None:
+    """Add the argument for the name of an existing savepoint or snapshot."""
+    stored_name = parser.add_argument(flag, metavar="NAME", type=name, help=help)
+    stored_name.completer = completer  # type: ignore[attr-defined]
 
 
 def name(text: str) -> str:
@@ -82,12 +84,7 @@ def span(text: str) -> timedelta:
     return timedelta(**{UNITS[match[2]]: int(match[1])})
 
 
-# -- completion ----------------------------------------------------------------------------------------------------------
-
-
-def offer(action: argparse.Action, completer: Offer) -> None:
-    """Register ``completer`` with argcomplete for an argument."""
-    action.completer = completer  # type: ignore[attr-defined]
+# -- completion in a shell -------------------------------------------------------------------------------------------
 
 
 def complete_ids(prefix: str, **_: Any) -> dict[str, str]:

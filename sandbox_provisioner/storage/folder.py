@@ -221,7 +221,8 @@ class FolderStore(ObjectStore):
             step = 1
             while os.fstat(file).st_mtime_ns <= last:
                 if step > COARSEST:
-                    raise StorageError(self.where, f"The file system of {self.where} does not keep modification times.")
+                    problem = f"The file system of {self.where} does not keep modification times."
+                    raise StorageError(self.where, problem, "Choose a folder on another file system.")
                 os.utime(file, ns=(last + step, last + step))
                 os.fsync(file)
                 step *= 10

@@ -490,7 +490,7 @@ async def test_lease_of_killed_owner_expires(ground: Ground) -> None:
 
 
 @between_processes
-async def test_killed_waiter_frees_its_place(ground: Ground) -> None:
+async def test_another_server_can_wait_after_waiter_is_killed(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
     with Contenders(ground, 1) as (contender,):
         send_command(contender, f"acquire {SOON}")
