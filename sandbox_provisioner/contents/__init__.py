@@ -4,5 +4,5 @@
 - ``rebinding``: derive them from Jupyter Server's classes; ``file_handler``: serve ``/files/``
 - ``file_functions``: replacements for the file functions that those managers call
 - ``beneath``: access files below a folder without races; ``links``: the walk to a file, and the rules for links
-- ``entries``: copy, move and remove entries of open folders; ``trash``: move an entry to the trash
+- ``entries``: copy and remove entries of open folders, or move them to the trash
 """

@@ -21,9 +21,8 @@ from .._text import one_line
 from ..config import own_folder
 from ..gvisor.mounts import within
 from .beneath import Beneath
-from .entries import AccessRefused
+from .entries import AccessRefused, home_trash, move_to_trash
 from .links import LinkRules
-from .trash import home_trash, move_to_trash
 
 ADVICE = (
     " A notebook's code may have made the link. Delete it, for example with os.unlink in a cell, or add the "

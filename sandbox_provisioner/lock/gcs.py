@@ -21,6 +21,7 @@ from ..storage.names import valid_name
 from .base import CLOCK, Clock, Owner, Pace
 from .expiring import Entry, EntryStore, ExpiringLeases, duration
 
+PACE = Pace(lease_time=30.0, renewal=5.0, poll=1.0)
 LONGEST_REQUEST = 10.0
 CLOCK_TRUSTED = 60.0
 """Seconds after which the offset to the server's clock is replaced even by a smaller one, because of drift."""
@@ -29,16 +30,8 @@ CLOCK_TRUSTED = 60.0
 class GCSLeases(ExpiringLeases):
     """Leases in a bucket, in objects whose names begin with ``prefix``."""
 
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str = "",
-        lease_time: float = 30.0,
-        renewal: float = 5.0,
-        poll: float = 1.0,
-        clock: Clock = CLOCK,
-    ) -> None:
-        super().__init__(_GCSEntries(bucket, prefix, lease_time, clock), Pace(lease_time, renewal, poll))
+    def __init__(self, bucket: str, prefix: str = "", pace: Pace = PACE, clock: Clock = CLOCK) -> None:
+        super().__init__(_GCSEntries(bucket, prefix, pace.lease_time, clock), pace)
 
 
 class _GCSEntries(EntryStore):

@@ -21,6 +21,7 @@ from ..errors import LeaseLostError, StorageError
 from ..storage.disk import OPEN, closing
 from .base import CLOCK, Clock, Leases, Owner, Pace
 
+PACE = Pace(lease_time=math.inf, renewal=0.5, poll=0.1)
 LONGEST_RECORD = 4096
 
 
@@ -30,8 +31,8 @@ class LocalLeases(Leases):
     A process that is stopped (SIGSTOP) keeps its leases.
     """
 
-    def __init__(self, folder: Path, renewal: float = 0.5, poll: float = 0.1, clock: Clock = CLOCK) -> None:
-        super().__init__(Pace(math.inf, renewal, poll), clock)
+    def __init__(self, folder: Path, pace: Pace = PACE, clock: Clock = CLOCK) -> None:
+        super().__init__(pace, clock)
         self._folder = folder
 
     def _attempt(self, name: str, owner: Owner) -> LocalAttempt:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from sandbox_provisioner.contents.beneath import Beneath
-from sandbox_provisioner.contents.entries import AccessRefused
+from sandbox_provisioner.contents.entries import AccessRefused, move_to_trash
 from sandbox_provisioner.contents.file_functions import Refused
 from sandbox_provisioner.contents.links import Area, LinkRules, open_real
-from sandbox_provisioner.contents.trash import move_to_trash
 from sandbox_provisioner.kernel.folders import recall, remember
 
 pytestmark = pytest.mark.user

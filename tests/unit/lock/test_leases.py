@@ -35,7 +35,7 @@ from sandbox_provisioner.errors import (
     StorageError,
     StorageUnavailableError,
 )
-from sandbox_provisioner.lock.base import CLOCK, Lease, Leases, Owner
+from sandbox_provisioner.lock.base import CLOCK, Lease, Leases, Owner, Pace
 from sandbox_provisioner.lock.gcs import GCSLeases
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
@@ -98,7 +98,7 @@ class MemoryGround(Ground):
         self.store = store or MemoryStore()
 
     def leases(self) -> Leases:
-        leases = ObjectLeases(self.store, self.lease, self.renewal, self.poll, self.clock or CLOCK)
+        leases = ObjectLeases(self.store, Pace(self.lease, self.renewal, self.poll), self.clock or CLOCK)
         return self.clock.watch(leases) if self.clock else leases
 
     def objects(self) -> list[str]:
@@ -456,7 +456,7 @@ def test_owner_survives_storage() -> None:
 @pytest.mark.parametrize("times", [(1.0, 2.0, 0.1), (30.0, 10.0, 10.0), (7200.0, 10.0, 1.0), (0.0, 0.0, 0.0)])
 def test_inconsistent_times_are_refused(times: tuple[float, float, float]) -> None:
     with pytest.raises(ConfigurationError, match="A lease of"):
-        ObjectLeases(MemoryStore(), *times)
+        Pace(*times)
 
 
 # --- Processes that are killed, paused, or wait
@@ -852,7 +852,7 @@ async def test_lease_error_under_mutation_limit_names_the_owner(gcs: GCS, conten
 
 @pytest.mark.parametrize("contenders", [1, 8])
 async def test_expired_lease_is_acquired_despite_rate_limit(gcs: GCS, clock: JumpingClock, contenders: int) -> None:
-    dead = await GCSLeases(gcs.bucket, renewal=29.0).acquire(SANDBOX, me("the owner"))
+    dead = await GCSLeases(gcs.bucket, pace=Pace(30.0, 29.0, 1.0)).acquire(SANDBOX, me("the owner"))
     gcs.limit_mutations(1.0, 1.0)
     gcs.set_clock(60.0)
     clock.on_jump = lambda elapsed: gcs.set_clock(60.0 + elapsed)
