@@ -243,33 +243,28 @@ class NothingHandler(SandboxHandler):
     head = post = put = patch = delete = get
 
 
-ACTIONS = ("hibernate", "wake", "restart", "revert", "keep-awake", "fork")
+OTHER_HANDLERS: dict[str, type[SandboxHandler]] = {
+    "/api/sandboxes/events": EventsHandler,
+    "/api/sandboxes/plain-notebooks": PlainNotebooksHandler,
+    "/api/sandboxes/{id}/execute": ExecuteHandler,
+}
+"""The handlers of the paths in openapi.yaml that OperationHandler does not handle."""
 
-ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
-    ("/api/sandboxes", OperationHandler),
-    ("/api/sandboxes/capabilities", OperationHandler),
-    ("/api/sandboxes/events", EventsHandler),
-    ("/api/sandboxes/plain-notebooks", PlainNotebooksHandler),
-    ("/api/sandboxes/{id}", OperationHandler),
-    *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ACTIONS),
-    ("/api/sandboxes/{id}/execute", ExecuteHandler),
-    ("/api/sandboxes/{id}/savepoints", OperationHandler),
-    ("/api/sandboxes/{id}/savepoints/{name}", OperationHandler),
-    ("/api/sandboxes/{id}/savepoints/{name}/rewind", OperationHandler),
-    ("/api/sandboxes/{id}/snapshots", OperationHandler),
-    ("/api/sandboxes/{id}/snapshots/{name}", OperationHandler),
-)
-"""Handlers of the paths in openapi.yaml; the first matching path counts."""
+
+def routes() -> list[tuple[str, type[SandboxHandler]]]:
+    """Return the paths in openapi.yaml and their handlers; the first matching path counts, so ``{id}`` comes last."""
+    return [(path, OTHER_HANDLERS.get(path, OperationHandler)) for path in sorted(openapi.spec()["paths"])]
 
 
 def handlers(
     base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard
 ) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
     """Return the handlers to add to Jupyter Server's web application."""
-    base = re.escape(base_url.rstrip("/"))
-    known: list[tuple[str, type[SandboxHandler]]] = [*ROUTES, ("/api/sandboxes", NothingHandler)]
-    patterns = [re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path) for path, _ in ROUTES]
+    base, operations = re.escape(base_url.rstrip("/")), {"sandboxes": sandboxes, "guard": guard}
     return [
-        (base + pattern, handler, {"sandboxes": sandboxes, "guard": guard, "path": path})
-        for pattern, (path, handler) in zip([*patterns, "/api/sandboxes/.*"], known, strict=True)
+        *(
+            (base + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path), handler, {**operations, "path": path})
+            for path, handler in routes()
+        ),
+        (f"{base}/api/sandboxes/.*", NothingHandler, {**operations, "path": "/api/sandboxes"}),
     ]
