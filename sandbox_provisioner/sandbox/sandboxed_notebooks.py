@@ -66,7 +66,7 @@ class SandboxedNotebooks:
         Return the entries before, for ``withdraw``.
         """
         replaced = {}
-        for path in _spellings(paths):
+        for path in dict.fromkeys(spelling for named in paths for spelling in spellings(named)):
             while True:
                 known, generation = self._read(_name(path))
                 with suppress(ConflictError):
@@ -91,14 +91,14 @@ class SandboxedNotebooks:
         Without ``can_allow``, no kernel is allowed.
         """
         name = kernel_name.lower()
-        refused = [entry for entry in self._known([path]) if entry.allowed != name or not can_allow]
+        refused = [entry for entry in self._known(path) if entry.allowed != name or not can_allow]
         for entry in refused:
             self._update(entry, partial(replace, refused=name))
         return bool(refused)
 
     def find(self, path: str) -> SandboxedNotebook | None:
         """Return the entry of a notebook; None if it never ran in a sandbox."""
-        return next(iter(self._known([path])), None)
+        return next(iter(self._known(path)), None)
 
     def allow(self, path: str, kernel_name: str) -> None:
         """Allow a kernel without a sandbox for a notebook, until the notebook runs in a sandbox again.
@@ -107,7 +107,7 @@ class SandboxedNotebooks:
         sandbox may have made the link.
         """
         name, named = kernel_name.lower(), self._find(os.path.normpath(path))
-        for entry in self._known([path]):
+        for entry in self._known(path):
             if entry not in named and entry.allowed != name:
                 problem = f"{path} is reached through a link: it is {entry.notebook}."
                 raise BadRequestError(
@@ -118,7 +118,7 @@ class SandboxedNotebooks:
 
     def revoke(self, path: str) -> None:
         """Refuse kernels without a sandbox for a notebook again."""
-        for entry in self._known([path]):
+        for entry in self._known(path):
             self._update(entry, partial(replace, allowed=""))
 
     def entries(self) -> list[SandboxedNotebook]:
@@ -175,9 +175,9 @@ class SandboxedNotebooks:
         for info in oldest_first[: max(0, len(oldest_first) - MOST_ENTRIES)]:
             self._store.delete(info.name)
 
-    def _known(self, paths: Iterable[str]) -> list[SandboxedNotebook]:
-        """Return the entries of these notebooks, in the order of their spellings."""
-        return [entry for path in _spellings(paths) for entry in self._find(path)]
+    def _known(self, path: str) -> list[SandboxedNotebook]:
+        """Return the entries of a notebook, in the order of its spellings."""
+        return [entry for spelling in spellings(path) for entry in self._find(spelling)]
 
     def _find(self, path: str) -> list[SandboxedNotebook]:
         """Return the entry of a path; without one, the entries of its twins."""
@@ -242,10 +242,6 @@ def _real(path: str) -> str:
         return os.path.normpath(path)
     with closing(file):
         return os.readlink(f"/proc/self/fd/{file}")
-
-
-def _spellings(paths: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(spelling for path in paths for spelling in spellings(path)))
 
 
 def _places(path: str) -> list[str]:
