@@ -30,8 +30,6 @@ from sandbox_provisioner.persistence.metadata import (
     Checkpoint,
     GCSArtifact,
     GCSSandboxMetadata,
-    Stored,
-    Summary,
     Tenancy,
 )
 from sandbox_provisioner.persistence.records import SandboxRecord
@@ -106,13 +104,8 @@ def one_by_one(sandboxes: Persistence, recorded: Iterable[SandboxRecord]) -> lis
 
     def read(record: SandboxRecord) -> StoredSandbox:
         document = sandboxes.describe(record)
-        assert document.checkpoint and document.previous
-        checkpoints = [Stored(one.created, one.size) for one in (document.checkpoint, document.previous)]
         sandboxes.stores.metadata.list(names.prefix(record.sandbox_id))
-        savepoints = {name: Stored(one.created, one.size) for name, one in document.savepoints.items()}
-        return StoredSandbox(
-            record, describe(record, Summary(document.running, *checkpoints, savepoints=savepoints), {})
-        )
+        return StoredSandbox(record, describe(record, document, {}))
 
     with ThreadPoolExecutor(8) as threads:
         return list(threads.map(read, recorded))

@@ -12,7 +12,7 @@ from typing import Any
 from traitlets import Enum, HasTraits
 
 from sandbox_provisioner.config import GCSConfig, Place
-from sandbox_provisioner.contents.guarded import GuardedContents
+from sandbox_provisioner.contents.managers import GuardedContents
 from sandbox_provisioner.kernel.settings import SandboxSettings
 from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
 from sandbox_provisioner.server.plain_kernels import PlainKernelGuard

@@ -128,10 +128,8 @@ class IOThread:
         async def end_all() -> None:
             await asyncio.gather(*(at_exit() for at_exit in holders.values()), return_exceptions=True)
 
-        try:
+        with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(end_all(), loop).result(EXIT_DEADLINE)
-        except TimeoutError:
-            pass
         for holder in holders:
             if ended := self.drop(holder):
                 with suppress(TimeoutError):

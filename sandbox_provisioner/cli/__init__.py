@@ -3,7 +3,7 @@
 - ``app``: the parser, ``setup`` and ``doctor``; ``sandboxes``: list, show, revert, delete, prune
 - ``kernels``: hibernate, wake, restart, exec, savepoints, snapshots, fork; ``templates``: templates
 - ``plain_notebooks``: allow a kernel without a sandbox for a notebook
-- ``targets``: find sandboxes in storage and on running servers; ``options``, ``completion``: arguments
+- ``targets``: find sandboxes in storage and on running servers; ``options``: arguments and their completion
 - ``output``, ``progress``: tables, JSON and progress lines; ``exit_codes``: the exit status of each failure
 """
 

@@ -22,9 +22,9 @@ from ..sandbox.listing import look
 from ..sandbox.model import NamedState, Sandbox, encode
 from ..sandbox.registry import Facts
 from ..sandbox.user_sandboxes import Persistence
-from . import completion
+from . import options
 from .exit_codes import exit_status
-from .options import Commands, add_id, add_ids, add_reach, name, span
+from .options import Commands, add_ids, add_name, add_reach, name, span
 from .output import as_json, print_json, print_named, say, size, warn
 from .progress import watched
 from .targets import UNREAD, Found, Reach, Server, UnreadSandboxError, reach, with_local_notebook
@@ -48,7 +48,7 @@ class SavedKind:
     create: Callable[[SandboxClient, str, str], NamedState]
     delete: Callable[[SandboxClient, str, str], None]
     delete_stored: Callable[[Persistence, SandboxRecord, str], None]
-    completer: completion.Offer
+    completer: options.Completer
 
 
 SAVED_KINDS = (
@@ -59,7 +59,7 @@ SAVED_KINDS = (
         SandboxClient.savepoint,
         SandboxClient.delete_savepoint,
         Persistence.drop_savepoint,
-        completion.savepoints,
+        options.complete_savepoints,
     ),
     SavedKind(
         "snapshot",
@@ -68,7 +68,7 @@ SAVED_KINDS = (
         SandboxClient.snapshot,
         SandboxClient.delete_snapshot,
         Persistence.drop_snapshot,
-        completion.snapshots,
+        options.complete_snapshots,
     ),
 )
 
@@ -76,33 +76,34 @@ SAVED_KINDS = (
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the commands to the parser."""
     about = "save kernels and free their memory; they stay listed, and the next cell wakes them"
-    add_ids(add_reach(commands, "hibernate", run_hibernate, about))
+    hibernate = partial(_each, "Hibernate", Reach.server_of, SandboxClient.hibernate, done="saved")
+    add_ids(add_reach(commands, "hibernate", hibernate, about))
     about = "wake hibernated kernels, or start kernels for saved sandboxes"
-    add_ids(add_reach(commands, "wake", run_wake, about))
+    wake = partial(_each, "Wake", Reach.starter_of, SandboxClient.wake)
+    add_ids(add_reach(commands, "wake", wake, about))
     about = "keep an idle kernel from being hibernated while its threads or subprocesses work"
     awake = add_reach(commands, "keep-awake", run_keep_awake, about)
-    add_id(awake)
+    add_ids(awake, 1)
     how = "on (default), off, or a duration: a number with the unit s, m, h, d or w, such as 2h"
     awake.add_argument("how", nargs="?", default=None, type=awake_for, metavar="on|off|DURATION", help=how)
-    add_ids(add_reach(commands, "restart", run_restart, "restart kernels; their savepoints are kept"))
+    restart = partial(_each, "Restart", Reach.server_of, SandboxClient.restart)
+    add_ids(add_reach(commands, "restart", restart, "restart kernels; their savepoints are kept"))
     exec_ = add_reach(commands, "exec", run_exec, EXEC_HELP, json=False)
     exec_.add_argument("--cwd", metavar="FOLDER", help="working folder in the sandbox; default: the kernel's")
-    add_id(exec_)
+    add_ids(exec_, 1)
     exec_.add_argument("command", nargs="*", metavar="COMMAND", help="the command and its arguments")
     exec_.set_defaults(usage_error=exec_.error, interrupted="the command in the sandbox is killed.")
     for kind in SAVED_KINDS:
         _add_saved_kind(commands, kind)
     about = "rewind a kernel to a savepoint; its current state is first saved as another savepoint"
     rewind = add_reach(commands, "rewind", run_rewind, about)
-    add_id(rewind)
-    completion.offer(rewind.add_argument("name", metavar="NAME", type=name), completion.savepoints)
+    add_ids(rewind, 1)
+    add_name(rewind, "name", options.complete_savepoints)
     about = "start a second kernel from a savepoint or the current state; the first one keeps running"
     fork_ = add_reach(commands, "fork", run_fork, about)
-    add_id(fork_)
-    from_ = fork_.add_argument(
-        "--savepoint", metavar="NAME", type=name, help="savepoint to start from; default: the current state"
-    )
-    completion.offer(from_, completion.savepoints)
+    add_ids(fork_, 1)
+    about = "savepoint to start from; default: the current state"
+    add_name(fork_, "--savepoint", options.complete_savepoints, about)
     about = "notebook of the new kernel; if it does not exist, the first kernel's notebook is copied"
     fork_.add_argument("--notebook", metavar="PATH", help=about)
 
@@ -110,21 +111,10 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_saved_kind(commands: Commands[argparse.ArgumentParser], kind: SavedKind) -> None:
     word, about = kind.word, f"{kind.about} under a name; without a name, list the {kind.word}s"
     parser = add_reach(commands, word, partial(_run_saved_kind, kind), about)
-    add_id(parser)
+    add_ids(parser, 1)
     one = parser.add_mutually_exclusive_group()
     one.add_argument("name", nargs="?", metavar="NAME", type=name, help=f"name of the new {word}")
-    delete = one.add_argument("--delete", metavar="NAME", type=name, help=f"delete this {word}")
-    completion.offer(delete, kind.completer)
-
-
-def run_hibernate(arguments: argparse.Namespace) -> int:
-    """Run ``jupyter sandbox hibernate`` and return its exit status."""
-    return _each(arguments, "Hibernate", Reach.server_of, SandboxClient.hibernate, done="saved")
-
-
-def run_wake(arguments: argparse.Namespace) -> int:
-    """Run ``jupyter sandbox wake`` and return its exit status."""
-    return _each(arguments, "Wake", Reach.starter_of, SandboxClient.wake)
+    add_name(one, "--delete", kind.completer, f"delete this {word}")
 
 
 def awake_for(text: str) -> float | None:
@@ -145,13 +135,8 @@ def run_keep_awake(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_restart(arguments: argparse.Namespace) -> int:
-    """Run ``jupyter sandbox restart`` and return its exit status."""
-    return _each(arguments, "Restart", Reach.server_of, SandboxClient.restart)
-
-
-def _each(arguments: argparse.Namespace, verb: str, choose: Choose, change: Change, done: str = "") -> int:
-    """Change each given sandbox and return the exit status. A failure does not stop the others.
+def _each(verb: str, choose: Choose, change: Change, arguments: argparse.Namespace, done: str = "") -> int:
+    """Run a command that changes each given sandbox, and return its exit status. A failure does not stop the others.
 
     A sandbox in the state ``done`` is changed only if a server has it open.
     """

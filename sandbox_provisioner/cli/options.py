@@ -1,16 +1,22 @@
-"""Define the options that commands of ``jupyter sandbox`` share: where to look for sandboxes, and their ids."""
+"""Define the options that commands of ``jupyter sandbox`` share, and complete their ids and names in a shell.
+
+Completion reads only this user's records and storage: it must not wait for a server.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, SandboxError
+from ..persistence.metadata import ListedCheckpoint, Stored
 from ..persistence.names import valid_id
-from . import completion
+from ..persistence.records import SandboxRecord
+from ..sandbox.user_sandboxes import Persistence, registry
 
 AGE = re.compile(r"([0-9]{1,6})([smhdw])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -23,7 +29,11 @@ that a server has open is changed through that server.
 
 Commands = argparse._SubParsersAction
 """The type of argparse's collection of subcommands."""
+Arguments = argparse._ActionsContainer
+"""The type of a parser or a group of arguments."""
 Run = Callable[[argparse.Namespace], int]
+Completer = Callable[..., dict[str, str]]
+Read = Callable[[Persistence, SandboxRecord], Mapping[str, Stored | ListedCheckpoint]]
 
 
 def add_reach(
@@ -37,7 +47,7 @@ def add_reach(
     parser.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE, ""),
-        help=f"token of the server, if not found automatically; setting {TOKEN_VARIABLE} instead keeps it secret",
+        help=f"token of the server, if it is not found automatically; the variable {TOKEN_VARIABLE} keeps it secret",
     )
     parser.set_defaults(run=run, json=False)
     if json:
@@ -45,16 +55,16 @@ def add_reach(
     return parser
 
 
-def add_ids(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for one or more sandboxes."""
-    action = parser.add_argument("ids", nargs="+", metavar="ID", help=ID_HELP)
-    completion.offer(action, completion.ids)
+def add_ids(parser: argparse.ArgumentParser, number: str | int = "+") -> None:
+    """Add the argument for one or more sandboxes, or for the given number of sandboxes."""
+    ids = parser.add_argument("ids", nargs=number, metavar="ID", help=ID_HELP)
+    ids.completer = complete_ids  # type: ignore[attr-defined]  # for argcomplete
 
 
-def add_id(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for one sandbox."""
-    action = parser.add_argument("ids", nargs=1, metavar="ID", help=ID_HELP)
-    completion.offer(action, completion.ids)
+def add_name(parser: Arguments, flag: str, completer: Completer, help: str | None = None) -> None:
+    """Add the argument for the name of an existing savepoint or snapshot."""
+    stored_name = parser.add_argument(flag, metavar="NAME", type=name, help=help)
+    stored_name.completer = completer  # type: ignore[attr-defined]
 
 
 def name(text: str) -> str:
@@ -72,3 +82,34 @@ def span(text: str) -> timedelta:
     if not (match := AGE.fullmatch(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 45m, 12h, 30d or 2w")
     return timedelta(**{UNITS[match[2]]: int(match[1])})
+
+
+# -- completion in a shell -------------------------------------------------------------------------------------------
+
+
+def complete_ids(prefix: str, **_: Any) -> dict[str, str]:
+    """Return the ids with this prefix, each with its kernel and notebook. Called by argcomplete."""
+    return {
+        str(record.id): f"{record.kernel_name} {record.notebook_path}".strip()
+        for record in registry().list().records
+        if str(record.id).startswith(prefix)
+    }
+
+
+def complete_savepoints(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
+    """Return the savepoints of the sandbox on the command line that begin with ``prefix``. Called by argcomplete."""
+    return _names(prefix, parsed_args, lambda storage, record: storage.summarise(record).savepoints)
+
+
+def complete_snapshots(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
+    """Return the sandbox's file snapshots that begin with ``prefix``. Called by argcomplete."""
+    return _names(prefix, parsed_args, Persistence.snapshots)
+
+
+def _names(prefix: str, parsed_args: argparse.Namespace, read: Read) -> dict[str, str]:
+    try:
+        storage: Persistence = parsed_args.open()
+        stored = read(storage, storage.registry.find(parsed_args.ids[0]))
+    except (SandboxError, OSError):
+        return {}
+    return {name: each.created for name, each in stored.items() if name.startswith(prefix)}

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
 
 import httpx
 
+from .._text import json_object
 from ..sandbox.model import (
     Capabilities,
     Deleted,
@@ -37,6 +36,7 @@ SILENCE = 60.0
 PAGE = 1000
 """Sandboxes per page of the list: the server's maximum."""
 
+Fields = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -71,9 +71,7 @@ class AsyncSandboxClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -146,7 +144,7 @@ class AsyncSandboxClient:
         body = {"command": [*command], **({} if cwd is None else {"cwd": cwd})}
         async with self._stream("POST", _path(id, "execute"), self._patient, body) as answer:
             async for line in answer.aiter_lines():
-                piece = _object(line)
+                piece = json_object(line)
                 if "status" in piece:
                     yield decode(Exit, piece)
                     return
@@ -208,65 +206,32 @@ class AsyncSandboxClient:
                 if line.startswith("data:"):
                     data += line.removeprefix("data:")
                 elif not line and data:
-                    yield decode(Event, _object(data))
+                    yield decode(Event, json_object(data))
                     data = ""
 
     async def _ask(
-        self,
-        kind: type[T],
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        query: Mapping[str, Any] | None = None,
+        self, kind: type[T], method: str, path: str, body: Fields | None = None, query: Fields | None = None
     ) -> T:
-        answer = await self._send(method, path, body, query)
-        return decode(kind, _json(answer))
+        return decode(kind, json_object(await self._send(method, path, body, query)))
 
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: Fields | None = None, query: Fields | None = None) -> bytes:
         timeout = self._http.timeout if method == "GET" else self._patient
-        try:
-            answer = await self._http.request(method, self._address(path), json=body, params=query, timeout=timeout)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerUnreachableError(self.url, str(error)) from error
-        if not answer.is_success:
-            raise refusal(self.url, answer.status_code, _json(answer))
-        return answer
+        async with self._stream(method, path, timeout, body, query) as answer:
+            return await answer.aread()
 
     @asynccontextmanager
     async def _stream(
-        self, method: str, path: str, timeout: httpx.Timeout, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, timeout: httpx.Timeout, body: Fields | None = None, query: Fields | None = None
     ) -> AsyncIterator[httpx.Response]:
+        url = f"{self.url}api/sandboxes{'/' if path else ''}{path}"
         try:
-            async with self._http.stream(method, self._address(path), json=body, timeout=timeout) as answer:
+            async with self._http.stream(method, url, json=body, params=query, timeout=timeout) as answer:
                 if not answer.is_success:
-                    await answer.aread()
-                    raise refusal(self.url, answer.status_code, _json(answer))
+                    raise refusal(self.url, answer.status_code, json_object(await answer.aread()))
                 yield answer
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerUnreachableError(self.url, str(error)) from error
 
-    def _address(self, path: str) -> str:
-        return f"{self.url}api/sandboxes{'/' if path else ''}{path}"
-
 
 def _path(*parts: str) -> str:
     return "/".join(quote(part, safe="") for part in parts)
-
-
-def _object(line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise AnswerError(f"not a JSON object, {line[:80]!r}")
-    return value
-
-
-def _json(answer: httpx.Response) -> Any:
-    try:
-        return answer.json()
-    except ValueError:
-        return None

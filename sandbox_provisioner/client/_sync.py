@@ -5,15 +5,14 @@ This file is made from ``_async.py`` by ``tools/unasync.py``: change that one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
 
 import httpx
 
+from .._text import json_object
 from ..sandbox.model import (
     Capabilities,
     Deleted,
@@ -37,6 +36,7 @@ SILENCE = 60.0
 PAGE = 1000
 """Sandboxes per page of the list: the server's maximum."""
 
+Fields = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -71,9 +71,7 @@ class SandboxClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -146,7 +144,7 @@ class SandboxClient:
         body = {"command": [*command], **({} if cwd is None else {"cwd": cwd})}
         with self._stream("POST", _path(id, "execute"), self._patient, body) as answer:
             for line in answer.iter_lines():
-                piece = _object(line)
+                piece = json_object(line)
                 if "status" in piece:
                     yield decode(Exit, piece)
                     return
@@ -208,65 +206,30 @@ class SandboxClient:
                 if line.startswith("data:"):
                     data += line.removeprefix("data:")
                 elif not line and data:
-                    yield decode(Event, _object(data))
+                    yield decode(Event, json_object(data))
                     data = ""
 
-    def _ask(
-        self,
-        kind: type[T],
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        query: Mapping[str, Any] | None = None,
-    ) -> T:
-        answer = self._send(method, path, body, query)
-        return decode(kind, _json(answer))
+    def _ask(self, kind: type[T], method: str, path: str, body: Fields | None = None, query: Fields | None = None) -> T:
+        return decode(kind, json_object(self._send(method, path, body, query)))
 
-    def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
+    def _send(self, method: str, path: str, body: Fields | None = None, query: Fields | None = None) -> bytes:
         timeout = self._http.timeout if method == "GET" else self._patient
-        try:
-            answer = self._http.request(method, self._address(path), json=body, params=query, timeout=timeout)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerUnreachableError(self.url, str(error)) from error
-        if not answer.is_success:
-            raise refusal(self.url, answer.status_code, _json(answer))
-        return answer
+        with self._stream(method, path, timeout, body, query) as answer:
+            return answer.read()
 
     @contextmanager
     def _stream(
-        self, method: str, path: str, timeout: httpx.Timeout, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, timeout: httpx.Timeout, body: Fields | None = None, query: Fields | None = None
     ) -> Iterator[httpx.Response]:
+        url = f"{self.url}api/sandboxes{'/' if path else ''}{path}"
         try:
-            with self._http.stream(method, self._address(path), json=body, timeout=timeout) as answer:
+            with self._http.stream(method, url, json=body, params=query, timeout=timeout) as answer:
                 if not answer.is_success:
-                    answer.read()
-                    raise refusal(self.url, answer.status_code, _json(answer))
+                    raise refusal(self.url, answer.status_code, json_object(answer.read()))
                 yield answer
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerUnreachableError(self.url, str(error)) from error
 
-    def _address(self, path: str) -> str:
-        return f"{self.url}api/sandboxes{'/' if path else ''}{path}"
-
 
 def _path(*parts: str) -> str:
     return "/".join(quote(part, safe="") for part in parts)
-
-
-def _object(line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise AnswerError(f"not a JSON object, {line[:80]!r}")
-    return value
-
-
-def _json(answer: httpx.Response) -> Any:
-    try:
-        return answer.json()
-    except ValueError:
-        return None

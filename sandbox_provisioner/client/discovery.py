@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from jupyter_core.paths import jupyter_runtime_dir
 
+from .._text import json_object
 from ..errors import ConfigurationError
 
 PAGES = ("/lab", "/tree")
@@ -32,8 +32,7 @@ class RunningServer:
 def running_servers() -> list[RunningServer]:
     """Return the servers whose process exists, the newest first, without those that listen on a unix socket."""
     files = Path(jupyter_runtime_dir()).glob("jpserver-*.json")
-    found = [entry for file in files if (entry := _read(file)) is not None]
-    servers = [info for _, info in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    servers = [info for _, info in sorted(map(_read, files), key=lambda pair: pair[0], reverse=True)]
     return [
         RunningServer(str(info["url"]), str(info.get("token") or ""), str(info.get("root_dir") or ""))
         for info in servers
@@ -62,13 +61,13 @@ def address(url: str, token: str = "") -> tuple[str, str]:
     return urlunsplit((parts.scheme, parts.netloc, f"{path}/", "", "")), token or given
 
 
-def _read(file: Path) -> tuple[float, dict[str, Any]] | None:
-    """Return the modification time and the content of a server's file; None if it is gone or invalid."""
+def _read(file: Path) -> tuple[float, dict[str, Any]]:
+    """Return the modification time and the content of a server's file; empty if it is gone or invalid."""
     try:
-        info, written = json.loads(file.read_text()), file.stat().st_mtime
-    except (OSError, ValueError):
-        return None
-    return (written, info) if isinstance(info, dict) else None
+        content = json_object(file.read_bytes())
+        return file.stat().st_mtime, content
+    except OSError:
+        return 0.0, {}
 
 
 def _process_exists(pid: Any) -> bool:

@@ -73,9 +73,8 @@ class NoServerError(SandboxError, kind=Kind.UNREACHABLE):
         )
 
 
-def refusal(url: str, status: int, body: Any) -> ProblemError:
-    """Return the error for a response with an error status; ``body`` is its decoded JSON, None if invalid."""
-    problem: Mapping[str, Any] = body if isinstance(body, Mapping) else {}
+def refusal(url: str, status: int, problem: Mapping[str, Any]) -> ProblemError:
+    """Return the error for a response with an error status; ``problem`` is its body, empty if it is no JSON object."""
     if isinstance(problem.get("detail"), str) and isinstance(problem.get("title"), str):
         words = {name: str(problem.get(name) or "") for name in ("type", "title", "detail", "remedy", "variable")}
         if status in (401, 403) and not words["remedy"]:

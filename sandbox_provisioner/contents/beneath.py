@@ -11,9 +11,10 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from ..gvisor.mounts import within
+from ..storage.disk import closing
 from .entries import SAFE, AccessRefused, Place, copy_entry, not_a_file, remove_entry, type_and_target
 from .links import LinkRules
 
@@ -82,10 +83,8 @@ class Beneath:
                 found = os.open(place.name, os.O_PATH | SAFE, dir_fd=place.folder)
         except AccessRefused:
             return False
-        try:
+        with closing(found):
             return os.access(f"/proc/self/fd/{found}", mode)
-        finally:
-            os.close(found)
 
     def listdir(self, path: str) -> list[str]:
         """Return the names of a folder's entries."""
@@ -240,14 +239,9 @@ class Beneath:
                 self._share([os.path.dirname(new.real)])
             copy_entry(old.folder, old.name, new.folder, new.name)
 
-    @contextmanager
-    def _open(self, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-        """Yield the descriptor of a file or folder, and close it after the block."""
-        found = self.open(path, flags)
-        try:
-            yield found
-        finally:
-            os.close(found)
+    def _open(self, path: str, flags: int = os.O_RDONLY) -> AbstractContextManager[int]:
+        """Open a file or folder for a block."""
+        return closing(self.open(path, flags))
 
 
 def _is_file_or_folder(found: os.stat_result) -> bool:

@@ -21,9 +21,8 @@ from .._text import one_line
 from ..config import own_folder
 from ..gvisor.mounts import within
 from .beneath import Beneath
-from .entries import AccessRefused
+from .entries import AccessRefused, home_trash, move_to_trash
 from .links import LinkRules
-from .trash import home_trash, move_to_trash
 
 ADVICE = (
     " A notebook's code may have made the link. Delete it, for example with os.unlink in a cell, or add the "
@@ -81,14 +80,9 @@ def _guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda path, *arguments: call(operation, path, *arguments)
 
 
-def _open(path: str, flags: int, mode: int = 0o777) -> int:
-    number: int = call(Beneath.open, path, flags, mode)
-    return number
-
-
 def open_file(path: str, mode: str = "r", **options: Any) -> Any:
     """Open a file like the builtin ``open``."""
-    return builtins.open(path, mode, **options, opener=lambda name, flags: _open(name, flags, 0o666))
+    return builtins.open(path, mode, **options, opener=lambda name, flags: call(Beneath.open, name, flags))
 
 
 def _mode(path: str) -> int:
@@ -207,7 +201,7 @@ guarded_os = SimpleNamespace(
     listdir=_guarded(Beneath.listdir),
     lstat=_guarded(Beneath.lstat),
     mkdir=_guarded(Beneath.mkdir),
-    open=_open,
+    open=lambda path, flags, mode=0o777: call(Beneath.open, path, flags, mode),
     remove=_guarded(Beneath.unlink),
     replace=_two_paths(Beneath.replace),
     stat=_guarded(Beneath.stat),

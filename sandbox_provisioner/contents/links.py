@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from ..gvisor.mounts import within
+from ..storage.disk import closing
 from .entries import SAFE, AccessRefused, Place
 
 LINKS = 40
@@ -145,7 +146,8 @@ class _Request:
             kind = os.fstat(entry).st_mode
             if stat.S_ISLNK(kind) and (follow or not last):
                 charge = 1
-                target = _read_link(entry)
+                with closing(entry):
+                    target = os.readlink("", dir_fd=entry)
                 walk.links.append(walk.real)
                 if len(walk.links) > LINKS:
                     raise AccessRefused(_too_many_links(relative))
@@ -213,7 +215,9 @@ class LinkRules:
             real = os.path.join(walk.real, name) if name != "." else walk.real
             requested = set(relative.split("/"))
             if not all(self._permits(scope, real, False, requested) for scope in scopes):
-                raise AccessRefused(_outside(path, real))
+                raise AccessRefused(
+                    f"{path} leads through a symbolic link to {real}, which must not be accessed through that link."
+                )
             if write and not all(self._permits(scope, real, True, requested) for scope in scopes):
                 raise AccessRefused(_read_only(path, real))
             yield Place(walk.folders[-1], name, real)
@@ -279,22 +283,10 @@ class LinkRules:
         return not hidden and not any(within(real, os.path.realpath(place)) for place in self._protected())
 
 
-def _read_link(entry: int) -> str:
-    """Return the target of a link that is open with O_PATH, and close it."""
-    try:
-        return os.readlink("", dir_fd=entry)
-    finally:
-        os.close(entry)
-
-
 def _innermost(areas: Iterable[Area], path: str) -> Area | None:
     """Return the innermost area that contains a real path; of two with the same path, a read-only one."""
     found = (area for area in areas if within(path, area.real))
     return max(found, key=lambda area: (len(area.real), not area.writable), default=None)
-
-
-def _outside(path: str, real: str) -> str:
-    return f"{path} leads through a symbolic link to {real}, which must not be accessed through that link."
 
 
 def _read_only(path: str, real: str) -> str:

@@ -11,6 +11,7 @@ again later; a lease that is held is watched only by reads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..storage.names import valid_name
 from .base import CLOCK, Clock, Owner, Pace
 from .expiring import Entry, EntryStore, ExpiringLeases, duration
 
+PACE = Pace(lease_time=30.0, renewal=5.0, poll=1.0)
 LONGEST_REQUEST = 10.0
 CLOCK_TRUSTED = 60.0
 """Seconds after which the offset to the server's clock is replaced even by a smaller one, because of drift."""
@@ -28,16 +30,8 @@ CLOCK_TRUSTED = 60.0
 class GCSLeases(ExpiringLeases):
     """Leases in a bucket, in objects whose names begin with ``prefix``."""
 
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str = "",
-        lease_time: float = 30.0,
-        renewal: float = 5.0,
-        poll: float = 1.0,
-        clock: Clock = CLOCK,
-    ) -> None:
-        super().__init__(_GCSEntries(bucket, prefix, lease_time, clock), Pace(lease_time, renewal, poll))
+    def __init__(self, bucket: str, prefix: str = "", pace: Pace = PACE, clock: Clock = CLOCK) -> None:
+        super().__init__(_GCSEntries(bucket, prefix, pace.lease_time, clock), pace)
 
 
 class _GCSEntries(EntryStore):
@@ -56,7 +50,7 @@ class _GCSEntries(EntryStore):
         blob = self._blob(name)
         blob.metadata = {"owner": owner.to_json(), "seconds": str(self._seconds)}
         try:
-            self._write(blob, if_generation_match=0)
+            self._requests.ask_bucket(self._request(blob.upload_from_string, data=b"", if_generation_match=0))
         except PreconditionError:
             return None
         except RateLimitedError:
@@ -117,18 +111,13 @@ class _GCSEntries(EntryStore):
     def _blob(self, name: str) -> Any:
         return self._requests.bucket().blob(self._prefix + name)
 
-    def _write(self, blob: Any, **conditions: int) -> None:
-        try:
-            self._ask(blob.upload_from_string, data=b"", **conditions)
-        except MissingError as error:
-            raise self._requests.no_bucket() from error
-
     def _delete(self, name: str, **conditions: int) -> None:
-        try:
+        with suppress(MissingError, PreconditionError):
             self._ask(self._blob(name).delete, **conditions)
-        except (MissingError, PreconditionError):
-            pass
 
     def _ask(self, request: Callable[..., object], **arguments: Any) -> None:
-        """Send one request, without retries."""
-        self._requests.ask(partial(request, **arguments, timeout=self._timeout, retry=None))
+        self._requests.ask(self._request(request, **arguments))
+
+    def _request(self, request: Callable[..., object], **arguments: Any) -> Callable[[], object]:
+        """Return a request that is sent once, without retries."""
+        return partial(request, **arguments, timeout=self._timeout, retry=None)

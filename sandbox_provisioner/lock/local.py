@@ -11,13 +11,17 @@ import math
 import os
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 from weakref import WeakSet
 
 from ..errors import LeaseLostError, StorageError
+from ..storage.disk import OPEN, closing
 from .base import CLOCK, Clock, Leases, Owner, Pace
 
+PACE = Pace(lease_time=math.inf, renewal=0.5, poll=0.1)
 LONGEST_RECORD = 4096
 
 
@@ -27,8 +31,8 @@ class LocalLeases(Leases):
     A process that is stopped (SIGSTOP) keeps its leases.
     """
 
-    def __init__(self, folder: Path, renewal: float = 0.5, poll: float = 0.1, clock: Clock = CLOCK) -> None:
-        super().__init__(Pace(math.inf, renewal, poll), clock)
+    def __init__(self, folder: Path, pace: Pace = PACE, clock: Clock = CLOCK) -> None:
+        super().__init__(pace, clock)
         self._folder = folder
 
     def _attempt(self, name: str, owner: Owner) -> LocalAttempt:
@@ -53,28 +57,23 @@ class LocalAttempt:
 
     def take(self) -> LocalClaim | None:
         """Lock the file and return the claim; None if another process has locked it. Raises StorageError."""
-        try:
+        with _storage_errors(self._path):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             while True:
                 self._file = LockedFile.lock(self._path, self._owner)
                 if self._file is not None:
                     token = _next_token(self._path.with_name("last-token"))
                     return LocalClaim(self._name, token, self._file, self._waiter_path, self._clock)
-                holder = _lock_owner(self._path)
-                if holder is not None:
+                if holder := _lock_owner(self._path):
                     self.holder = holder
                     return None
-        except OSError as error:
-            raise _unusable(self._path, error) from error
 
     def ask(self) -> None:
         """Become the waiter: lock the waiter's file, unless another attempt has locked it. Raises StorageError."""
-        try:
+        with _storage_errors(self._waiter_path):
             if self._waiter_file is None or not self._waiter_file.in_place():
                 self.withdraw()
                 self._waiter_file = LockedFile.lock(self._waiter_path, self._owner)
-        except OSError as error:
-            raise _unusable(self._waiter_path, error) from error
 
     def withdraw(self) -> None:
         """Remove the waiter's file if this attempt has locked it."""
@@ -128,8 +127,7 @@ class LockedFile:
     def lock(cls, path: Path, owner: Owner) -> LockedFile | None:
         """Create the file if needed, lock it and write ``owner`` to it. None if another process has locked it."""
         while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            file = cls(path, os.open(path, flags, 0o600))
+            file = cls(path, os.open(path, OPEN, 0o600))
             try:
                 if not _lock(file._descriptor):
                     file.close()
@@ -155,11 +153,9 @@ class LockedFile:
         """Remove the file and unlock it, also for forked children that share the descriptor. May be called again."""
         if self._descriptor < 0:
             return
-        try:
+        with suppress(OSError):  # The file stays, but without a lock: the next owner locks it as it is.
             if self.in_place():
                 self.path.unlink()
-        except OSError:
-            pass  # The file stays, but without a lock: the next owner locks it as it is.
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK))
         self.close()
 
@@ -193,21 +189,12 @@ def _lock(descriptor: int) -> bool:
 
 def _lock_owner(path: Path) -> Owner | None:
     """Return the owner that has locked the file, or None if it is not locked or missing. Raises StorageError."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unusable(path, error) from error
-    try:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    with _storage_errors(path), suppress(FileNotFoundError), closing(os.open(path, flags)) as descriptor:
         answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
-        if struct.unpack_from("h", answer)[0] == fcntl.F_UNLCK:
-            return None
-        return Owner.from_json(_read_owner(descriptor))
-    except OSError as error:
-        raise _unusable(path, error) from error
-    finally:
-        os.close(descriptor)
+        if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
+            return Owner.from_json(_read_owner(descriptor))
+    return None
 
 
 def _read_owner(descriptor: int) -> bytes:
@@ -222,16 +209,13 @@ def _read_owner(descriptor: int) -> bytes:
 
 def _next_token(counter: Path) -> int:
     """Return a number greater than all earlier ones; at least the clock's microseconds, in case the file was lost."""
-    descriptor = os.open(counter, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
+    with closing(os.open(counter, OPEN, 0o600)) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         written = os.pread(descriptor, 20, 0)
         last = int(written) if written.isdigit() else 0
         token = max(last + 1, time.time_ns() // 1000)
         os.pwrite(descriptor, b"%020d" % token, 0)
         return token
-    finally:
-        os.close(descriptor)
 
 
 def _path(folder: Path, name: str, suffix: str) -> Path:
@@ -239,9 +223,10 @@ def _path(folder: Path, name: str, suffix: str) -> Path:
     return folder / f"{quote(name, safe='')}.{suffix}"
 
 
-def _unusable(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        str(path.parent),
-        f"The lease file {path} cannot be used: {error.strerror}.",
-        f"Check {path.parent} and its permissions.",
-    )
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"The lease file {path} cannot be used: {error.strerror}."
+        raise StorageError(str(path.parent), problem, f"Check {path.parent} and its permissions.") from error

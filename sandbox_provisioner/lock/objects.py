@@ -10,7 +10,7 @@ contains the generation of the entry. A late renewal therefore cannot affect a n
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from .._text import json_object
 from ..errors import ConflictError, ObjectNotFoundError
@@ -18,23 +18,18 @@ from ..storage.base import NEW, ObjectStore
 from .base import CLOCK, Clock, Owner, Pace
 from .expiring import Entry, EntryStore, ExpiringLeases, duration
 
+PACE = Pace(lease_time=90.0, renewal=10.0, poll=1.0)
+"""The lease time is longer than a MountedStore waits before it removes the lock of a crashed writer."""
+
 
 class ObjectLeases(ExpiringLeases):
     """Leases in ``store``. A crashed owner's lease can be acquired when it was watched here for the whole lease time.
 
-    The first attempt starts the watch. If that attempt is shorter, a second one succeeds after the lease time. The
-    default lease time is longer than a MountedStore waits before it removes the lock of a crashed writer.
+    The first attempt starts the watch. If that attempt is shorter, a second one succeeds after the lease time.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        lease_time: float = 90.0,
-        renewal: float = 10.0,
-        poll: float = 1.0,
-        clock: Clock = CLOCK,
-    ) -> None:
-        super().__init__(_ObjectEntries(store, lease_time, clock), Pace(lease_time, renewal, poll))
+    def __init__(self, store: ObjectStore, pace: Pace = PACE, clock: Clock = CLOCK) -> None:
+        super().__init__(_ObjectEntries(store, pace.lease_time, clock), pace)
 
 
 class _ObjectEntries(EntryStore):
@@ -50,9 +45,6 @@ class _ObjectEntries(EntryStore):
         record = json.dumps({**asdict(owner), "seconds": self._seconds}).encode()
         try:
             written = self._store.write(name, record, NEW)
-        except ConflictError:
-            return None
-        try:
             beat = self._store.write(_beat(name, written.generation), b"", NEW)
         except ConflictError:
             return None
@@ -84,7 +76,7 @@ class _ObjectEntries(EntryStore):
             return None
         if current != entry.generation:
             return None
-        return Entry(entry.name, entry.generation, written.generation, written.updated, entry.owner, entry.seconds)
+        return replace(entry, version=written.generation, updated=written.updated)
 
     def remove(self, entry: Entry) -> None:
         """Remove the entry. The beat goes first: without the lease, its name would be unknown."""

@@ -55,23 +55,21 @@ class Stores:
     def required_checkpoints(self) -> ObjectStore:
         """Return the store for checkpoints. Raises ConfigurationError if none is configured."""
         if self.checkpoints is None:
-            raise ConfigurationError(
-                "SANDBOX_CHECKPOINT_BUCKET",
-                "This server has no storage for checkpoints: SANDBOX_CHECKPOINT_BUCKET is not set.",
-                "Set it, or SANDBOX_CHECKPOINT_MOUNT_PATH.",
-            )
+            raise _not_configured("checkpoints", "SANDBOX_CHECKPOINT")
         return self.checkpoints
 
 
 def require_snapshots(storage: SnapshotStorage | None) -> SnapshotStorage:
     """Return ``storage``. Raises ConfigurationError if this server has no storage for file snapshots."""
     if storage is None:
-        raise ConfigurationError(
-            "FILESYSTEM_SNAPSHOT_BUCKET",
-            "This server has no storage for file snapshots: FILESYSTEM_SNAPSHOT_BUCKET is not set.",
-            "Set it, or FILESYSTEM_SNAPSHOT_MOUNT_PATH.",
-        )
+        raise _not_configured("file snapshots", "FILESYSTEM_SNAPSHOT")
     return storage
+
+
+def _not_configured(what: str, name: str) -> ConfigurationError:
+    """Return the error for a missing store, whose variables begin with ``name``."""
+    problem = f"This server has no storage for {what}: {name}_BUCKET is not set."
+    return ConfigurationError(f"{name}_BUCKET", problem, f"Set it, or {name}_MOUNT_PATH.")
 
 
 _shared: WeakValueDictionary[tuple[int, GCSConfig], Stores] = WeakValueDictionary()

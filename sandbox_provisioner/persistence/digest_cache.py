@@ -41,10 +41,6 @@ class GivenUpError(Exception):
     """The caller no longer needs the hash."""
 
 
-def _always() -> bool:
-    return True
-
-
 class DigestCache:
     """A cache of hashes in ``folder``, which is made on demand. Thread-safe."""
 
@@ -54,7 +50,7 @@ class DigestCache:
         self._known: dict[str, str] | None = None
         self._unsaved = False
 
-    def of(self, descriptor: int, sampled: bool = False, wanted: Callable[[], bool] = _always) -> str:
+    def of(self, descriptor: int, sampled: bool = False, wanted: Callable[[], bool] = lambda: True) -> str:
         """Return the SHA-256 of the regular file behind ``descriptor``, which may be an O_PATH descriptor.
 
         If ``sampled``, hash only its size and ``SAMPLES`` short pieces. Raises GivenUpError once ``wanted`` returns
@@ -126,8 +122,5 @@ def _load(store: LocalStore) -> dict[str, str]:
         data = store.read(NAME)[0] if store.info(NAME).size <= MOST_BYTES else b""
     except SandboxError:
         return {}
-    return {key: value for key, value in json_object(data).items() if _sound(key, value)}
-
-
-def _sound(key: str, value: object) -> bool:
-    return bool(KEY.fullmatch(key)) and isinstance(value, str) and bool(DIGEST.fullmatch(value))
+    known = json_object(data)
+    return {key: known[key] for key in known if KEY.fullmatch(key) and DIGEST.fullmatch(str(known[key]))}

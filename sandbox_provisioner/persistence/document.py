@@ -107,7 +107,7 @@ class Document:
     async def _swap(self, change: Change, most: int | None = None, take_over: bool = False) -> None:
         """Write the result of ``change``. If another server has written meanwhile, apply it to that document and retry.
 
-        Raises FencedError if that document has another owner's token, unless ``take_over``, or if retries fail.
+        Raises FencedError after ATTEMPTS attempts or, except with ``take_over``, if another owner has written.
         """
         for _ in range(ATTEMPTS):
             with suppress(ConflictError):  # another server's write, or our own whose response was lost

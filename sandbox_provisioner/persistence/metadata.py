@@ -157,22 +157,59 @@ class GCSSandboxMetadata:
 
 
 class Stored(NamedTuple):
-    """A checkpoint, savepoint or snapshot in a list. ``created`` is ISO 8601, ``size`` is in bytes."""
+    """A snapshot in a list. ``created`` is ISO 8601, ``size`` is in bytes."""
 
     created: str
     size: int
 
 
 @dataclass(frozen=True)
+class ListedFile:
+    """The part of a FileRecord that a list shows."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class ListedArtifact:
+    """The part of a GCSArtifact that a list shows."""
+
+    created: str
+    files: Mapping[str, ListedFile]
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """The part of a Checkpoint that a list shows."""
+
+    artifact: ListedArtifact
+
+    @property
+    def created(self) -> str:
+        """Time of the checkpoint, as ISO 8601."""
+        return self.artifact.created
+
+    @property
+    def size(self) -> int:
+        """Size of the image in bytes."""
+        return sum(file.size for file in self.artifact.files.values())
+
+
+@dataclass(frozen=True)
 class Summary:
     """The part of a document that a list shows; decoded in a fraction of the time of the whole."""
 
-    running: bool
-    checkpoint: Stored | None
-    previous: Stored | None
-    savepoints: Mapping[str, Stored]
-    user: str = ""
+    tenancy: Tenancy | None
+    checkpoint: ListedCheckpoint | None
+    previous: ListedCheckpoint | None
+    savepoints: Mapping[str, ListedCheckpoint]
+    user: str
     shared_with: tuple[str, ...] = ()
+
+    @property
+    def running(self) -> bool:
+        """True if the document says that the sandbox runs on a server."""
+        return self.tenancy is not None and self.tenancy.running
 
 
 @dataclass(frozen=True)
@@ -197,36 +234,6 @@ class Note:
         return self.token is not None and theirs and document.last != self.checkpoint
 
 
-@dataclass(frozen=True)
-class _ListedFile:
-    size: int
-
-
-@dataclass(frozen=True)
-class _ListedArtifact:
-    created: str
-    files: Mapping[str, _ListedFile]
-
-
-@dataclass(frozen=True)
-class _ListedCheckpoint:
-    artifact: _ListedArtifact
-
-    @property
-    def stored(self) -> Stored:
-        return Stored(self.artifact.created, sum(file.size for file in self.artifact.files.values()))
-
-
-@dataclass(frozen=True)
-class _ListedDocument:
-    tenancy: Tenancy | None
-    checkpoint: _ListedCheckpoint | None
-    previous: _ListedCheckpoint | None
-    savepoints: Mapping[str, _ListedCheckpoint]
-    user: str
-    shared_with: tuple[str, ...] = ()
-
-
 def encode(metadata: GCSSandboxMetadata) -> bytes:
     """Return the document as bytes, unsigned."""
     return json.dumps({"schema": SCHEMA, **asdict(metadata)}, indent=1).encode()
@@ -241,16 +248,7 @@ def decode(data: bytes, where: str, sandbox_id: str) -> GCSSandboxMetadata:
 def summarise(data: bytes, where: str, sandbox_id: str) -> Summary:
     """Return the summary of a document. Raises MetadataError as ``decode`` does, but checks only part of it."""
     with _metadata_errors(where):
-        document = _document_of(sandbox_id, _without_files(data), where)
-        found = decoding.decode(_ListedDocument, document, ADDED)
-    return Summary(
-        running=found.tenancy is not None and found.tenancy.running,
-        checkpoint=found.checkpoint.stored if found.checkpoint else None,
-        previous=found.previous.stored if found.previous else None,
-        savepoints={name: checkpoint.stored for name, checkpoint in found.savepoints.items()},
-        user=found.user,
-        shared_with=found.shared_with,
-    )
+        return decoding.decode(Summary, _document_of(sandbox_id, _without_files(data), where), ADDED)
 
 
 def encode_artifact(artifact: GCSArtifact) -> bytes:

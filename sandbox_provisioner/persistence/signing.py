@@ -16,6 +16,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -155,10 +156,8 @@ def _mac(key: bytes, name: str, data: bytes) -> bytes:
 
 def read_or_make_key(path: Path) -> str:
     """Return the key in a file, which is made with mode 0600 if missing. Blocks. Raises ConfigurationError."""
-    try:
+    with suppress(ConflictError):  # the key exists
         LocalStore(path.parent).write(path.name, f"{secrets.token_hex(32)}\n".encode(), NEW)
-    except ConflictError:
-        pass  # the key exists
     try:
         with closing(os.open(path, READ)) as file:
             found = os.fstat(file)

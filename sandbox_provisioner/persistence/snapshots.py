@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 async def save(storage: SnapshotStorage, below: str, sandbox: GVisorSandbox, advance: Advance) -> GCSArtifact:
     """Store a running sandbox's files below the prefix ``below``. Raises SnapshotError if a snapshot exists there."""
     store = storage.store
-    if await asyncio.to_thread(_exists, store, below + MANIFEST):
+    if await asyncio.to_thread(store.exists, below + MANIFEST):
         raise SnapshotError(f"There is a snapshot {below} in {store.where} already.", "Choose another name.")
     await bulk(store.delete_all, below)
     async with staging(storage.staging) as folder:
@@ -109,13 +109,6 @@ def sign_earlier(storage: SnapshotStorage, sandbox_id: str) -> None:
                 artifact = metadata.decode_artifact(data, info.name)
                 signed = storage.signer.sign(info.name, metadata.encode_artifact(artifact))
                 store.write(info.name, signed, found.generation)
-
-
-def _exists(store: ObjectStore, name: str) -> bool:
-    try:
-        return bool(store.info(name))
-    except ObjectNotFoundError:
-        return False
 
 
 # -- the tar ---------------------------------------------------------------------------------------------------------

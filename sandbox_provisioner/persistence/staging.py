@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from ..storage.disk import disk_errors
+from ..storage.disk import FOLDER, closing, disk_errors
 from ..workers import BULK, control, finished
 
 
@@ -86,9 +86,6 @@ def _collect(top: Path, mode: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
 @contextmanager
 def locked(folder: Path, mode: int) -> Iterator[None]:
     """Hold the flock of a folder for the block. With LOCK_NB in ``mode``, raises BlockingIOError if it is locked."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with closing(os.open(folder, FOLDER)) as descriptor:
         fcntl.flock(descriptor, mode)
         yield
-    finally:
-        os.close(descriptor)

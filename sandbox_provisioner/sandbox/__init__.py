@@ -3,8 +3,8 @@
 - ``manager``: find, create, hold and close sandboxes; ``supervisor``: the background work for one open sandbox
 - ``handle``: SandboxHandle, one open sandbox; ``memory``: run, save and restore the memory of that sandbox
 - ``stored_state``: the document and the checkpoints of an open sandbox
-- ``start_request``: the sandbox that a kernel start requests; ``registration``: the record of that sandbox
-- ``registry``: PersistentSandboxRegistry, the sandboxes that exist; ``user_sandboxes``: a user's stores and registry
+- ``start_request``: the sandbox that a kernel start requests; ``user_sandboxes``: a user's stores and registry
+- ``registry``: PersistentSandboxRegistry, the sandboxes that exist, and the record of an open one
 - ``recovery``: save sandboxes whose server was killed, and remove files and objects that such servers left
 - ``detached``: operations on sandboxes that no server has open; ``listing``: their state in storage
 - ``sandboxed_notebooks``: which notebooks ran in a sandbox, and which plain kernels the user allowed for them

@@ -78,10 +78,10 @@ async def sign(document: Document, stores: Stores) -> None:
     an unsigned document of this sandbox is refused.
     """
     await document.sign()
-    await asyncio.to_thread(_sign_earlier, stores, document.metadata.sandbox_id)
+    await asyncio.to_thread(_sign_earlier_snapshots, stores, document.metadata.sandbox_id)
 
 
-def _sign_earlier(stores: Stores, sandbox_id: str) -> None:
+def _sign_earlier_snapshots(stores: Stores, sandbox_id: str) -> None:
     if sandbox_id in stores.signer.earlier:
         if stores.snapshot_storage:
             snapshots.sign_earlier(stores.snapshot_storage, sandbox_id)
@@ -120,10 +120,7 @@ async def create_fork(
 
 def exists(stores: Stores, sandbox_id: str) -> bool:
     """Return True if the sandbox has a document. Blocks."""
-    try:
-        return bool(stores.metadata.info(metadata_name(sandbox_id)))
-    except ObjectNotFoundError:
-        return False
+    return stores.metadata.exists(metadata_name(sandbox_id))
 
 
 async def copy_checkpoint(

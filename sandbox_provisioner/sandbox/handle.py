@@ -29,7 +29,7 @@ from ..persistence.names import snapshot_prefix, valid_id
 from ..persistence.records import SandboxRecord
 from ..workers import finished
 from .memory import SandboxMemory
-from .registration import Registration
+from .registry import Registration
 from .stored_state import StoredState
 
 

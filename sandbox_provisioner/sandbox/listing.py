@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from ..errors import MetadataError, SandboxError, SandboxNotFoundError, StorageNotHereError
 from ..persistence import metadata
-from ..persistence.metadata import Summary
+from ..persistence.metadata import Checkpoint, GCSSandboxMetadata, ListedCheckpoint, Summary
 from ..persistence.records import SandboxRecord
 from .model import NamedState, Sandbox, State, Stored
 from .user_sandboxes import Persistence
@@ -43,20 +43,22 @@ def look(sandboxes: Persistence, records: Iterable[SandboxRecord]) -> list[Store
         return list(threads.map(one, records))
 
 
-def describe(record: SandboxRecord, summary: Summary, snapshots: Mapping[str, metadata.Stored]) -> Sandbox:
+def describe(
+    record: SandboxRecord, document: Summary | GCSSandboxMetadata, snapshots: Mapping[str, metadata.Stored]
+) -> Sandbox:
     """Return the sandbox of a record; its state is running, saved or empty.
 
     The time of the checkpoint counts as a use: a killed server did not update the record. Raises MetadataError if a
     stored time is invalid.
     """
     try:
-        checkpoint, previous = _stored(summary.checkpoint), _stored(summary.previous)
-        savepoints, files = _named(summary.savepoints), _named(snapshots)
+        checkpoint, previous = _stored(document.checkpoint), _stored(document.previous)
+        savepoints, files = _named(document.savepoints), _named(snapshots)
     except ValueError as error:
         raise MetadataError(f"A time in the document of sandbox {record.sandbox_id} is invalid: {error}.") from error
     sizes = [item.size for item in (checkpoint, previous, *savepoints, *files) if item]
     return replace(
-        _from_record(record, "running" if summary.running else "saved" if checkpoint else "empty"),
+        _from_record(record, "running" if document.running else "saved" if checkpoint else "empty"),
         last_used=max(record.last_used, checkpoint.created) if checkpoint else record.last_used,
         size=sum(sizes),
         checkpoint=checkpoint,
@@ -95,13 +97,13 @@ def _from_record(record: SandboxRecord, state: State) -> Sandbox:
     )
 
 
-def _named(states: Mapping[str, metadata.Stored]) -> tuple[NamedState, ...]:
+def _named(states: Mapping[str, metadata.Stored | ListedCheckpoint | Checkpoint]) -> tuple[NamedState, ...]:
     """Return the savepoints or file snapshots with these names, the oldest first."""
     found = [NamedState(name, _time(each.created), each.size) for name, each in states.items()]
     return tuple(sorted(found, key=lambda state: state.created))
 
 
-def _stored(item: metadata.Stored | None) -> Stored | None:
+def _stored(item: ListedCheckpoint | Checkpoint | None) -> Stored | None:
     return Stored(_time(item.created), item.size) if item else None
 
 

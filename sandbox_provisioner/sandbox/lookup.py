@@ -5,29 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
-from uuid import UUID
+from typing import TypeVar
 
 from ..errors import AmbiguousSandboxError, UnknownSandboxError, UnreadableRecordError
+from ..persistence.records import SandboxRecord
+from .model import Sandbox
 
-
-class Named(Protocol):
-    """A sandbox or its record, with the attributes by which a user can name it."""
-
-    @property
-    def id(self) -> str | UUID:
-        """The id that lists show."""
-
-    @property
-    def sandbox_id(self) -> str:
-        """The id in storage."""
-
-    @property
-    def notebook_path(self) -> str | None:
-        """The path of the notebook; empty or None for a sandbox without a notebook."""
-
-
-N = TypeVar("N", bound=Named)
+N = TypeVar("N", bound=SandboxRecord | Sandbox)
 
 
 def look_up(

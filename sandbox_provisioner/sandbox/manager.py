@@ -33,7 +33,7 @@ from ..workers import control, finished
 from . import detached, user_sandboxes
 from .handle import Identity, SandboxHandle
 from .recovery import Recovered, Recovery
-from .registration import Registration, facts, find_or_write
+from .registry import Registration, facts, find_or_write
 from .start_request import Features, StartRequest
 from .supervisor import Supervisor
 

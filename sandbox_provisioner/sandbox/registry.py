@@ -1,13 +1,15 @@
 """Record which persistent sandboxes a user has, so that every process of the user can find them.
 
 Several processes can use one folder: each change of a record is a compare-and-swap of its file. All methods block for
-file access.
+file access, except those of Registration.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,10 +32,13 @@ from ..persistence.records import SandboxRecord
 from ..storage.base import NEW
 from ..storage.local import LocalStore
 from .lookup import look_up
+from .start_request import StartRequest
 
 SUFFIX = ".json"
 NAMESPACE = UUID("0b7c5f0e-3f0b-4a0e-9a55-6a4d3f7f3c11")
 """UUID namespace for records of sandboxes whose id a user chose."""
+NOTEBOOKS = UUID("5a0f7c0e-6a55-4f1c-9b7d-0d6f0c1a2b3c")
+"""UUID namespace for sandboxes of notebooks."""
 
 Destroy = Callable[[SandboxRecord], int]
 """Delete a sandbox with its checkpoints and snapshots and return the freed bytes. Raises SandboxNotFoundError if it is
@@ -77,10 +82,7 @@ class PersistentSandboxRegistry:
         Call it before the sandbox is created there: the sandbox can then be found and deleted even if its creation is
         interrupted.
         """
-        identity = uuid4()
-        record = _new(identity, stores, str(identity), facts)
-        self._store.write(_name(identity), records.encode(record), NEW)
-        return record
+        return self.ensure(uuid4(), stores, **facts)
 
     def ensure(self, identity: UUID, stores: Stores, **facts: Unpack[Facts]) -> SandboxRecord:
         """Return the record of ``identity`` unchanged; if it does not exist, write one as ``allocate`` does."""
@@ -163,10 +165,8 @@ class PersistentSandboxRegistry:
             freed = destroy(record)
         except SandboxNotFoundError:
             freed = 0
-        try:
+        with suppress(ConflictError):  # the record was changed meanwhile: the sandbox may have been created again
             self._store.delete(_name(identity), generation)
-        except ConflictError:
-            pass  # the record was changed meanwhile: the sandbox may have been created again
         return freed
 
     def forget(self, identity: UUID) -> bool:
@@ -232,11 +232,9 @@ class PersistentSandboxRegistry:
         while True:
             known, generation = self._read(identity)
             changed = change(known)
-            try:
+            with suppress(ConflictError):
                 self._store.write(_name(identity), records.encode(changed), generation)
-            except ConflictError:
-                continue
-            return changed
+                return changed
 
 
 def require_here(record: SandboxRecord, stores: Stores) -> None:
@@ -271,3 +269,73 @@ def _name(identity: UUID) -> str:
 
 def _now() -> datetime:
     return datetime.now(UTC)
+
+
+# -- open sandboxes ------------------------------------------------------------------------------------------------
+
+
+class Registration:
+    """The record of an open sandbox in the user's registry."""
+
+    def __init__(self, registry: PersistentSandboxRegistry, record: SandboxRecord) -> None:
+        self.record = record
+        self._registry = registry
+
+    async def touch(self) -> None:
+        """Set the time of the last use, which ``jupyter sandbox prune`` compares, to now. Errors are ignored."""
+        with suppress(SandboxError):
+            self.record = await asyncio.to_thread(self._registry.touch, self.record.id)
+
+    async def rename(self, notebook_path: str) -> None:
+        """Record the new path of the notebook, so that the sandbox is found under that path."""
+        moved = await asyncio.to_thread(self._registry.rename, self.record.notebook_path, notebook_path)
+        self.record = next((record for record in moved if record.id == self.record.id), self.record)
+
+    async def forget(self) -> None:
+        """Delete the record."""
+        await asyncio.to_thread(self._registry.forget, self.record.id)
+
+
+@dataclass(frozen=True)
+class Requested:
+    """The record of the sandbox that a start requests.
+
+    ``is_new`` is True if the record was written for this start. If ``is_derived``, the sandbox's id was derived from
+    the notebook: if another server created it, its notebook may have been renamed since.
+    """
+
+    record: SandboxRecord
+    is_new: bool = False
+    is_derived: bool = False
+
+
+def facts(request: StartRequest) -> Facts:
+    """Return the facts of a request to record. Without a notebook in it, the recorded notebook does not change."""
+    found = Facts(kernel_name=request.kernel_name)
+    if request.notebook_path:
+        found["notebook_path"] = request.notebook_path
+    return found
+
+
+def find_or_write(
+    registry: PersistentSandboxRegistry, stores: Stores, request: StartRequest, open_ids: Container[str]
+) -> Requested:
+    """Find or write the record of the requested sandbox. Blocks.
+
+    A notebook gets a new record if it has none, or if another kernel has its sandbox open (``open_ids``). The new id is
+    derived from user, notebook path and kernel, so that a server that shares only the storage finds the same sandbox.
+    If a record has that id already, the notebook of that record was renamed, and the new id is random.
+    """
+    recorded = {record.id for record in registry.list().records}
+    if request.sandbox_id:
+        record = registry.record(request.sandbox_id, stores)
+        return Requested(record, is_new=record.id not in recorded)
+    for record in registry.find_notebook(request.notebook_path, request.kernel_name):
+        if record.where == stores.metadata.where:
+            if record.sandbox_id in open_ids:
+                return Requested(registry.allocate(stores, **facts(request)), is_new=True)
+            return Requested(record)
+    identity = uuid5(NOTEBOOKS, "\n".join((request.user, request.notebook_path, request.kernel_name)))
+    if identity in recorded or str(identity) in open_ids:
+        return Requested(registry.allocate(stores, **facts(request)), is_new=True)
+    return Requested(registry.ensure(identity, stores, **facts(request)), is_new=True, is_derived=True)

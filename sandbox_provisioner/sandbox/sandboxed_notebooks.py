@@ -22,7 +22,9 @@ from pathlib import Path
 from ..config import own_folder
 from ..errors import BadRequestError, ConflictError, ObjectNotFoundError
 from ..gvisor.mounts import MOST_LINKS
+from ..persistence import decoding
 from ..storage.base import NEW
+from ..storage.disk import closing
 from ..storage.local import LocalStore
 from .user_sandboxes import registry
 
@@ -64,15 +66,14 @@ class SandboxedNotebooks:
         Return the entries before, for ``withdraw``.
         """
         replaced = {}
-        for path in _spellings(paths):
+        for path in dict.fromkeys(spelling for named in paths for spelling in spellings(named)):
             while True:
                 known, generation = self._read(_name(path))
-                try:  # write even an unchanged entry: its new generation prevents that a failed start withdraws it
+                with suppress(ConflictError):
+                    # Write even an unchanged entry: its new generation prevents that a failed start withdraws it.
                     written = self._store.write(_name(path), _encode(SandboxedNotebook(path)), generation)
-                except ConflictError:
-                    continue
-                break
-            replaced[_name(path)] = known, written.generation
+                    replaced[_name(path)] = known, written.generation
+                    break
         return replaced
 
     def withdraw(self, replaced: Replaced) -> None:
@@ -90,14 +91,14 @@ class SandboxedNotebooks:
         Without ``can_allow``, no kernel is allowed.
         """
         name = kernel_name.lower()
-        refused = [entry for entry in self._known([path]) if entry.allowed != name or not can_allow]
+        refused = [entry for entry in self._known(path) if entry.allowed != name or not can_allow]
         for entry in refused:
             self._update(entry, partial(replace, refused=name))
         return bool(refused)
 
     def find(self, path: str) -> SandboxedNotebook | None:
         """Return the entry of a notebook; None if it never ran in a sandbox."""
-        return next(iter(self._known([path])), None)
+        return next(iter(self._known(path)), None)
 
     def allow(self, path: str, kernel_name: str) -> None:
         """Allow a kernel without a sandbox for a notebook, until the notebook runs in a sandbox again.
@@ -106,7 +107,7 @@ class SandboxedNotebooks:
         sandbox may have made the link.
         """
         name, named = kernel_name.lower(), self._find(os.path.normpath(path))
-        for entry in self._known([path]):
+        for entry in self._known(path):
             if entry not in named and entry.allowed != name:
                 problem = f"{path} is reached through a link: it is {entry.notebook}."
                 raise BadRequestError(
@@ -117,7 +118,7 @@ class SandboxedNotebooks:
 
     def revoke(self, path: str) -> None:
         """Refuse kernels without a sandbox for a notebook again."""
-        for entry in self._known([path]):
+        for entry in self._known(path):
             self._update(entry, partial(replace, allowed=""))
 
     def entries(self) -> list[SandboxedNotebook]:
@@ -174,9 +175,9 @@ class SandboxedNotebooks:
         for info in oldest_first[: max(0, len(oldest_first) - MOST_ENTRIES)]:
             self._store.delete(info.name)
 
-    def _known(self, paths: Iterable[str]) -> list[SandboxedNotebook]:
-        """Return the entries of these notebooks, in the order of their spellings."""
-        return [entry for path in _spellings(paths) for entry in self._find(path)]
+    def _known(self, path: str) -> list[SandboxedNotebook]:
+        """Return the entries of a notebook, in the order of its spellings."""
+        return [entry for spelling in spellings(path) for entry in self._find(spelling)]
 
     def _find(self, path: str) -> list[SandboxedNotebook]:
         """Return the entry of a path; without one, the entries of its twins."""
@@ -198,14 +199,8 @@ class SandboxedNotebooks:
         except ObjectNotFoundError:
             return None, NEW
         try:
-            fields = json.loads(data)
-            return SandboxedNotebook(
-                str(fields["notebook"]),
-                str(fields["allowed"]),
-                str(fields["refused"]),
-                float(fields["missing_since"]),
-            ), info.generation
-        except (ValueError, TypeError, LookupError):
+            return decoding.decode(SandboxedNotebook, json.loads(data)), info.generation
+        except decoding.FAILURES:
             return SandboxedNotebook(path), info.generation
 
     def _update(self, entry: SandboxedNotebook, change: Callable[[SandboxedNotebook], SandboxedNotebook]) -> None:
@@ -219,11 +214,9 @@ class SandboxedNotebooks:
             entry = change(known)
             if entry == known or entry is None:
                 return
-            try:
+            with suppress(ConflictError):
                 self._store.write(_name(path), _encode(entry), generation)
                 return
-            except ConflictError:
-                continue
 
 
 def spellings(path: str) -> list[str]:
@@ -234,12 +227,10 @@ def spellings(path: str) -> list[str]:
     if "\0" in path:
         return []
     found = []
-    try:
+    with suppress(OSError):  # it is no link
         for _ in range(MOST_LINKS):
             found += _places(path)
             path = os.path.join(os.path.dirname(path), os.readlink(path))
-    except OSError:  # it is no link
-        pass
     return list(dict.fromkeys([*found, _real(path)]))
 
 
@@ -249,14 +240,8 @@ def _real(path: str) -> str:
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return os.path.normpath(path)
-    try:
+    with closing(file):
         return os.readlink(f"/proc/self/fd/{file}")
-    finally:
-        os.close(file)
-
-
-def _spellings(paths: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(spelling for path in paths for spelling in spellings(path)))
 
 
 def _places(path: str) -> list[str]:

@@ -18,8 +18,7 @@ from jupyter_server.serverapp import ServerApp
 
 from .._text import printable_lines
 from ..config import own_folder
-from ..contents.guarded import GuardedContents
-from ..contents.managers import CLASSES
+from ..contents.managers import CLASSES, GuardedContents
 from ..gvisor.mounts import within
 from . import jupyter_handlers, telemetry
 from .exporters import guard_exporters

@@ -227,16 +227,14 @@ class Creation:
         self, body: Mapping[str, Any], notebook: Notebook | None, kernel_name: str
     ) -> AsyncIterator[None]:
         """If the block fails, delete the sandbox that it created, unless the sandbox has saved state."""
-        chosen = _chosen_id(body)
-        if not chosen and not notebook:
+        chosen, path = _chosen_id(body), notebook.absolute if notebook else ""
+        persistence = None
+        if chosen or path:
+            with suppress(ConfigurationError):  # without storage the block creates no persistent sandbox
+                persistence = await self._inventory.persistence()
+        if persistence is None:
             yield
             return
-        try:
-            persistence = await self._inventory.persistence()
-        except ConfigurationError:  # without storage the block creates no persistent sandbox
-            yield
-            return
-        path = notebook.absolute if notebook else ""
         before = await asyncio.to_thread(_matching_records, persistence, chosen, path, kernel_name)
         try:
             yield

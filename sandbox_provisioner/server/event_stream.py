@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from types import TracebackType
 
 from ..events import EVENT_BUS, Entry
 
@@ -24,7 +23,7 @@ class Subscription:
         self._end = EVENT_BUS.subscribe(self._receive)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     async def take(self, timeout: float) -> list[Entry]:

@@ -26,6 +26,7 @@ from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
 
 AUTH_RESOURCE = "sandboxes"
+METHODS = ("GET", "POST", "PUT", "DELETE")
 KEEPALIVE = 15.0
 """Seconds without an event after which a stream of events sends an empty comment."""
 
@@ -62,7 +63,7 @@ class SandboxHandler(APIHandler):
 
     def query(self) -> dict[str, Any]:
         """Check the URL and return its query parameters. Raises BadRequestError."""
-        self._check_path()
+        openapi.check_path(self.path, self.path_kwargs)
         arguments = {  # tornado's own method replaces control characters
             name: [self.decode_argument(value, name) for value in values]
             for name, values in self.request.query_arguments.items()
@@ -84,7 +85,8 @@ class SandboxHandler(APIHandler):
         problem = problem_details.describe(kwargs.get("exc_info", (None, None, None))[1], status_code)
         self.set_status(problem["status"])
         if problem["status"] == 405:
-            self.set_header("Allow", ", ".join(method.upper() for method in self._methods()))
+            known = [method for method in METHODS if method.lower() in openapi.spec()["paths"][self.path]]
+            self.set_header("Allow", ", ".join([*known, "OPTIONS"]))
         self.finish(json.dumps(problem), set_content_type=problem_details.MEDIA_TYPE)
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
@@ -93,15 +95,6 @@ class SandboxHandler(APIHandler):
             self.log.warning("%s %s: %s", self.request.method, self.request.path, printable(str(value)))
         else:
             super().log_exception(typ, value, tb)
-
-    def _check_path(self) -> None:
-        openapi.check_path(self.path, self.path_kwargs)
-
-    def _methods(self) -> list[str]:
-        return [
-            *(method for method in ("get", "post", "put", "delete") if method in openapi.spec()["paths"][self.path]),
-            "options",
-        ]
 
 
 class OperationHandler(SandboxHandler):
@@ -132,6 +125,8 @@ class OperationHandler(SandboxHandler):
             self.answer(sandbox, 201 if started else 200)
         else:
             self.answer(result, status)
+
+    # Not one method with three names: ``authorized`` checks all its calls for the action of the first one.
 
     @web.authenticated
     @authorized
@@ -248,33 +243,28 @@ class NothingHandler(SandboxHandler):
     head = post = put = patch = delete = get
 
 
-ACTIONS = ("hibernate", "wake", "restart", "revert", "keep-awake", "fork")
+OTHER_HANDLERS: dict[str, type[SandboxHandler]] = {
+    "/api/sandboxes/events": EventsHandler,
+    "/api/sandboxes/plain-notebooks": PlainNotebooksHandler,
+    "/api/sandboxes/{id}/execute": ExecuteHandler,
+}
+"""The handlers of the paths in openapi.yaml that OperationHandler does not handle."""
 
-ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
-    ("/api/sandboxes", OperationHandler),
-    ("/api/sandboxes/capabilities", OperationHandler),
-    ("/api/sandboxes/events", EventsHandler),
-    ("/api/sandboxes/plain-notebooks", PlainNotebooksHandler),
-    ("/api/sandboxes/{id}", OperationHandler),
-    *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ACTIONS),
-    ("/api/sandboxes/{id}/execute", ExecuteHandler),
-    ("/api/sandboxes/{id}/savepoints", OperationHandler),
-    ("/api/sandboxes/{id}/savepoints/{name}", OperationHandler),
-    ("/api/sandboxes/{id}/savepoints/{name}/rewind", OperationHandler),
-    ("/api/sandboxes/{id}/snapshots", OperationHandler),
-    ("/api/sandboxes/{id}/snapshots/{name}", OperationHandler),
-)
-"""Handlers of the paths in openapi.yaml; the first matching path counts."""
+
+def routes() -> list[tuple[str, type[SandboxHandler]]]:
+    """Return the paths in openapi.yaml and their handlers; the first matching path counts, so ``{id}`` comes last."""
+    return [(path, OTHER_HANDLERS.get(path, OperationHandler)) for path in sorted(openapi.spec()["paths"])]
 
 
 def handlers(
     base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard
 ) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
     """Return the handlers to add to Jupyter Server's web application."""
-    base = re.escape(base_url.rstrip("/"))
-    known: list[tuple[str, type[SandboxHandler]]] = [*ROUTES, ("/api/sandboxes", NothingHandler)]
-    patterns = [re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path) for path, _ in ROUTES]
+    base, operations = re.escape(base_url.rstrip("/")), {"sandboxes": sandboxes, "guard": guard}
     return [
-        (base + pattern, handler, {"sandboxes": sandboxes, "guard": guard, "path": path})
-        for pattern, (path, handler) in zip([*patterns, "/api/sandboxes/.*"], known, strict=True)
+        *(
+            (base + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path), handler, {**operations, "path": path})
+            for path, handler in routes()
+        ),
+        (f"{base}/api/sandboxes/.*", NothingHandler, {**operations, "path": "/api/sandboxes"}),
     ]

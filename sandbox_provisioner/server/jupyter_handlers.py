@@ -42,9 +42,7 @@ class StartHandler(APIHandler):
             return
         problem = problem_details.describe(cause)
         self.set_status(problem["status"])
-        text = str(cause)
-        if isinstance(cause, PlainKernelError):
-            text = _in_lines(text)
+        text = _in_lines(str(cause)) if isinstance(cause, PlainKernelError) else str(cause)
         known = {"message": text, "reason": problem["title"], "traceback": ""}
         self.finish(json.dumps({**known, **problem}), set_content_type=problem_details.MEDIA_TYPE)
 

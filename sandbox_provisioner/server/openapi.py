@@ -37,11 +37,13 @@ def spec() -> dict[str, Any]:
 
 def check(schema: Mapping[str, Any], value: Any, what: str) -> None:
     """Raise BadRequestError if ``value`` does not match a schema of openapi.yaml; ``what`` names it in the message."""
-    error = next(_errors(schema, value), None)
-    if error is not None:
+    validator = _Validator({**schema, "components": spec()["components"]})
+    for error in validator.iter_errors(value):
         where = ".".join(map(str, error.absolute_path))
         name = f"{what}, at {where}," if where else what
-        raise BadRequestError(f"{name} is invalid: {error.message[:300]}.", _remedy(error), where or what)
+        description = error.schema.get("description", "") if isinstance(error.schema, Mapping) else ""
+        remedy = " ".join(str(description).split())
+        raise BadRequestError(f"{name} is invalid: {error.message[:300]}.", remedy, where or what)
 
 
 def check_path(path: str, values: Mapping[str, str]) -> None:
@@ -96,16 +98,6 @@ def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterat
 
 
 _Validator: Any = extend(Draft202012Validator, {"pattern": _pattern})  # type: ignore[no-untyped-call]
-
-
-def _errors(schema: Mapping[str, Any], value: Any) -> Iterator[ValidationError]:
-    errors: Iterator[ValidationError] = _Validator({**schema, "components": spec()["components"]}).iter_errors(value)
-    return errors
-
-
-def _remedy(error: ValidationError) -> str:
-    description = error.schema.get("description", "") if isinstance(error.schema, Mapping) else ""
-    return " ".join(str(description).split())
 
 
 def _parameters(of: Mapping[str, Any]) -> list[dict[str, Any]]:

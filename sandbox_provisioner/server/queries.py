@@ -134,12 +134,10 @@ def _find_record(persistence: Persistence, wanted: str) -> SandboxRecord | None:
 
     Raises AmbiguousSandboxError if several match.
     """
-    try:
+    with suppress(ValueError, UnknownSandboxError):
         record = persistence.registry.load(UUID(wanted))
         if str(record.id) == wanted:
             return record
-    except (ValueError, UnknownSandboxError):
-        pass
     records = persistence.registry.list().records
     for known in ([record for record in records if record.where == persistence.stores.metadata.where], records):
         with suppress(UnknownSandboxError):

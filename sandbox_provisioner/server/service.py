@@ -109,17 +109,15 @@ class Sandboxes:
         """
         async with self._exclusive(wanted) as subject:
             record = _require_persistent(subject, "revert")
+            persistence, stored = await self._inventory.persistence(), await self._inventory.stored(subject)
+            # Nothing is awaited between this check and the kernel's end: a message could wake the kernel.
             if subject.live and not subject.live.provisioner.asleep:
                 raise StateError(subject.id, "revert", "it is running")
-            stored = await self._inventory.stored(subject)
             if stored and stored.problem:
                 raise stored.problem
             if stored and not stored.sandbox.previous:
                 raise StateError(subject.id, "revert", "it has no previous checkpoint")
-            persistence = await self._inventory.persistence()
             if subject.live:
-                if not subject.live.provisioner.asleep:  # a message woke it meanwhile
-                    raise StateError(subject.id, "revert", "it is running")
                 await self._kernels.end(subject.live.kernel_id)
             await asyncio.to_thread(persistence.revert, record)
             return await self._inventory.show(await self._inventory.find(wanted))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CorruptObjectError
+from ..errors import CorruptObjectError, ObjectNotFoundError
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 """A SHA-256 in a record."""
@@ -95,6 +95,13 @@ class ObjectStore(ABC):
     @abstractmethod
     def info(self, name: str) -> ObjectInfo:
         """Return an object's properties. Raises ObjectNotFoundError."""
+
+    def exists(self, name: str) -> bool:
+        """Return True if an object has this name."""
+        try:
+            return bool(self.info(name))
+        except ObjectNotFoundError:
+            return False
 
     @abstractmethod
     def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:

@@ -17,28 +17,18 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError, SandboxError, StorageError
+from . import disk
 from .base import MOST_READ, NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
-from .disk import OPEN, READ, closing, disk_errors, replacing, sync
 from .names import is_name, valid_name, valid_prefix
 from .parts import PIECE, no_copy, record_of, spans_of, verify, write_to
-from .tree import (
-    Draft,
-    delete_abandoned,
-    delete_folder,
-    files,
-    last_segment,
-    move_aside,
-    parent_of,
-    remove_empty_folders,
-    root_of,
-    temporary,
-)
 from .verified_files import VerifiedFiles
 
 Check = Callable[[], None]
 """Raises StorageUnavailableError if the write lock was lost, as in a paused process; called before each change."""
 
 GENERATION = ".generation"
+MISSING = (FileNotFoundError, NotADirectoryError)
+"""The errors for a path that does not exist, or that leads through a file."""
 COARSEST = 10**10
 """Nanoseconds: coarsest step of modification times that a file system may have."""
 
@@ -58,7 +48,7 @@ class FolderStore(ObjectStore):
 
     def read(self, name: str) -> tuple[bytes, ObjectInfo]:
         """Return an object's bytes and its properties."""
-        with disk_errors(self.where, f"read {name}"), self._object(name) as (file, info):
+        with disk.disk_errors(self.where, f"read {name}"), self._object(name) as (file, info):
             require_readable(self.where, name, info.size)
             data, left = bytearray(), MOST_READ + 1
             while left > 0 and (piece := os.read(file, min(PIECE, left))):
@@ -69,16 +59,16 @@ class FolderStore(ObjectStore):
 
     def info(self, name: str) -> ObjectInfo:
         """Return an object's properties."""
-        with disk_errors(self.where, f"read {name}"), self._object(name) as (_, info):
+        with disk.disk_errors(self.where, f"read {name}"), self._object(name) as (_, info):
             return info
 
     def write(self, name: str, data: bytes, generation: int | None = None) -> ObjectInfo:
         """Write an object. Its data is on the disk before it gets its name."""
         valid_name(self.where, name)
         with (
-            disk_errors(self.where, f"write {name}"),
-            root_of(self.root, create=True) as root,
-            temporary(root) as draft,
+            disk.disk_errors(self.where, f"write {name}"),
+            disk.root_of(self.root, create=True) as root,
+            disk.temporary(root) as draft,
         ):
             write_to(draft.file, nothing)(0, data)
             return self._place(root, draft, name, generation)
@@ -86,41 +76,27 @@ class FolderStore(ObjectStore):
     def delete(self, name: str, generation: int | None = None) -> bool:
         """Delete an object, and the folders that become empty."""
         valid_name(self.where, name)
-        with disk_errors(self.where, f"delete {name}"):
-            try:
-                with root_of(self.root) as root, self._exclusive(root) as check, parent_of(root, name) as folder:
-                    current = _generation(folder, last_segment(name))
-                    if current == NEW:
-                        return False
-                    if generation not in (None, current):
-                        raise ConflictError(self.where, name, generation or NEW)
-                    check()
-                    os.unlink(last_segment(name), dir_fd=folder)
-                    sync(folder)
-                    remove_empty_folders(root, name)
-                    return True
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        with disk.disk_errors(self.where, f"delete {name}"), suppress(*MISSING), disk.root_of(self.root) as root:
+            return self._delete(root, name, generation)
+        return False
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """Return the objects below ``prefix``, sorted by name. Also deletes temporary files of dead writers."""
         if prefix:
             valid_prefix(self.where, prefix)
-        with disk_errors(self.where, "list the objects"):
-            try:
-                with root_of(self.root) as root, parent_of(root, prefix) as top:
-                    delete_abandoned(root)
-                    return sorted(_info(name, found) for name, found in files(top, prefix) if is_name(name))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        errors = disk.disk_errors(self.where, "list the objects")
+        with errors, suppress(*MISSING), disk.root_of(self.root) as root, disk.parent_of(root, prefix) as top:
+            disk.delete_abandoned(root)
+            return sorted(_info(name, found) for name, found in disk.files(top, prefix) if is_name(name))
+        return []
 
     def upload(self, source: Path, name: str, advance: Advance = nothing) -> FileRecord:
         """Store a file: move it if this user owns it and it is on the same file system, else copy it."""
         valid_name(self.where, name)
         with (
-            disk_errors(self.where, f"store {source}"),
-            closing(os.open(source, READ)) as file,
-            root_of(self.root, create=True) as root,
+            disk.disk_errors(self.where, f"store {source}"),
+            disk.closing(os.open(source, disk.READ)) as file,
+            disk.root_of(self.root, create=True) as root,
         ):
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise StorageError(self.where, f"{source} cannot be stored in {self.where}: it is not a file.")
@@ -146,9 +122,9 @@ class FolderStore(ObjectStore):
         """Copy a file to ``target``, and verify it while copying."""
         spans_of(self.where, name, record)
         with (
-            disk_errors(self.where, f"copy {name} to {target}"),
+            disk.disk_errors(self.where, f"copy {name} to {target}"),
             self._object(name) as (file, _),
-            replacing(target, record.size) as copy,
+            disk.replacing(target, record.size) as copy,
         ):
             verify(self.where, name, file, record, write_to(copy, advance))
 
@@ -157,7 +133,7 @@ class FolderStore(ObjectStore):
 
         Return None if another user could change it afterwards.
         """
-        with disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
+        with disk.disk_errors(self.where, f"read {name}"), self._object(name) as (file, _):
             if not self._private(name, file):
                 return None
             if not self._verified.match(file, record):
@@ -177,32 +153,31 @@ class FolderStore(ObjectStore):
     def delete_all(self, prefix: str) -> int:
         """Delete everything below ``prefix``: it is moved away in one step, and then its files are deleted."""
         valid_prefix(self.where, prefix)
-        with disk_errors(self.where, f"delete {prefix}"):
-            try:
-                with root_of(self.root) as root:
-                    with self._exclusive(root) as check:
-                        check()
-                        withdrawn = move_aside(root, prefix[:-1])
-                    return delete_folder(root, withdrawn)
-            except (FileNotFoundError, NotADirectoryError):
-                return 0
+        with disk.disk_errors(self.where, f"delete {prefix}"), suppress(*MISSING), disk.root_of(self.root) as root:
+            with self._exclusive(root) as check:
+                check()
+                withdrawn = disk.move_aside(root, prefix[:-1])
+            return disk.delete_folder(root, withdrawn)
+        return 0
 
     @contextmanager
     def _object(self, name: str) -> Iterator[tuple[int, ObjectInfo]]:
         """Yield an object's open file and its properties. Raises ObjectNotFoundError."""
         valid_name(self.where, name)
         try:
-            with root_of(self.root) as root, parent_of(root, name) as folder:
-                opened = os.open(last_segment(name), READ, dir_fd=folder)
-        except (FileNotFoundError, NotADirectoryError):
+            with disk.root_of(self.root) as root, disk.parent_of(root, name) as folder:
+                opened = os.open(disk.last_segment(name), disk.READ, dir_fd=folder)
+        except MISSING:
             raise ObjectNotFoundError(self.where, name) from None
-        with closing(opened) as file:
+        with disk.closing(opened) as file:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
                 raise ObjectNotFoundError(self.where, name)
             yield file, _info(name, found)
 
-    def _place(self, root: int, draft: Draft, name: str, generation: int | None, durable: bool = True) -> ObjectInfo:
+    def _place(
+        self, root: int, draft: disk.Draft, name: str, generation: int | None, durable: bool = True
+    ) -> ObjectInfo:
         """Rename a complete file to ``name``. Raises ConflictError if ``name`` has another ``generation``."""
         now = time.time_ns()
         os.utime(draft.file, ns=(now, now))
@@ -213,27 +188,41 @@ class FolderStore(ObjectStore):
             if generation not in (None, current):
                 raise ConflictError(self.where, name, generation or NEW)
             self._stamp(root, draft.file, current)
-            with parent_of(root, name, create=True) as folder:
+            with disk.parent_of(root, name, create=True) as folder:
                 check()
-                os.rename(draft.name, last_segment(name), src_dir_fd=draft.folder, dst_dir_fd=folder)
-                sync(folder)
+                os.rename(draft.name, disk.last_segment(name), src_dir_fd=draft.folder, dst_dir_fd=folder)
+                disk.sync(folder)
         return _info(name, os.fstat(draft.file))
+
+    def _delete(self, root: int, name: str, generation: int | None) -> bool:
+        with self._exclusive(root) as check, disk.parent_of(root, name) as folder:
+            current = _generation(folder, disk.last_segment(name))
+            if current == NEW:
+                return False
+            if generation not in (None, current):
+                raise ConflictError(self.where, name, generation or NEW)
+            check()
+            os.unlink(disk.last_segment(name), dir_fd=folder)
+            disk.sync(folder)
+            disk.remove_empty_folders(root, name)
+            return True
 
     def _current(self, root: int, name: str) -> int:
         try:
-            with parent_of(root, name) as folder:
-                return _generation(folder, last_segment(name))
+            with disk.parent_of(root, name) as folder:
+                return _generation(folder, disk.last_segment(name))
         except FileNotFoundError:
             return NEW
 
     def _stamp(self, root: int, file: int, current: int) -> None:
         """Set a file's modification time above the last generation, however coarse the file system's times are."""
-        with closing(os.open(GENERATION, OPEN, 0o600, dir_fd=root)) as mark:
+        with disk.closing(os.open(GENERATION, disk.OPEN, 0o600, dir_fd=root)) as mark:
             last = max(os.fstat(mark).st_mtime_ns, current)
             step = 1
             while os.fstat(file).st_mtime_ns <= last:
                 if step > COARSEST:
-                    raise StorageError(self.where, f"The file system of {self.where} does not keep modification times.")
+                    problem = f"The file system of {self.where} does not keep modification times."
+                    raise StorageError(self.where, problem, "Choose a folder on another file system.")
                 os.utime(file, ns=(last + step, last + step))
                 os.fsync(file)
                 step *= 10
@@ -247,7 +236,7 @@ class FolderStore(ObjectStore):
             return False
         os.fchmod(file, 0o600)
         try:
-            self._place(root, Draft(str(source), None, file), name, NEW, durable=False)
+            self._place(root, disk.Draft(str(source), None, file), name, NEW, durable=False)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
@@ -265,7 +254,7 @@ class FolderStore(ObjectStore):
         return record
 
     def _copy(self, root: int, file: int, name: str, advance: Advance) -> FileRecord:
-        with temporary(root) as draft:
+        with disk.temporary(root) as draft:
             record = record_of(file, write_to(draft.file, advance))
             self._place(root, draft, name, NEW)
         return record

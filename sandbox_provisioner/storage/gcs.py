@@ -10,6 +10,7 @@ A file is stored in parts: the objects ``<name>/00000``, ``<name>/00001`` and so
 from __future__ import annotations
 
 import base64
+import io
 import os
 import uuid
 from collections.abc import Sequence
@@ -22,13 +23,29 @@ import google_crc32c
 from ..errors import ConflictError, CorruptObjectError, ObjectNotFoundError
 from .base import NEW, Advance, FileRecord, ObjectInfo, ObjectStore, nothing, require_readable
 from .disk import READ, closing, disk_errors, replacing
-from .gcs_parts import CHUNK, Meter, PartReader, PartWriter
 from .gcs_requests import TIMEOUT, MissingError, PreconditionError, Requests
 from .names import is_name, valid_name, valid_prefix
-from .parts import PART, Span, Sums, checksum, in_parallel, no_copy, record_from_sums, spans, spans_of, wrong_checksum
+from .parts import (
+    PART,
+    PIECE,
+    Span,
+    Sums,
+    checksum,
+    in_parallel,
+    no_copy,
+    record_from_sums,
+    spans,
+    spans_of,
+    write_to,
+    wrong_checksum,
+)
 
 WRITE = "write"
 """Key in an object's metadata for the unique id of the write that created the object."""
+
+
+CHUNK = 4 * 1024 * 1024
+"""Bytes of a part that are sent at a time and held in memory."""
 
 
 class GCSStore(ObjectStore):
@@ -64,9 +81,8 @@ class GCSStore(ObjectStore):
         send = partial(blob.upload_from_string, data, "application/octet-stream", checksum=None)
         retried: list[Exception] = []
         try:
-            self._requests.ask(partial(send, if_generation_match=generation, timeout=TIMEOUT, retry=None), retried)
-        except MissingError as error:
-            raise self._requests.no_bucket() from error
+            request = partial(send, if_generation_match=generation, timeout=TIMEOUT, retry=None)
+            self._requests.ask_bucket(request, retried)
         except PreconditionError:
             ours = self._written(name, blob.metadata) if retried else None
             if ours is None:
@@ -133,10 +149,7 @@ class GCSStore(ObjectStore):
         def request() -> Sequence[Any]:
             return list(bucket.list_blobs(prefix=self._prefix + prefix, timeout=TIMEOUT, retry=self._requests.retry()))
 
-        try:
-            return self._requests.ask(request)
-        except MissingError as error:
-            raise self._requests.no_bucket() from error
+        return self._requests.ask_bucket(request)
 
     def _info(self, blob: Any) -> ObjectInfo:
         name = blob.name.removeprefix(self._prefix)
@@ -161,9 +174,7 @@ class GCSStore(ObjectStore):
             blob.chunk_size = CHUNK
             blob.crc32c = _encode(found.crc)
             try:
-                self._requests.ask(partial(self._send_blob, blob, file, span, meter))
-            except MissingError as error:
-                raise self._requests.no_bucket() from error
+                self._requests.ask_bucket(partial(self._send_blob, blob, file, span, meter))
             except PreconditionError:
                 blob = self._get(_part(name, span.number))
         if (_size(blob), blob.crc32c) != (span.length, _encode(found.crc)):
@@ -254,3 +265,81 @@ def _part(name: str, number: int) -> str:
 def _encode(crc: int) -> str:
     """Return a CRC32C in Google's encoding."""
     return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+class Meter:
+    """Reports the progress of a part. Bytes are reported once, even if the part is transferred again."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self._reached = 0
+
+    def reach(self, position: int) -> None:
+        """Report that the part is done up to ``position``."""
+        if position > self._reached:
+            self._advance(position - self._reached)
+            self._reached = position
+
+
+class PartReader(io.RawIOBase):
+    """A readable stream over one part of an open file, for an upload."""
+
+    def __init__(self, file: int, span: Span, meter: Meter) -> None:
+        self._file = file
+        self._span = span
+        self._meter = meter
+        self._position = 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Return ``size`` bytes, or fewer at the end of the part. Raises OSError if the file became shorter."""
+        left = self._span.length - self._position
+        wanted = left if size < 0 else min(size, left)
+        self._meter.reach(self._position)
+        data = os.pread(self._file, wanted, self._span.offset + self._position)
+        if len(data) < wanted:
+            raise OSError("the file became shorter while it was being read")
+        self._position += len(data)
+        return data
+
+    def tell(self) -> int:
+        """Return the position in the part."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position in the part, and return it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._span.length}[whence]
+        self._position = start + offset
+        return self._position
+
+
+class PartWriter(io.RawIOBase):
+    """A writable stream into one part of an open file, for a download. Small writes are buffered."""
+
+    def __init__(self, file: int, span: Span, meter: Meter) -> None:
+        self._span = span
+        self._meter = meter
+        self._write = write_to(file, nothing)
+        self._waiting = bytearray()
+        self._position = 0
+        self.sums = Sums()
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        """Append bytes to the part."""
+        self._waiting += data
+        if len(self._waiting) >= PIECE:
+            self._put()
+        return len(data)
+
+    def finish(self) -> tuple[int, int]:
+        """Write the buffer. Return how many bytes were received, also beyond the part's end, and their CRC32C."""
+        self._put()
+        return self._position, self.sums.crc
+
+    def _put(self) -> None:
+        piece = bytes(self._waiting)
+        self._waiting.clear()
+        self.sums.add(piece)
+        if self._position + len(piece) <= self._span.length:
+            self._write(self._span.offset + self._position, piece)
+            self._meter.reach(self._position + len(piece))
+        self._position += len(piece)

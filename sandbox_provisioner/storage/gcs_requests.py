@@ -94,9 +94,8 @@ class Requests:
             except JSONDecodeError as error:
                 raise ConnectionError("a response was cut short") from error
 
-        failures: list[Exception] = [] if retried is None else retried
         try:
-            answer: Result = self.retry()(send, on_error=failures.append)()
+            answer: Result = self.retry()(send, on_error=None if retried is None else retried.append)()
         except google.NotFound as error:
             raise MissingError from error
         except google.PreconditionFailed as error:
@@ -109,6 +108,15 @@ class Requests:
             raise StorageError(self.name, f"A request to the bucket {self.name} failed: {error}.") from error
         return answer
 
+    def ask_bucket(self, request: Callable[[], Result], retried: list[Exception] | None = None) -> Result:
+        """Do the same as ``ask``, for a request that gets status 404 only if the bucket does not exist."""
+        try:
+            return self.ask(request, retried)
+        except MissingError as error:
+            problem = f"Bucket {self.name} does not exist, or these credentials cannot access it."
+            remedy = "Check the bucket's name; `gcloud storage buckets list` shows yours."
+            raise StorageError(self.name, problem, remedy) from error
+
     def _unavailable(self, cause: BaseException | None) -> StorageUnavailableError:
         from google.api_core.exceptions import TooManyRequests
 
@@ -118,11 +126,6 @@ class Requests:
             return RateLimitedError(self.name, problem, "Try again in a few seconds.")
         problem = f"The bucket {self.name} could not be reached{tried}: {cause}."
         return StorageUnavailableError(self.name, problem, "Try again when the network is back.")
-
-    def no_bucket(self) -> StorageError:
-        """Return the error for a bucket that does not exist."""
-        problem = f"Bucket {self.name} does not exist, or these credentials cannot access it."
-        return StorageError(self.name, problem, "Check the bucket's name; `gcloud storage buckets list` shows yours.")
 
     def _denied(self, error: Exception) -> StorageError:
         problem = f"Google denied access to bucket {self.name}: {error}."

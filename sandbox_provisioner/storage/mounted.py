@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import StorageUnavailableError
-from .disk import CREATE, READ, closing
+from .disk import CREATE, READ, TEMPORARY, closing, parent_of
 from .folder import Check, FolderStore
-from .tree import TEMPORARY, parent_of
 
 LOCK = ".lock"
 

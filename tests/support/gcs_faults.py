@@ -29,7 +29,7 @@ class Fault:
     - ``delay``: the request is executed after ``seconds``.
 
     A fault applies to requests whose operation (``get``, ``media``, ``insert``, ``start``, ``chunk``, ``cancel``,
-    ``patch``, ``delete``, ``compose``, ``rewrite``, ``list``) and object name match the patterns. It skips the first
+    ``patch``, ``delete``, ``list``) and object name match the patterns. It skips the first
     ``skip`` of them, then affects every ``every``-th with ``probability``, at most ``times`` times (None: no limit).
     Requests about buckets (``get_bucket`` and so on), which the client sends in the background, are affected only if
     ``operation`` names them. ``met`` counts the matching requests, ``struck`` the affected ones.
@@ -81,7 +81,7 @@ class Faults:
         return struck
 
 
-MUTATIONS = ("insert", "start", "patch", "delete", "compose", "rewrite")
+MUTATIONS = ("insert", "start", "patch", "delete")
 """Operations that count as a change of their object."""
 
 

@@ -32,8 +32,6 @@ ROUTES = [
     ("GET", "/download" + OBJECT, "media"),
     ("PATCH", OBJECT, "patch"),
     ("DELETE", OBJECT, "delete"),
-    ("POST", OBJECT + "/compose", "compose"),
-    ("POST", OBJECT + r"/(?:rewriteTo|copyTo)/b/(?P<to_bucket>[^/]+)/o/(?P<to_name>[^/]+)", "rewrite"),
     ("POST", "/upload" + BUCKET + "/o", "insert"),
     ("PUT", "/upload" + BUCKET + "/o", "chunk"),
     ("DELETE", "/upload" + BUCKET + "/o", "cancel"),
@@ -132,8 +130,7 @@ class Handler(BaseHTTPRequestHandler):
         """Refuse a change that exceeds the limit. Raises Refusal."""
         if operation not in MUTATIONS:
             return
-        where = "to_" if operation == "rewrite" else ""
-        bucket, name = self.names[f"{where}bucket"], self.names[f"{where}name"]
+        bucket, name = self.names["bucket"], self.names["name"]
         if not self.service.limit.allows(bucket, name, self.cloud.now()):
             problem = (
                 f"The object {bucket}/{name} exceeded the rate limit for object mutation operations (create, update, "
@@ -264,7 +261,7 @@ class Handler(BaseHTTPRequestHandler):
     def _media(self) -> None:
         stored = self.cloud.get(*self._target())
         size = len(stored.data)
-        hashes = f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else "")
+        hashes = f"crc32c={stored.crc32c},md5={stored.md5}"
         headers = {
             "Content-Type": stored.settings.get("contentType", "application/octet-stream"),
             "ETag": stored.etag,
@@ -294,28 +291,6 @@ class Handler(BaseHTTPRequestHandler):
     def _delete(self) -> None:
         self.cloud.delete(*self._target())
         self._answer(204)
-
-    def _compose(self) -> None:
-        body = json.loads(self.body)
-        bucket, name, _, conditions = self._target()
-        sources, settings = body.get("sourceObjects", []), body.get("destination", {})
-        self._object(self.cloud.compose(bucket, name, sources, settings, conditions))
-
-    def _rewrite(self) -> None:
-        bucket, name = self.names["bucket"], self.names["name"]
-        generation = integer(self.query, "sourceGeneration")
-        with self.cloud.lock:
-            source = self.cloud.get(bucket, name, generation, Conditions.parse(self.query, "ifSource"))
-            settings = source.settings | (json.loads(self.body) if self.body else {})
-            target, conditions = (self.names["to_bucket"], self.names["to_name"]), Conditions.parse(self.query)
-            stored = self.cloud.insert(*target, source.data, settings, conditions, source.components)
-        resource = stored.resource(self.host)
-        if "copyTo" in self.path:
-            self._json(resource)
-            return
-        size = resource["size"]
-        answer = {"kind": "storage#rewriteResponse", "totalBytesRewritten": size, "objectSize": size, "done": True}
-        self._json(answer | {"resource": resource})
 
     # Uploads
 

@@ -10,7 +10,7 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -29,7 +29,6 @@ SETTABLE = (
 )
 """Properties of an object that a client can set."""
 
-COMPOSE_LIMIT = 32
 PAGE = 1000
 NOT_MET = "At least one of the pre-conditions you specified did not hold."
 
@@ -71,10 +70,9 @@ class StoredObject:
     created: float
     updated: float
     crc32c: str
-    md5: str | None
+    md5: str
     settings: dict[str, Any]
     metageneration: int = 1
-    components: int | None = None
 
     @property
     def etag(self) -> str:
@@ -98,7 +96,6 @@ class StoredObject:
             "size": str(len(self.data)),
             "crc32c": self.crc32c,
             "md5Hash": self.md5,
-            "componentCount": self.components,
             "etag": self.etag,
             "timeCreated": timestamp(self.created),
             "updated": timestamp(self.updated),
@@ -119,9 +116,9 @@ class Conditions:
     not_metageneration: int | None = None
 
     @classmethod
-    def parse(cls, query: Mapping[str, Any], prefix: str = "if") -> Conditions:
+    def parse(cls, query: Mapping[str, Any]) -> Conditions:
         keys = ("GenerationMatch", "GenerationNotMatch", "MetagenerationMatch", "MetagenerationNotMatch")
-        return cls(*(integer(query, prefix + key) for key in keys))
+        return cls(*(integer(query, f"if{key}") for key in keys))
 
     def check(self, current: StoredObject | None) -> None:
         """Raise Refusal unless all preconditions hold. An object that does not exist has generation 0."""
@@ -225,13 +222,7 @@ class Cloud:
             return found
 
     def insert(
-        self,
-        bucket: str,
-        name: str,
-        data: bytes,
-        settings: Mapping[str, Any],
-        conditions: Conditions,
-        components: int | None = None,
+        self, bucket: str, name: str, data: bytes, settings: Mapping[str, Any], conditions: Conditions
     ) -> StoredObject:
         """Store a new generation of ``name``. Raises Refusal if the client sent a checksum that does not match."""
         if not name or len(name.encode()) > 1024 or "\n" in name or "\r" in name or name in (".", ".."):
@@ -253,9 +244,8 @@ class Cloud:
                 created=now,
                 updated=now,
                 crc32c=crc,
-                md5=None if components else md5,
+                md5=md5,
                 settings={key: settings[key] for key in SETTABLE if settings.get(key) is not None},
-                components=components,
             )
             return objects[name]
 
@@ -282,28 +272,6 @@ class Cloud:
         with self.lock:
             self.get(bucket, name, generation, conditions)
             del self.buckets[bucket].objects[name]
-
-    def compose(
-        self, bucket: str, name: str, sources: Iterable[Mapping[str, Any]], settings: Mapping[str, Any], on: Conditions
-    ) -> StoredObject:
-        """Concatenate objects of one bucket into a new object."""
-        with self.lock:
-            parts = [
-                self.get(
-                    bucket,
-                    source.get("name", ""),
-                    integer(source, "generation"),
-                    Conditions.parse(source.get("objectPreconditions", {})),
-                )
-                for source in sources
-            ]
-            if not 1 <= len(parts) <= COMPOSE_LIMIT:
-                problem = (
-                    f"The number of source components provided ({len(parts)}) is not between 1 and {COMPOSE_LIMIT}."
-                )
-                raise Refusal(400, "invalid", problem)
-            count = sum(part.components or 1 for part in parts)
-            return self.insert(bucket, name, b"".join(part.data for part in parts), settings, on, count)
 
     def page(self, bucket: str, query: Mapping[str, str]) -> tuple[list[StoredObject], list[str], str | None]:
         """Return a page of objects, its common prefixes, and the token of the next page (None: this is the last)."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from sandbox_provisioner.errors import LeaseHeldError, StorageUnavailableError
-from sandbox_provisioner.lock.base import CLOCK, Clock, Lease, Leases, Owner
+from sandbox_provisioner.lock.base import CLOCK, Clock, Lease, Leases, Owner, Pace
 
 SANDBOX = "sandboxes/a/lock"
 
@@ -24,15 +25,15 @@ def open_leases(kind: str, place: str, lease_time: float, renewal: float, poll: 
     if kind == "local":
         from sandbox_provisioner.lock.local import LocalLeases
 
-        return LocalLeases(Path(place), renewal, poll, clock)
+        return LocalLeases(Path(place), Pace(math.inf, renewal, poll), clock)
     if kind == "mounted":
         from sandbox_provisioner.lock.objects import ObjectLeases
         from sandbox_provisioner.storage.mounted import MountedStore
 
-        return ObjectLeases(MountedStore(Path(place)), lease_time, renewal, poll, clock)
+        return ObjectLeases(MountedStore(Path(place)), Pace(lease_time, renewal, poll), clock)
     from sandbox_provisioner.lock.gcs import GCSLeases
 
-    return GCSLeases(place, "servers", lease_time, renewal, poll, clock)
+    return GCSLeases(place, "servers", Pace(lease_time, renewal, poll), clock)
 
 
 def report(**result: Any) -> None:

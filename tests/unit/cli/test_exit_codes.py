@@ -52,9 +52,9 @@ def test_same_exit_status_here_and_through_server(error: errors.SandboxError, st
     [
         (OSError("no"), ExitStatus.FAILED),
         (ServerUnreachableError("http://x/", "refused"), ExitStatus.UNABLE),
-        (refusal("http://x/", 403, None), ExitStatus.UNABLE),
-        (refusal("http://x/", 404, None), ExitStatus.UNABLE),
-        (refusal("http://x/", 500, None), ExitStatus.FAILED),
+        (refusal("http://x/", 403, {}), ExitStatus.UNABLE),
+        (refusal("http://x/", 404, {}), ExitStatus.UNABLE),
+        (refusal("http://x/", 500, {}), ExitStatus.FAILED),
         (refusal("http://x/", 409, newer_problem(409)), ExitStatus.CONFLICT),
         (refusal("http://x/", 422, newer_problem(422)), ExitStatus.FAILED),
     ],

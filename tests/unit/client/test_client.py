@@ -319,7 +319,7 @@ def output(client: SandboxClient, id: str, *command: str) -> tuple[bytes, bytes,
 
 
 @pytest.mark.runsc
-def test_life_of_a_sandbox(client: SandboxClient) -> None:
+def test_all_operations_of_one_sandbox(client: SandboxClient) -> None:
     assert KERNEL in decode(Capabilities, encode(client.capabilities())).kernels
     made = client.create(kernel_name=KERNEL, notebook_path="life.ipynb")
     assert (made.state, made.notebook_path, made.persistent) == ("running", "life.ipynb", True)

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from sandbox_provisioner.contents.beneath import Beneath
-from sandbox_provisioner.contents.entries import AccessRefused
+from sandbox_provisioner.contents.entries import AccessRefused, move_to_trash
 from sandbox_provisioner.contents.file_functions import Refused
 from sandbox_provisioner.contents.links import Area, LinkRules, open_real
-from sandbox_provisioner.contents.trash import move_to_trash
 from sandbox_provisioner.kernel.folders import recall, remember
 
 pytestmark = pytest.mark.user
@@ -260,7 +259,7 @@ def test_link_to_its_own_folder_or_allowed_area_can_be_moved_out(root: Path) -> 
 
 
 @pytest.mark.parametrize("way", ["move", "replace", "copytree"])
-def test_links_of_a_folder_stay_bound_to_it_in_its_new_place(root: Path, way: str) -> None:
+def test_links_of_a_moved_or_copied_folder_may_not_lead_out_of_it(root: Path, way: str) -> None:
     beneath, shared = sharing(root)
     (root / "project" / "data" / "out").symlink_to("../../other/c")
     (root / "project" / "data" / "up").symlink_to("../c")
@@ -290,7 +289,7 @@ def test_shared_folder_that_is_renamed_stays_shared(root: Path) -> None:
     assert read(beneath, root / "again" / "a") == "root/project/a"
 
 
-def test_links_that_a_copy_reaches_through_another_link_stay_bound(root: Path) -> None:
+def test_links_of_a_copied_linked_folder_may_not_lead_out_of_it(root: Path) -> None:
     beneath, _ = sharing(root)
     (root / "project" / "out").symlink_to("../../other/c")
     (root / "mine").mkdir()
@@ -329,7 +328,7 @@ def test_entry_that_becomes_a_link_during_move_is_moved_back(root: Path, monkeyp
     assert (root / "project" / "a").is_symlink()
 
 
-def test_folder_that_is_moved_to_another_file_system_stays_bound(root: Path) -> None:
+def test_links_of_folder_on_another_file_system_may_not_lead_out_of_it(root: Path) -> None:
     volume = Path("/dev/shm") / f"volume-{os.getpid()}"
     volume.mkdir()
     (root / "volume").symlink_to(volume)

@@ -35,12 +35,12 @@ from sandbox_provisioner.errors import (
     StorageError,
     StorageUnavailableError,
 )
-from sandbox_provisioner.lock.base import CLOCK, Lease, Leases, Owner
+from sandbox_provisioner.lock.base import CLOCK, Lease, Leases, Owner, Pace
 from sandbox_provisioner.lock.gcs import GCSLeases
 from sandbox_provisioner.lock.local import LocalLeases
 from sandbox_provisioner.lock.objects import ObjectLeases
 from sandbox_provisioner.storage.base import ObjectInfo
-from sandbox_provisioner.storage.tree import TEMPORARY
+from sandbox_provisioner.storage.disk import TEMPORARY
 
 PACE = LEASE, RENEWAL, POLL = 2.0, 0.25, 0.1
 JUMPS = 10
@@ -98,7 +98,7 @@ class MemoryGround(Ground):
         self.store = store or MemoryStore()
 
     def leases(self) -> Leases:
-        leases = ObjectLeases(self.store, self.lease, self.renewal, self.poll, self.clock or CLOCK)
+        leases = ObjectLeases(self.store, Pace(self.lease, self.renewal, self.poll), self.clock or CLOCK)
         return self.clock.watch(leases) if self.clock else leases
 
     def objects(self) -> list[str]:
@@ -456,7 +456,7 @@ def test_owner_survives_storage() -> None:
 @pytest.mark.parametrize("times", [(1.0, 2.0, 0.1), (30.0, 10.0, 10.0), (7200.0, 10.0, 1.0), (0.0, 0.0, 0.0)])
 def test_inconsistent_times_are_refused(times: tuple[float, float, float]) -> None:
     with pytest.raises(ConfigurationError, match="A lease of"):
-        ObjectLeases(MemoryStore(), *times)
+        Pace(*times)
 
 
 # --- Processes that are killed, paused, or wait
@@ -490,7 +490,7 @@ async def test_lease_of_killed_owner_expires(ground: Ground) -> None:
 
 
 @between_processes
-async def test_killed_waiter_frees_its_place(ground: Ground) -> None:
+async def test_another_server_can_wait_after_waiter_is_killed(ground: Ground) -> None:
     lease = await ground.leases().acquire(SANDBOX, me())
     with Contenders(ground, 1) as (contender,):
         send_command(contender, f"acquire {SOON}")
@@ -852,7 +852,7 @@ async def test_lease_error_under_mutation_limit_names_the_owner(gcs: GCS, conten
 
 @pytest.mark.parametrize("contenders", [1, 8])
 async def test_expired_lease_is_acquired_despite_rate_limit(gcs: GCS, clock: JumpingClock, contenders: int) -> None:
-    dead = await GCSLeases(gcs.bucket, renewal=29.0).acquire(SANDBOX, me("the owner"))
+    dead = await GCSLeases(gcs.bucket, pace=Pace(30.0, 29.0, 1.0)).acquire(SANDBOX, me("the owner"))
     gcs.limit_mutations(1.0, 1.0)
     gcs.set_clock(60.0)
     clock.on_jump = lambda elapsed: gcs.set_clock(60.0 + elapsed)

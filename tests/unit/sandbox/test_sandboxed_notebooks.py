@@ -103,14 +103,14 @@ def test_renamed_in_upper_case(notebooks: SandboxedNotebooks) -> None:
     assert paths(notebooks) == ["/nb/A.ipynb"]
 
 
-def test_notebook_in_place_of_another_needs_permission(notebooks: SandboxedNotebooks) -> None:
+def test_notebook_moved_over_another_needs_permission(notebooks: SandboxedNotebooks) -> None:
     notebooks.record(["/nb/a.ipynb"])
     notebooks.move("/nb/plain.ipynb", "/nb/a.ipynb")
     assert notebooks.refused("/nb/a.ipynb", "python3")
 
 
 @pytest.mark.parametrize("twin", ["A.ipynb", "e\u0301.ipynb"])
-def test_twin_changes_no_entry_of_another_notebook(notebooks: SandboxedNotebooks, twin: str) -> None:
+def test_path_in_other_case_has_its_own_entry(notebooks: SandboxedNotebooks, twin: str) -> None:
     path = "/nb/a.ipynb" if twin == "A.ipynb" else "/nb/\xe9.ipynb"
     notebooks.record([path])
     notebooks.forget(f"/nb/{twin}")
@@ -146,7 +146,7 @@ def test_permission_does_not_follow_a_link(notebooks: SandboxedNotebooks, tmp_pa
     assert not notebooks.refused(first, "python3")
 
 
-def test_forest_of_links_is_resolved_quickly(notebooks: SandboxedNotebooks, tmp_path: Path) -> None:
+def test_links_are_resolved_by_the_system(notebooks: SandboxedNotebooks, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     for number in range(200):
         (tmp_path / f"link{number}").symlink_to("x/../" * 800 + ".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from openapi_spec_validator import validate
 from sandbox_provisioner.errors import BadRequestError, subclasses
 from sandbox_provisioner.events import EventKind
 from sandbox_provisioner.server import openapi
-from sandbox_provisioner.server.handlers import AUTH_RESOURCE, ROUTES, OperationHandler, SandboxHandler
+from sandbox_provisioner.server.handlers import AUTH_RESOURCE, OperationHandler, SandboxHandler, handlers, routes
 from sandbox_provisioner.server.openapi import check, read_body, read_query
 from sandbox_provisioner.server.plain_kernels import PlainKernelGuard
 from sandbox_provisioner.server.service import Sandboxes
@@ -31,7 +32,7 @@ def described(path: str) -> set[str]:
 
 
 def operations() -> list[dict[str, Any]]:
-    return [openapi.spec()["paths"][path][method] for path, _ in ROUTES for method in described(path)]
+    return [openapi.spec()["paths"][path][method] for path, _ in routes() for method in described(path)]
 
 
 def test_document_is_valid() -> None:
@@ -39,12 +40,19 @@ def test_document_is_valid() -> None:
 
 
 def test_every_described_operation_is_served() -> None:
-    assert [path for path, _ in ROUTES] == sorted(openapi.spec()["paths"], key=[path for path, _ in ROUTES].index)
-    for path, handler in ROUTES:
+    for path, handler in routes():
         if issubclass(handler, OperationHandler):
             assert described(path) <= served(handler)
         else:
             assert described(path) == served(handler)
+
+
+def test_path_is_served_by_its_own_handler() -> None:
+    unused: Any = None
+    patterns = [(pattern, options["path"]) for pattern, _, options in handlers("/", unused, unused)]
+    for path, _ in routes():
+        example = path.format(id="5f0c", name="first")
+        assert next(served for pattern, served in patterns if re.fullmatch(pattern, example)) == path
 
 
 def test_every_operation_is_a_method_of_the_service() -> None:
@@ -56,7 +64,7 @@ def test_every_operation_is_a_method_of_the_service() -> None:
 
 
 def test_handlers_share_one_authorization_resource() -> None:
-    assert {handler.auth_resource for _, handler in ROUTES} == {AUTH_RESOURCE}
+    assert {handler.auth_resource for _, handler in routes()} == {AUTH_RESOURCE}
 
 
 def test_status_of_every_error_is_described() -> None:

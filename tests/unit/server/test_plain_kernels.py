@@ -95,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jupyter]:
         yield server
 
 
-def test_other_spellings_and_links(server: Jupyter) -> None:
+def test_other_paths_of_a_notebook_are_refused(server: Jupyter) -> None:
     for path, name in SPELLINGS:
         for kind in ("notebook", "console", "file"):
             for kernel in ({"name": PLAIN}, {"name": "Python3"}, {}):
@@ -210,7 +210,7 @@ def test_two_servers_share_the_record(server: Jupyter) -> None:
 
 
 @pytest.mark.parametrize("mode", ["allow", "refuse"])
-def test_other_modes(mode: str, tmp_path: Path) -> None:
+def test_modes_allow_and_refuse(mode: str, tmp_path: Path) -> None:
     for server in serving(tmp_path, f"--PlainKernelGuard.plain_kernels={mode}"):
         server.record("a.ipynb")
         server.notebooks.allow(str(server.root / "a.ipynb"), PLAIN)

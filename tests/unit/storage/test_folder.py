@@ -17,10 +17,10 @@ import pytest
 from sandbox_provisioner.errors import DiskFullError, ObjectNotFoundError, StorageError, StorageUnavailableError
 from sandbox_provisioner.storage import folder
 from sandbox_provisioner.storage.base import NEW
+from sandbox_provisioner.storage.disk import ABANDONED
 from sandbox_provisioner.storage.folder import FolderStore
 from sandbox_provisioner.storage.local import LocalStore
 from sandbox_provisioner.storage.mounted import MountedStore
-from sandbox_provisioner.storage.tree import ABANDONED
 
 STEPS = ("close", "fchmod", "fsync", "mkdir", "open", "pwrite", "rename", "rmdir", "unlink", "utime", "write")
 """Functions of os that change a disk, or are called between such changes."""

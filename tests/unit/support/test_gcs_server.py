@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from gcs_server import GCS
-from google.api_core.exceptions import ClientError, NotFound, PreconditionFailed
+from google.api_core.exceptions import ClientError, NotFound
 from google.cloud import storage
 
 MIB = 1024 * 1024
@@ -75,29 +75,6 @@ def test_large_upload_is_resumable(bucket: storage.Bucket) -> None:
     assert bucket.blob("large").download_as_bytes() == data
 
 
-def test_objects_are_composed_in_order_with_conditions(bucket: storage.Bucket) -> None:
-    parts = [bucket.blob(f"part{number}") for number in range(3)]
-    for number, part in enumerate(parts):
-        part.upload_from_string(str(number))
-    whole = bucket.blob("whole")
-    whole.compose(parts, if_generation_match=0, if_source_generation_match=[part.generation for part in parts])
-    assert whole.download_as_bytes() == b"012"
-    with pytest.raises(PreconditionFailed):
-        whole.compose(parts, if_generation_match=0)
-    with pytest.raises(PreconditionFailed):
-        bucket.blob("other").compose(parts, if_source_generation_match=[1, 1, 1])
-
-
-def test_object_is_copied_within_and_between_buckets(gcs: GCS, bucket: storage.Bucket) -> None:
-    blob = bucket.blob("one")
-    blob.upload_from_string(b"1")
-    other = storage.Client().bucket(gcs.new_bucket())
-    copy = bucket.copy_blob(blob, other, "two", if_generation_match=0)
-    assert copy.download_as_bytes() == b"1"
-    with pytest.raises(PreconditionFailed):
-        bucket.copy_blob(blob, other, "two", if_generation_match=0)
-
-
 def test_list_has_pages_prefixes_and_order(bucket: storage.Bucket) -> None:
     for name in ("a/1", "a/2", "a/b/3", "b/4", "c"):
         bucket.blob(name).upload_from_string(name)
@@ -112,13 +89,6 @@ def test_list_can_be_truncated(bucket: storage.Bucket) -> None:
     for name in ("a", "b", "c"):
         bucket.blob(name).upload_from_string(name)
     assert [blob.name for blob in bucket.list_blobs(max_results=2)] == ["a", "b"]
-
-
-def test_composed_object_has_component_count_and_no_md5(bucket: storage.Bucket) -> None:
-    bucket.blob("part").upload_from_string("x")
-    whole = bucket.blob("whole")
-    whole.compose([bucket.blob("part")] * 3)
-    assert (whole.component_count, whole.md5_hash) == (3, None)
 
 
 def test_buckets_are_created_found_and_deleted_when_empty(gcs: GCS) -> None:
@@ -152,7 +122,6 @@ def test_every_request_checks_every_condition(gcs: GCS) -> None:
         ("GET", f"{path}?", None),
         ("GET", f"{path}?alt=media", None),
         ("PATCH", f"{path}?", b"{}"),
-        ("POST", f"{path}/compose?", b'{"sourceObjects": [{"name": "name"}]}'),
         ("POST", f"/upload{path.removesuffix('/name')}?uploadType=media&name=name", b"new"),
         ("DELETE", f"{path}?", None),
     ]
