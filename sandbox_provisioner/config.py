@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jupyter_core.paths import jupyter_data_dir
 from traitlets import Bool, Enum, Float, Int, List, TraitType, default
+from traitlets.config import Config, Configurable
 
 from .errors import ConfigurationError
 
@@ -41,6 +43,16 @@ STORAGE_FOLDERS = (
     "FILESYSTEM_SNAPSHOT_MOUNT_PATH",
 )
 """Variables that name the folders in which sandboxes are stored."""
+
+
+class Source(StrEnum):
+    """The places that can set a setting; each takes precedence over those above it."""
+
+    BUILT_IN = "built-in"
+    CONFIGURATION = "configuration"
+    ENVIRONMENT = "environment"
+    OWN = "kernelspec"
+    REQUEST = "request"
 
 
 def _invalid(variable: str, value: str, reason: str, remedy: str) -> ConfigurationError:
@@ -90,14 +102,14 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
 
 
 def setting(variable: str, trait: Trait) -> Trait:
-    """Make ``trait`` configurable, with an environment variable as its default, and return it.
+    """Make ``trait`` configurable, also by an environment variable, and return it. For subclasses of Settings.
 
     The variable is read for each new object, by the function of this module for the trait's type. Its name is added to
     the trait's help.
     """
     kind = ", comma-separated" if isinstance(trait, List) else ""
     trait.help = trait.metadata["help"] = f"{trait.help} Environment{kind}: {variable}"
-    trait.tag(config=True)
+    trait.tag(config=True, variable=variable)
     unset = trait.default()
 
     def class_init(owner: Any, name: str) -> None:
@@ -122,6 +134,39 @@ def _value(variable: str, trait: TraitType[Any, Any], unset: Any) -> object:
             return count(variable, unset)
         case _:
             return os.environ.get(variable, unset)
+
+
+class Settings(Configurable):
+    """Base class of the classes with a ``setting``: environment variables take precedence over Jupyter's configuration.
+
+    A value that is passed to the constructor takes precedence over both.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._own = frozenset(kwargs)
+        super().__init__(**kwargs)
+
+    def source(self, name: str) -> Source:
+        """Return the place that sets the setting ``name`` of this object."""
+        if name in self._own:
+            return Source.OWN
+        if os.environ.get(self.variables()[name]):
+            return Source.ENVIRONMENT
+        return Source.CONFIGURATION if name in super()._find_my_config(self.config) else Source.BUILT_IN
+
+    @classmethod
+    def variables(cls) -> dict[str, str]:
+        """Return the environment variable of each setting, by the setting's name."""
+        traits = cls.class_traits(config=True).items()
+        return {name: trait.metadata["variable"] for name, trait in traits if "variable" in trait.metadata}
+
+    def _find_my_config(self, cfg: Config) -> Any:
+        """Return the configuration of this object without the settings whose variables are set. Called by traitlets."""
+        found = super()._find_my_config(cfg)
+        for name, variable in self.variables().items():
+            if os.environ.get(variable):
+                found.pop(name, None)
+        return found
 
 
 def user_name() -> str:

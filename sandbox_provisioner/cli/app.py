@@ -19,6 +19,7 @@ from .. import __version__
 from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError
 from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
 from ..gvisor.runtime_dir import sweep
+from ..provisioner import SandboxProvisioner
 from ..sandbox.user_sandboxes import Persistence
 from ..setup import doctor, kernelspecs, runsc_install
 from ..setup.progress import Progress
@@ -151,8 +152,8 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--idle-timeout",
         type=float,
         metavar="SECONDS",
-        help="hibernate a notebook's kernel after SECONDS without a running cell; 0 disables this; default for a newly "
-        f"installed kernel: {kernelspecs.DEFAULTS['idle_timeout']:g}",
+        help="hibernate the notebooks' kernels after SECONDS without a running cell, 0: never; written into the "
+        "kernelspecs, where it takes precedence over the server's configuration; default: the server's setting",
     )
     setup.add_argument(
         "--remove",
@@ -171,8 +172,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def configured(setting: str) -> str:
-    """Return a setting of SandboxProvisioner from the server's configuration files; empty if not set."""
-    return str(templates.configuration().SandboxProvisioner.get(setting, ""))
+    """Return a text setting of SandboxProvisioner, from the environment or the server's configuration files."""
+    return str(getattr(SandboxProvisioner(config=templates.configuration()), setting))
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

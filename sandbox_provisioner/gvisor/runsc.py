@@ -66,9 +66,10 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
 
     A path from a setting or variable is yielded even if it does not exist, so that the caller reports the error.
     """
+    variable = environ.get("SANDBOX_RUNSC", "")
     for name, value in (
-        ("the runsc setting", setting),
-        ("SANDBOX_RUNSC", environ.get("SANDBOX_RUNSC", "")),
+        ("the runsc setting", "" if setting == variable else setting),
+        ("SANDBOX_RUNSC", variable),
         ("RUNSC_PATH", environ.get("RUNSC_PATH", "")),
     ):
         if value:
