@@ -318,6 +318,15 @@ class GCSConfig:
             )
 
 
+def storage_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of the storage and the machine that are set, with their values; not the secret key."""
+    places = (GCSConfig.metadata, GCSConfig.locks, GCSConfig.checkpoints, GCSConfig.snapshots)
+    names = [name for place in places for name in (place.bucket_variable, place.mount_variable)]
+    names += ["SANDBOX_OBJECT_PREFIX", TRUST_STORAGE, "STORAGE_EMULATOR_HOST", "SANDBOX_RUNTIME_DIR", "RUNSC_PATH"]
+    found = {name: environ[name] for name in names if environ.get(name)}
+    return found | ({SIGNING_KEY: "(set)"} if environ.get(SIGNING_KEY) else {})
+
+
 def _bucket(variable: str, environ: Mapping[str, str]) -> str:
     value = environ.get(variable, "")
     if value and not BUCKET.fullmatch(value):

@@ -23,7 +23,7 @@ from ..provisioner import SandboxProvisioner
 from ..sandbox.user_sandboxes import Persistence
 from ..setup import doctor, kernelspecs, runsc_install
 from ..setup.progress import Progress
-from . import kernels, plain_notebooks, sandboxes, templates
+from . import kernels, plain_notebooks, sandboxes, settings, templates
 from .exit_codes import HELP as EXIT_HELP
 from .exit_codes import exit_status
 from .output import reported, warn
@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)
     _add_doctor(commands)
+    settings.add_commands(commands)
     sandboxes.add_commands(commands)
     kernels.add_commands(commands)
     templates.add_commands(commands)

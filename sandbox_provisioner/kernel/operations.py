@@ -28,8 +28,10 @@ class KernelOperations(SandboxSettings):
         kwargs = own_config(spec.metadata if spec else {}, kwargs)
         known = self.trait_names()
         super().__init__(**{name: value for name, value in kwargs.items() if name in known})
-        unknown = [name for name in kwargs if name not in known]
-        for warning in unknown_settings(unknown, f"The kernelspec {spec.display_name!r}" if spec else "The kernelspec"):
+        self.unknown = [name for name in kwargs if name not in known]
+        """Names in the kernelspec's ``config`` that are not settings."""
+        place = f"The kernelspec {spec.display_name!r}" if spec else "The kernelspec"
+        for warning in unknown_settings(self.unknown, place):
             self.log.warning(warning)
         self._kernel = SandboxedKernel()
         self._manager: SandboxManager | None = None

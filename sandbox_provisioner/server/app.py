@@ -31,6 +31,7 @@ from .kernel_websocket import SandboxWebsocketConnection
 from .kernels import ServerKernels
 from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
+from .settings import ServerSettings
 
 FORMATTER = logging.Formatter()
 FILES = 1 << 16
@@ -145,7 +146,7 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
         guard.attach()
         replaced = jupyter_handlers.handlers(serverapp.base_url, guard)
         serverapp.web_app.add_handlers(".*$", replaced)  # type: ignore[no-untyped-call]
-    settings = SandboxProvisioner(config=serverapp.config)
+    settings, shown = SandboxProvisioner(config=serverapp.config), ServerSettings(serverapp, kernels, guard)
     sandboxes = Sandboxes(kernels, settings.storage_dir, settings.runsc)
-    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard))  # type: ignore[no-untyped-call]
+    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard, shown))  # type: ignore[no-untyped-call]
     telemetry.attach(serverapp, serverapp.kernel_manager)

@@ -24,6 +24,7 @@ from .event_stream import Subscription
 from .execution import Execution
 from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
+from .settings import ServerSettings
 
 AUTH_RESOURCE = "sandboxes"
 KEEPALIVE = 15.0
@@ -35,10 +36,11 @@ class SandboxHandler(APIHandler):
 
     auth_resource = AUTH_RESOURCE
 
-    def initialize(self, sandboxes: Sandboxes, guard: PlainKernelGuard, path: str) -> None:
+    def initialize(self, sandboxes: Sandboxes, guard: PlainKernelGuard, settings: ServerSettings, path: str) -> None:
         """Set the attributes. Called by tornado for each request."""
         self.sandboxes = sandboxes
         self.guard = guard
+        self.server_settings = settings
         self.path = path
 
     def set_default_headers(self) -> None:
@@ -167,6 +169,21 @@ class PlainNotebooksHandler(OperationHandler):
         await self.run()
 
 
+class SettingsHandler(OperationHandler):
+    """Handler of ``/api/sandboxes/settings``."""
+
+    @property
+    def operations(self) -> Any:
+        """The object with the method."""
+        return self.server_settings
+
+    @web.authenticated
+    @authorized(action="execute")  # type: ignore[untyped-decorator]
+    async def get(self) -> None:
+        """Handle GET. The response contains paths of the server's machine."""
+        await self.run()
+
+
 class StreamHandler(SandboxHandler):
     """Base class of handlers that stream their response until the client disconnects."""
 
@@ -255,6 +272,7 @@ ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
     ("/api/sandboxes/capabilities", OperationHandler),
     ("/api/sandboxes/events", EventsHandler),
     ("/api/sandboxes/plain-notebooks", PlainNotebooksHandler),
+    ("/api/sandboxes/settings", SettingsHandler),
     ("/api/sandboxes/{id}", OperationHandler),
     *((f"/api/sandboxes/{{id}}/{action}", OperationHandler) for action in ACTIONS),
     ("/api/sandboxes/{id}/execute", ExecuteHandler),
@@ -268,13 +286,13 @@ ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
 
 
 def handlers(
-    base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard
+    base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard, settings: ServerSettings
 ) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
     """Return the handlers to add to Jupyter Server's web application."""
     base = re.escape(base_url.rstrip("/"))
     known: list[tuple[str, type[SandboxHandler]]] = [*ROUTES, ("/api/sandboxes", NothingHandler)]
     patterns = [re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path) for path, _ in ROUTES]
     return [
-        (base + pattern, handler, {"sandboxes": sandboxes, "guard": guard, "path": path})
+        (base + pattern, handler, {"sandboxes": sandboxes, "guard": guard, "settings": settings, "path": path})
         for pattern, (path, handler) in zip([*patterns, "/api/sandboxes/.*"], known, strict=True)
     ]
