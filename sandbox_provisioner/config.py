@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import getpass
+import logging
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +22,9 @@ from traitlets.config import Config, Configurable
 
 from .errors import ConfigurationError
 
+log = logging.getLogger(__name__)
+
+TMP = "/tmp"
 Trait = TypeVar("Trait", bound=TraitType[Any, Any])
 
 SIGNING_KEY = "SANDBOX_SIGNING_KEY"
@@ -178,8 +185,46 @@ def user_name() -> str:
 
 
 def own_folder() -> Path:
-    """Return the folder for the user's key and registry, in Jupyter's data directory."""
-    return Path(jupyter_data_dir(), "sandbox")
+    """Return the folder for the user's key and registry: in Jupyter's data folder, or in /tmp for a user without home.
+
+    A container that runs with any uid has no home: HOME is /, which the user cannot write to. Raises ConfigurationError
+    if another user has created the folder in /tmp.
+    """
+    data = Path(jupyter_data_dir())
+    if os.path.expanduser("~") != "/" or _can_create(data):
+        return data / "sandbox"
+    folder = Path(f"{TMP}/jupyter-sandbox-data-{os.geteuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not own or replaceable(folder.parent):
+        problem = f"You have no home folder, and another user can change {folder}."
+        raise ConfigurationError("JUPYTER_DATA_DIR", problem, "Set JUPYTER_DATA_DIR to a folder of your own.")
+    _report_data_folder(str(data), str(folder))
+    return folder / "sandbox"
+
+
+def replaceable(folder: Path) -> bool:
+    """Return True if other users can rename and replace the entries of ``folder``. Raises OSError."""
+    mode = folder.stat().st_mode
+    return bool(mode & 0o022) and not mode & stat.S_ISVTX
+
+
+def _can_create(folder: Path) -> bool:
+    """Return True if the folder, or the nearest existing one above it, can be written."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    return os.access(nearest, os.W_OK | os.X_OK)
+
+
+@cache
+def _report_data_folder(missing: str, used: str) -> None:
+    log.warning(
+        "You have no home folder, so Jupyter's data folder %s cannot be created. Saved kernels are kept in %s. Set "
+        "JUPYTER_DATA_DIR to keep them in a folder of your own.",
+        missing,
+        used,
+    )
 
 
 def signing_key(environ: Mapping[str, str] = os.environ) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError
-from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
+from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find
 from ..gvisor.runtime_dir import sweep
 from ..provisioner import SandboxProvisioner
 from ..sandbox.user_sandboxes import Persistence
@@ -200,13 +200,26 @@ def run_setup(arguments: argparse.Namespace) -> int:
     sources = runsc_install.choose(arguments.source, arguments.release, arguments.sha512)
     named = bool(arguments.source or arguments.release)
     runsc = ready_runsc(sources, named, folder, progress)
-    with reported(progress, "User namespaces") as step:
-        require_user_namespaces()
-        step.result = doctor.check_namespaces().finding
+    tested = namespaces_allowed(progress)
     with reported(progress, "Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
-    try_runsc(runsc, progress)
-    return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
+    if tested:
+        try_runsc(runsc, progress)
+    return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout), tested)
+
+
+def namespaces_allowed(progress: Progress) -> bool:
+    """Return True if sandboxes can start here; otherwise report the reason. A build of an image does not allow them."""
+    check = doctor.check_namespaces()
+    if check.ok:
+        progress.done(f"User namespaces: {check.finding}")
+        return True
+    progress.say(f"  No sandbox can start here. {check.finding} {check.remedy}")
+    progress.say(
+        "  In the build of an image this is normal: kernels are installed, and the test is left to the first start. "
+        "Elsewhere, follow the advice above and run `jupyter sandbox setup` again."
+    )
+    return False
 
 
 def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Path, progress: Progress) -> Runsc:
@@ -245,9 +258,13 @@ def try_runsc(runsc: Runsc, progress: Progress) -> None:
 
 
 def install_twins(
-    origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress, config: Mapping[str, Any] | None = None
+    origins: Sequence[kernelspecs.Kernel],
+    folder: Path,
+    progress: Progress,
+    config: Mapping[str, Any] | None = None,
+    tested: bool = True,
 ) -> int:
-    """Install a sandboxed twin of each kernel, build the templates, and return the exit status.
+    """Install a sandboxed twin of each kernel; if runsc was ``tested``, build the templates. Return the exit status.
 
     After a failure for one kernel, the other kernels are still installed.
     """
@@ -259,7 +276,8 @@ def install_twins(
                 step.result = twins[-1].display_name
         except SandboxError as error:
             refused.append(error)
-    templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
+    if tested:
+        templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
     if twins:
         one = twins[0]
         command = f"`jupyter console --kernel {one.name}`"
