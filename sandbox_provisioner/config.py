@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import getpass
+import logging
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jupyter_core.paths import jupyter_data_dir
 from traitlets import Bool, Enum, Float, Int, List, TraitType, default
+from traitlets.config import Config, Configurable
 
 from .errors import ConfigurationError
 
+log = logging.getLogger(__name__)
+
+TMP = "/tmp"
 Trait = TypeVar("Trait", bound=TraitType[Any, Any])
 
 SIGNING_KEY = "SANDBOX_SIGNING_KEY"
@@ -41,6 +50,16 @@ STORAGE_FOLDERS = (
     "FILESYSTEM_SNAPSHOT_MOUNT_PATH",
 )
 """Variables that name the folders in which sandboxes are stored."""
+
+
+class Source(StrEnum):
+    """The places that can set a setting; each takes precedence over those above it."""
+
+    BUILT_IN = "built-in"
+    CONFIGURATION = "configuration"
+    ENVIRONMENT = "environment"
+    OWN = "kernelspec"
+    REQUEST = "request"
 
 
 def _invalid(variable: str, value: str, reason: str, remedy: str) -> ConfigurationError:
@@ -90,14 +109,14 @@ def choice(variable: str, choices: Sequence[str], default: str, environ: Mapping
 
 
 def setting(variable: str, trait: Trait) -> Trait:
-    """Make ``trait`` configurable, with an environment variable as its default, and return it.
+    """Make ``trait`` configurable, also by an environment variable, and return it. For subclasses of Settings.
 
     The variable is read for each new object, by the function of this module for the trait's type. Its name is added to
     the trait's help.
     """
     kind = ", comma-separated" if isinstance(trait, List) else ""
     trait.help = trait.metadata["help"] = f"{trait.help} Environment{kind}: {variable}"
-    trait.tag(config=True)
+    trait.tag(config=True, variable=variable)
     unset = trait.default()
 
     def class_init(owner: Any, name: str) -> None:
@@ -124,6 +143,39 @@ def _value(variable: str, trait: TraitType[Any, Any], unset: Any) -> object:
             return os.environ.get(variable, unset)
 
 
+class Settings(Configurable):
+    """Base class of the classes with a ``setting``: environment variables take precedence over Jupyter's configuration.
+
+    A value that is passed to the constructor takes precedence over both.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._own = frozenset(kwargs)
+        super().__init__(**kwargs)
+
+    def source(self, name: str) -> Source:
+        """Return the place that sets the setting ``name`` of this object."""
+        if name in self._own:
+            return Source.OWN
+        if os.environ.get(self.variables()[name]):
+            return Source.ENVIRONMENT
+        return Source.CONFIGURATION if name in super()._find_my_config(self.config) else Source.BUILT_IN
+
+    @classmethod
+    def variables(cls) -> dict[str, str]:
+        """Return the environment variable of each setting, by the setting's name."""
+        traits = cls.class_traits(config=True).items()
+        return {name: trait.metadata["variable"] for name, trait in traits if "variable" in trait.metadata}
+
+    def _find_my_config(self, cfg: Config) -> Any:
+        """Return the configuration of this object without the settings whose variables are set. Called by traitlets."""
+        found = super()._find_my_config(cfg)
+        for name, variable in self.variables().items():
+            if os.environ.get(variable):
+                found.pop(name, None)
+        return found
+
+
 def user_name() -> str:
     """Return the user's name for the records of sandboxes: the login name, or "user UID" if the user has none."""
     try:
@@ -133,8 +185,46 @@ def user_name() -> str:
 
 
 def own_folder() -> Path:
-    """Return the folder for the user's key and registry, in Jupyter's data directory."""
-    return Path(jupyter_data_dir(), "sandbox")
+    """Return the folder for the user's key and registry: in Jupyter's data folder, or in /tmp for a user without home.
+
+    A container that runs with any uid has no home: HOME is /, which the user cannot write to. Raises ConfigurationError
+    if another user has created the folder in /tmp.
+    """
+    data = Path(jupyter_data_dir())
+    if os.path.expanduser("~") != "/" or _can_create(data):
+        return data / "sandbox"
+    folder = Path(f"{TMP}/jupyter-sandbox-data-{os.geteuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not own or replaceable(folder.parent):
+        problem = f"You have no home folder, and another user can change {folder}."
+        raise ConfigurationError("JUPYTER_DATA_DIR", problem, "Set JUPYTER_DATA_DIR to a folder of your own.")
+    _report_data_folder(str(data), str(folder))
+    return folder / "sandbox"
+
+
+def replaceable(folder: Path) -> bool:
+    """Return True if other users can rename and replace the entries of ``folder``. Raises OSError."""
+    mode = folder.stat().st_mode
+    return bool(mode & 0o022) and not mode & stat.S_ISVTX
+
+
+def _can_create(folder: Path) -> bool:
+    """Return True if the folder, or the nearest existing one above it, can be written."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    return os.access(nearest, os.W_OK | os.X_OK)
+
+
+@cache
+def _report_data_folder(missing: str, used: str) -> None:
+    log.warning(
+        "You have no home folder, so Jupyter's data folder %s cannot be created. Saved kernels are kept in %s. Set "
+        "JUPYTER_DATA_DIR to keep them in a folder of your own.",
+        missing,
+        used,
+    )
 
 
 def signing_key(environ: Mapping[str, str] = os.environ) -> str:
@@ -271,6 +361,15 @@ class GCSConfig:
                 f"This server cannot store the requested sandbox: {' and '.join(names)} must be set.",
                 "Set these variables in the server's environment, or request a sandbox that does not need them.",
             )
+
+
+def storage_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of the storage and the machine that are set, with their values; not the secret key."""
+    places = (GCSConfig.metadata, GCSConfig.locks, GCSConfig.checkpoints, GCSConfig.snapshots)
+    names = [name for place in places for name in (place.bucket_variable, place.mount_variable)]
+    names += ["SANDBOX_OBJECT_PREFIX", TRUST_STORAGE, "STORAGE_EMULATOR_HOST", "SANDBOX_RUNTIME_DIR", "RUNSC_PATH"]
+    found = {name: environ[name] for name in names if environ.get(name)}
+    return found | ({SIGNING_KEY: "(set)"} if environ.get(SIGNING_KEY) else {})
 
 
 def _bucket(variable: str, environ: Mapping[str, str]) -> str:

@@ -17,8 +17,8 @@ c.MultiKernelManager.default_kernel_name = "python3-sandbox"
 
 # -- saving kernels ----------------------------------------------------------------------------------------------------
 
-# Hibernate a kernel after this number of seconds without a running cell, even if a browser tab is open. Settings in the
-# kernelspec (`jupyter sandbox setup --idle-timeout`) take precedence.
+# Hibernate a kernel after this number of seconds without a running cell, even if a browser tab is open. Environment
+# variables, and settings in the kernelspec (`jupyter sandbox setup --idle-timeout`), take precedence.
 # c.SandboxProvisioner.enable_checkpoint_at_idle = True
 # c.SandboxProvisioner.idle_timeout = 1800
 # Jupyter's culler also hibernates sandboxed kernels. It shuts down all other kernels.

@@ -17,12 +17,13 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError
-from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
+from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find
 from ..gvisor.runtime_dir import sweep
+from ..provisioner import SandboxProvisioner
 from ..sandbox.user_sandboxes import Persistence
 from ..setup import doctor, kernelspecs, runsc_install
 from ..setup.progress import Progress
-from . import kernels, plain_notebooks, sandboxes, templates
+from . import kernels, plain_notebooks, sandboxes, settings, templates
 from .exit_codes import HELP as EXIT_HELP
 from .exit_codes import exit_status
 from .output import reported, warn
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_setup(commands)
     _add_doctor(commands)
+    settings.add_commands(commands)
     sandboxes.add_commands(commands)
     kernels.add_commands(commands)
     templates.add_commands(commands)
@@ -151,8 +153,8 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--idle-timeout",
         type=float,
         metavar="SECONDS",
-        help="hibernate a notebook's kernel after SECONDS without a running cell; 0 disables this; default for a newly "
-        f"installed kernel: {kernelspecs.DEFAULTS['idle_timeout']:g}",
+        help="hibernate the notebooks' kernels after SECONDS without a running cell, 0: never; written into the "
+        "kernelspecs, where it takes precedence over the server's configuration; default: the server's setting",
     )
     setup.add_argument(
         "--remove",
@@ -171,8 +173,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def configured(setting: str) -> str:
-    """Return a setting of SandboxProvisioner from the server's configuration files; empty if not set."""
-    return str(templates.configuration().SandboxProvisioner.get(setting, ""))
+    """Return a text setting of SandboxProvisioner, from the environment or the server's configuration files."""
+    return str(getattr(SandboxProvisioner(config=templates.configuration()), setting))
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -198,13 +200,26 @@ def run_setup(arguments: argparse.Namespace) -> int:
     sources = runsc_install.choose(arguments.source, arguments.release, arguments.sha512)
     named = bool(arguments.source or arguments.release)
     runsc = ready_runsc(sources, named, folder, progress)
-    with reported(progress, "User namespaces") as step:
-        require_user_namespaces()
-        step.result = doctor.check_namespaces().finding
+    tested = namespaces_allowed(progress)
     with reported(progress, "Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
-    try_runsc(runsc, progress)
-    return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
+    if tested:
+        try_runsc(runsc, progress)
+    return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout), tested)
+
+
+def namespaces_allowed(progress: Progress) -> bool:
+    """Return True if sandboxes can start here; otherwise report the reason. A build of an image does not allow them."""
+    check = doctor.check_namespaces()
+    if check.ok:
+        progress.done(f"User namespaces: {check.finding}")
+        return True
+    progress.say(f"  No sandbox can start here. {check.finding} {check.remedy}")
+    progress.say(
+        "  In the build of an image this is normal: kernels are installed, and the test is left to the first start. "
+        "Elsewhere, follow the advice above and run `jupyter sandbox setup` again."
+    )
+    return False
 
 
 def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Path, progress: Progress) -> Runsc:
@@ -243,9 +258,13 @@ def try_runsc(runsc: Runsc, progress: Progress) -> None:
 
 
 def install_twins(
-    origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress, config: Mapping[str, Any] | None = None
+    origins: Sequence[kernelspecs.Kernel],
+    folder: Path,
+    progress: Progress,
+    config: Mapping[str, Any] | None = None,
+    tested: bool = True,
 ) -> int:
-    """Install a sandboxed twin of each kernel, build the templates, and return the exit status.
+    """Install a sandboxed twin of each kernel; if runsc was ``tested``, build the templates. Return the exit status.
 
     After a failure for one kernel, the other kernels are still installed.
     """
@@ -257,7 +276,8 @@ def install_twins(
                 step.result = twins[-1].display_name
         except SandboxError as error:
             refused.append(error)
-    templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
+    if tested:
+        templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
     if twins:
         one = twins[0]
         command = f"`jupyter console --kernel {one.name}`"

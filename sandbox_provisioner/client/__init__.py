@@ -1,6 +1,17 @@
 """Python client of the REST API: ``SandboxClient`` blocks; ``AsyncSandboxClient`` is for asyncio programs."""
 
-from ..sandbox.model import Capabilities, Deleted, NamedState, PlainNotebook, Rewound, Sandbox, State, Stored
+from ..sandbox.model import (
+    Capabilities,
+    Deleted,
+    EffectiveSetting,
+    EffectiveSettings,
+    NamedState,
+    PlainNotebook,
+    Rewound,
+    Sandbox,
+    State,
+    Stored,
+)
 from ._async import AsyncSandboxClient
 from ._sync import SandboxClient
 from .discovery import RunningServer, running_servers
@@ -13,6 +24,8 @@ __all__ = [
     "Capabilities",
     "CreateSandbox",
     "Deleted",
+    "EffectiveSetting",
+    "EffectiveSettings",
     "Event",
     "Exit",
     "NamedState",

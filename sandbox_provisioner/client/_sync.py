@@ -16,6 +16,7 @@ from .._text import json_object
 from ..sandbox.model import (
     Capabilities,
     Deleted,
+    EffectiveSettings,
     NamedState,
     NamedStates,
     PlainNotebook,
@@ -81,6 +82,12 @@ class SandboxClient:
     def capabilities(self) -> Capabilities:
         """Return the server's versions, kernels and storage abilities."""
         return self._ask(Capabilities, "GET", "capabilities")
+
+    def settings(self, kernel_name: str | None = None, notebook_path: str | None = None) -> EffectiveSettings:
+        """Return the effective settings of the server and of a notebook's or kernelspec's kernel."""
+        wanted = {"kernel_name": kernel_name, "notebook_path": notebook_path}
+        query = {name: value for name, value in wanted.items() if value is not None}
+        return self._ask(EffectiveSettings, "GET", "settings", query=query)
 
     def list(
         self, state: State | None = None, notebook: str | None = None, unused_for: float | None = None

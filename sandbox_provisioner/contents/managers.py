@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import wraps
+from functools import cached_property, wraps
 from inspect import iscoroutinefunction
 from typing import IO, Any
 
@@ -49,7 +49,7 @@ MAX_FILE_SIZE = 512 << 20
 """Default limit in bytes: the longest string in Chromium, so JupyterLab cannot open a larger file."""
 
 
-class GuardedContents(LoggingConfigurable):
+class GuardedContents(config.Settings, LoggingConfigurable):
     """Base class of the guarded managers and checkpoints, with their settings."""
 
     root_dir: str
@@ -113,12 +113,16 @@ class GuardedContents(LoggingConfigurable):
 
     def _forbidden(self) -> Iterable[str]:
         """Return the folders of Jupyter and of this package, which kernels do not see."""
-        return reserved_folders(str(self.config.SandboxProvisioner.get("storage_dir", "")))
+        return reserved_folders(self._kernel_settings.storage_dir)
+
+    @cached_property
+    def _kernel_settings(self) -> SandboxProvisioner:
+        return SandboxProvisioner(config=self.config)
 
     def _areas(self) -> Iterator[Area]:
         for target in self.allowed_link_targets:
             yield Area(os.path.realpath(target))
-        for text in SandboxProvisioner(config=self.config).mounts:
+        for text in self._kernel_settings.mounts:
             try:
                 mount = parse_mount(text)
             except ConfigurationError as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from jupyter_core.paths import jupyter_config_dir, jupyter_data_dir, jupyter_runtime_dir
+from jupyter_core.paths import jupyter_config_dir, jupyter_runtime_dir
 
-from ..config import STORAGE_FOLDERS
+from ..config import STORAGE_FOLDERS, own_folder
 from ..errors import ConfigurationError
 from .bundle import Mount, innermost
 from .mounts import masks, planted_link, within
@@ -19,7 +19,7 @@ def reserved_folders(storage_dir: str = "", environ: Mapping[str, str] = os.envi
     found = {
         jupyter_runtime_dir(): "JUPYTER_RUNTIME_DIR",
         **{str(root): "SANDBOX_RUNTIME_DIR" for root in runtime_roots()},
-        os.path.join(jupyter_data_dir(), "sandbox"): "JUPYTER_DATA_DIR",
+        str(own_folder()): "JUPYTER_DATA_DIR",
         jupyter_config_dir(): "JUPYTER_CONFIG_DIR",
         **({storage_dir: "storage_dir"} if storage_dir else {}),
         **{environ[variable]: variable for variable in STORAGE_FOLDERS if environ.get(variable)},

@@ -1,7 +1,7 @@
 """Find the runsc binary, check its version, and build its command lines.
 
-Root and ordinary users differ only here: each call of an ordinary user goes through ``unshare -Ur``, because runsc's
-own ``--rootless`` refuses to restore.
+Privileged and other users differ only here: each call of an unprivileged user goes through ``unshare -Ur``, because
+runsc's own ``--rootless`` refuses to restore. Root is privileged only with CAP_SYS_ADMIN, which containers lack.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 
-from jupyter_core.paths import jupyter_data_dir, jupyter_path
+from jupyter_core.paths import jupyter_path
 
 from .._text import one_line
+from ..config import own_folder
 from ..errors import (
     DiskFullError,
     ProgramNotFoundError,
@@ -42,21 +43,23 @@ PLATFORMS = ("systrap", "ptrace", "kvm")
 """gVisor's ways to intercept system calls, the default first."""
 
 SETUP_HINT = "Run `jupyter sandbox setup` to install one that works."
+CAP_SYS_ADMIN = 21
+"""The bit of this capability in /proc/PID/status."""
 VERSION_TIMEOUT = 20.0
 """Seconds for ``runsc --version`` and for the test of user namespaces."""
 
 
 def bin_folder() -> Path:
     """Return the folder into which ``jupyter sandbox setup`` installs runsc for this user."""
-    return Path(jupyter_data_dir()) / "sandbox" / "bin"
+    return own_folder() / "bin"
 
 
 def bin_folders() -> list[Path]:
     """Return every folder into which a setup may have installed runsc, even if HOME or Jupyter's paths have changed."""
     try:
         home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
-    except KeyError:
-        home = Path("~").expanduser()
+    except KeyError:  # a container that runs with any uid
+        home = Path(os.path.expanduser("~"))
     fixed = (home / ".local" / "share" / "jupyter", Path(sys.prefix, "share", "jupyter"))
     return [bin_folder(), *map(Path, jupyter_path("sandbox", "bin")), *(path / "sandbox" / "bin" for path in fixed)]
 
@@ -66,9 +69,10 @@ def candidates(setting: str = "", environ: Mapping[str, str] = os.environ) -> It
 
     A path from a setting or variable is yielded even if it does not exist, so that the caller reports the error.
     """
+    variable = environ.get("SANDBOX_RUNSC", "")
     for name, value in (
-        ("the runsc setting", setting),
-        ("SANDBOX_RUNSC", environ.get("SANDBOX_RUNSC", "")),
+        ("the runsc setting", "" if setting == variable else setting),
+        ("SANDBOX_RUNSC", variable),
         ("RUNSC_PATH", environ.get("RUNSC_PATH", "")),
     ):
         if value:
@@ -175,16 +179,16 @@ class Runsc:
     def settings(self, network: str, platform: str) -> list[str]:
         """Return the global flags of every call for a sandbox with this network and platform."""
         chosen = [f"--network={network}", f"--platform={platform}"]
-        return [*chosen, "--ignore-cgroups", "--overlay2=root:memory", *self.extra_flags(os.geteuid())]
+        return [*chosen, "--ignore-cgroups", "--overlay2=root:memory", *self.extra_flags(privileged())]
 
-    def extra_flags(self, uid: int) -> list[str]:
+    def extra_flags(self, privileged: bool) -> list[str]:
         """Return extra flags for a build that may let a guest remount a read-only folder writable.
 
         Without directfs the sandbox has no file descriptors of the host, and the host refuses such a write; small reads
-        are slower. Only root can use the flag; for other users guest/seccomp.py is the only protection.
+        are slower. Only privileged users can use the flag; for others guest/seccomp.py is the only protection.
         """
         known = self.built is not None and self.built >= REFUSES_REMOUNT
-        return [] if known or uid else ["--directfs=false"]
+        return ["--directfs=false"] if privileged and not known else []
 
     def require_new_enough(self, remedy: str = SETUP_HINT) -> None:
         """Raise RunscTooOldError if the build is older than ``OLDEST``; a build without a date is accepted."""
@@ -199,24 +203,33 @@ class Runsc:
 
     def command(self, root: Path, *arguments: str, settings: Sequence[str] = ()) -> list[str]:
         """Return the argv of a runsc call: ``root`` is runsc's state folder, ``settings`` its global flags."""
-        return [*as_user(os.geteuid()), str(self.path), f"--root={root}", *settings, *arguments]
+        return [*namespace_prefix(privileged()), str(self.path), f"--root={root}", *settings, *arguments]
 
 
-def as_user(uid: int) -> list[str]:
-    """Return the prefix of a runsc command: empty for root, ``unshare`` with a user namespace for other users."""
-    return [] if uid == 0 else [trusted_program("unshare"), "--user", "--map-root-user"]
+def privileged() -> bool:
+    """Return True if this thread can start sandboxes without a user namespace: as root with CAP_SYS_ADMIN."""
+    if os.geteuid() != 0:
+        return False
+    status = Path("/proc/thread-self/status").read_text()
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)
+
+
+def namespace_prefix(privileged: bool) -> list[str]:
+    """Return the prefix of a runsc command: empty for privileged users, ``unshare`` with its options for others."""
+    return [] if privileged else [trusted_program("unshare"), "--user", "--map-root-user"]
 
 
 def require_user_namespaces() -> None:
     """Raise UserNamespacesForbiddenError if this user needs a user namespace and cannot create one."""
     try:
-        prefix = as_user(os.geteuid())
+        prefix = namespace_prefix(privileged())
         if not prefix:
             return
         argv = [*prefix, trusted_program("true")]
     except ProgramNotFoundError as error:
         raise UserNamespacesForbiddenError(
-            f"An ordinary user needs the command `{error.name}` to start a sandbox. {error.problem}",
+            f"A user without CAP_SYS_ADMIN needs the command `{error.name}` to start a sandbox. {error.problem}",
             "Install it (Debian's packages util-linux and coreutils have `unshare` and `true`).",
         ) from error
     attempt = subprocess.run(argv, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
@@ -226,7 +239,8 @@ def require_user_namespaces() -> None:
 
 def _namespaces_forbidden(output: str) -> UserNamespacesForbiddenError:
     """Return the error for the ``output`` of a failed ``unshare``."""
-    problem = f"This system forbids user namespaces to ordinary users ({output.strip()})."
+    who = "root without CAP_SYS_ADMIN" if os.geteuid() == 0 else "ordinary users"
+    problem = f"This system forbids user namespaces to {who} ({output.strip()})."
     return UserNamespacesForbiddenError(problem, namespace_remedy())
 
 
@@ -243,7 +257,7 @@ def namespace_remedy(proc: Path = Path("/proc/sys")) -> str:
             continue
         if value != good and (value == "0" or good == "0"):
             return f"`sudo sysctl -w {setting.replace('/', '.')}={good}` allows them."
-    return "If this is a container, allow them in its seccomp profile; or start the server as root."
+    return "If this is a container, allow them in its seccomp profile, or add the capability SYS_ADMIN and run as root."
 
 
 def checked(argv: Sequence[str], returncode: int | None, output: bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,10 +26,11 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
-from jupyter_core.paths import jupyter_data_dir
-
+from .. import config
 from ..errors import ConfigurationError, ProgramNotFoundError
 from .programs import trusted_program
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"\.?[0-9a-f]{12}")
 UNNAMED_TIMEOUT = 3600.0
@@ -44,20 +46,22 @@ def runtime_root() -> Path:
     """Return the folder that contains the folders of this user's sandboxes; create it if needed.
 
     Without SANDBOX_RUNTIME_DIR it is a folder in /tmp whose name is random, so that no other user can create it first,
-    and recorded in Jupyter's data folder. XDG_RUNTIME_DIR is not used: it is removed when the user logs out, and with
-    it the state of kernels that still run. Raises ConfigurationError if others can change the folder.
+    and recorded in Jupyter's data folder. If other users could replace it in /tmp, it is in Jupyter's data folder: an
+    emptyDir of Kubernetes with fsGroup is writable for a group and has no sticky bit. XDG_RUNTIME_DIR is not used: it
+    is removed when the user logs out, and with it the state of kernels that still run. Raises ConfigurationError if
+    others can change the folder.
     """
     if chosen := os.environ.get("SANDBOX_RUNTIME_DIR"):
         return _create_root(Path(chosen, "jupyter-sandbox").absolute())
     try:
-        return _recorded_root(Path(jupyter_data_dir(), "sandbox", "runtime"))
+        return _recorded_root(config.own_folder() / "runtime")
     except OSError:  # the data folder cannot be written
         return _create_root(_fixed_root())
 
 
 def _fixed_root() -> Path:
     """Return the folder that earlier versions used, now the fallback if the data folder cannot be written."""
-    return Path(f"/tmp/jupyter-sandbox-{os.geteuid()}")
+    return Path(f"{config.TMP}/jupyter-sandbox-{os.geteuid()}")
 
 
 def _recorded_root(records: Path) -> Path:
@@ -71,7 +75,7 @@ def _recorded_root(records: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one process creates the folder
         if found := _read_record(record):
             return found
-        root = Path(tempfile.mkdtemp(prefix="jupyter-sandbox-", dir="/tmp"))
+        root = _new_root(records)
         partial = record.with_suffix(".new")
         partial.write_text(str(root))
         partial.rename(record)
@@ -80,9 +84,25 @@ def _recorded_root(records: Path) -> Path:
         os.close(lock)
 
 
+def _new_root(records: Path) -> Path:
+    """Return a new folder in /tmp, or one beside ``records`` if other users could replace it in /tmp."""
+    if not config.replaceable(Path(config.TMP)):
+        return Path(tempfile.mkdtemp(prefix="jupyter-sandbox-", dir=config.TMP))
+    private = records.parent / "run"
+    private.mkdir(mode=0o700, exist_ok=True)
+    root = _create_root(private / _machine())
+    log.warning(
+        "%s is writable for other users and has no sticky bit, so that they could replace the folders of running "
+        "sandboxes there. These folders are in %s. Set SANDBOX_RUNTIME_DIR to a local folder of your own to move them.",
+        config.TMP,
+        root,
+    )
+    return root
+
+
 def _machine() -> str:
     """Return an id of this boot of this machine and its /tmp, because several machines can share a data folder."""
-    tmp, boot = os.stat("/tmp"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    tmp, boot = os.stat(config.TMP), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return hashlib.sha256(f"{boot} {tmp.st_dev} {tmp.st_ino}".encode()).hexdigest()[:16]
 
 
@@ -97,11 +117,11 @@ def _read_record(record: Path) -> Path | None:
 def _owned(root: Path) -> bool:
     """Return True if ``root`` is a folder that only this user can change or replace."""
     try:
-        found, above = root.lstat(), root.parent.stat().st_mode
+        found = root.lstat()
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        return own and not config.replaceable(root.parent)
     except OSError:
         return False
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    return own and not (above & 0o022 and not above & stat.S_ISVTX)
 
 
 def _create_root(root: Path) -> Path:
@@ -120,7 +140,8 @@ def _create_root(root: Path) -> Path:
         raise ConfigurationError(
             "SANDBOX_RUNTIME_DIR",
             f"{root} cannot be used: it is not a folder, or another user can change or replace it.",
-            "Remove it, or set SANDBOX_RUNTIME_DIR to a folder of your own.",
+            "Set SANDBOX_RUNTIME_DIR to a folder that is yours alone, in a folder that only you can write to (`chmod "
+            "go-w`) or that has the sticky bit.",
         )
     return root
 

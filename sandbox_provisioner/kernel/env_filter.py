@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..config import SIGNING_KEY
+from ..config import SIGNING_KEY, user_name
 
 PASSED = (
     "PATH", "LANG", "LANGUAGE", "TZ", "TERM", "COLUMNS", "LINES", "VIRTUAL_ENV", "CONDA_PREFIX",
@@ -33,7 +32,7 @@ def filtered(env: dict[str, str], permitted: Iterable[str]) -> dict[str, str]:
     }
     home = os.path.expanduser("~")
     passed["HOME"] = home if os.path.isabs(home) and home != "/" else FALLBACK_HOME
-    passed["USER"] = passed["LOGNAME"] = getpass.getuser()
+    passed["USER"] = passed["LOGNAME"] = user_name().replace(" ", "")
     passed["TMPDIR"] = "/tmp"
     passed["JPY_PARENT_PID"] = "1"  # the guest's init; ipykernel does not watch a parent with PID 1
     return passed

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jupyter_core.paths import jupyter_data_dir
-
+from ..config import own_folder
 from ..errors import ConfigurationError
 from ..gvisor.bundle import BundleSpec, Mount, parse_mount
 from ..gvisor.mounts import require_below_root, unlinked, within, working_folder
@@ -87,7 +86,7 @@ def remember_protected(spec: BundleSpec) -> None:
 
 def list_file() -> Path:
     """Return the path of the user's list of writable folders: one JSON string per line."""
-    return Path(jupyter_data_dir(), "sandbox", "shared-folders")
+    return own_folder() / "shared-folders"
 
 
 def protected_file() -> Path:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import user_name
-from ..errors import ConfigurationError, SandboxError
+from ..errors import SandboxError
 from ..io_thread import IO
 from ..persistence.metadata import Checkpoint, GCSArtifact
 from ..sandbox.handle import Identity, SandboxHandle
 from ..sandbox.manager import SandboxManager
 from .activity import USER_HOLD, KernelActivity
 from .kernel import KernelState, SandboxedKernel
-from .settings import SandboxSettings
+from .settings import SandboxSettings, own_config, unknown_settings
 
 
 class KernelOperations(SandboxSettings):
@@ -24,16 +24,15 @@ class KernelOperations(SandboxSettings):
     parent: Any
 
     def __init__(self, **kwargs: Any) -> None:
-        known = set(self.trait_names())
-        for name in kwargs:
-            if name not in known:
-                settings = ", ".join(sorted(self.trait_names(config=True)))
-                raise ConfigurationError(
-                    name,
-                    f"The kernelspec contains the unknown setting {name!r}.",
-                    f"The settings are: {settings}.",
-                )
-        super().__init__(**kwargs)
+        spec = kwargs.get("kernel_spec")
+        kwargs = own_config(spec.metadata if spec else {}, kwargs)
+        known = self.trait_names()
+        super().__init__(**{name: value for name, value in kwargs.items() if name in known})
+        self.unknown = [name for name in kwargs if name not in known]
+        """Names in the kernelspec's ``config`` that are not settings."""
+        place = f"The kernelspec {spec.display_name!r}" if spec else "The kernelspec"
+        for warning in unknown_settings(self.unknown, place):
+            self.log.warning(warning)
         self._kernel = SandboxedKernel()
         self._manager: SandboxManager | None = None
         self._handle: SandboxHandle | None = None

@@ -1,6 +1,10 @@
-"""Declare the settings of a sandboxed kernel as traits."""
+"""Declare the settings of a sandboxed kernel as traits, and read those in a kernelspec."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
 
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, Int, List, Unicode
@@ -9,19 +13,27 @@ from .. import config
 from ..gvisor.runsc import PLATFORMS
 from .relay import MAX_MESSAGE
 
+TWIN_MARK = "sandbox_twin_of"
+"""The key in the metadata of a kernelspec that `jupyter sandbox setup` made: the name of the original."""
+TWIN_VERSION = "sandbox_twin_version"
+"""The key in the same metadata with the version of its format; the first version did not write it."""
+OLD_DEFAULTS: Mapping[str, Any] = {"enable_checkpoint_at_idle": True, "idle_timeout": 1800.0}
+"""Settings that the first version of `jupyter sandbox setup` wrote into each twin. They are now built-in defaults."""
 
-class SandboxSettings(LocalProvisioner):
+
+class SandboxSettings(config.Settings, LocalProvisioner):  # type: ignore[metaclass]
     """The settings of a sandboxed kernel; SandboxProvisioner inherits them.
 
-    Each can be set in the kernelspec (metadata.kernel_provisioner.config), in Jupyter's configuration
-    (c.SandboxProvisioner.NAME) or by an environment variable; the first of these that sets it takes precedence.
+    Each can be set in Jupyter's configuration (c.SandboxProvisioner.NAME), by an environment variable, or in the
+    kernelspec (metadata.kernel_provisioner.config); the last of these that sets it takes precedence.
     """
 
-    runsc = Unicode(
-        config=True,
-        help="Path of the runsc binary. If empty, runsc is searched on PATH and in the folder where `jupyter sandbox "
-        "setup` installs it. "
-        "Environment: SANDBOX_RUNSC",
+    runsc = config.setting(
+        "SANDBOX_RUNSC",
+        Unicode(
+            help="Path of the runsc binary. If empty, runsc is searched on PATH and in the folder where `jupyter "
+            "sandbox setup` installs it.",
+        ),
     )
     mounts = config.setting(
         "SANDBOX_MOUNTS",
@@ -130,8 +142,10 @@ class SandboxSettings(LocalProvisioner):
     enable_checkpoint_at_idle = config.setting(
         "SANDBOX_ENABLE_CHECKPOINT_AT_IDLE",
         Bool(
-            help="Save the kernel and free its memory when no cell ran for idle_timeout seconds, even if clients are "
-            "connected. The next cell wakes it."
+            True,
+            help="Save a persistent kernel and free its memory when no cell ran for idle_timeout seconds, even if "
+            "clients are connected. The next cell wakes it. If it is not set and the storage cannot save memory, "
+            "kernels are not saved.",
         ),
     )
     idle_timeout = config.setting(
@@ -139,7 +153,7 @@ class SandboxSettings(LocalProvisioner):
         Float(
             1800.0,
             help="Seconds without a running or waiting cell after which the kernel is saved, if "
-            "enable_checkpoint_at_idle.",
+            "enable_checkpoint_at_idle; 0: never.",
         ),
     )
     handoff_timeout = config.setting(
@@ -189,3 +203,25 @@ class SandboxSettings(LocalProvisioner):
             "need the same storage and the same SANDBOX_SIGNING_KEY.",
         ),
     )
+
+
+def own_config(metadata: Mapping[str, Any], stanza: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a kernelspec's ``config`` stanza without OLD_DEFAULTS, which its user did not choose."""
+    written_by_first_version = TWIN_MARK in metadata and TWIN_VERSION not in metadata
+    if written_by_first_version and OLD_DEFAULTS.items() <= stanza.items():
+        return {name: value for name, value in stanza.items() if name not in OLD_DEFAULTS}
+    return dict(stanza)
+
+
+def unknown_settings(names: Iterable[str], place: str) -> list[str]:
+    """Return a warning for each of the ``names`` that is not a setting, with the most similar one."""
+    known = SandboxSettings.class_trait_names(config=True)
+    warnings = []
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 1, 0.0)[0]
+            warnings.append(
+                f"{place} contains {name!r}, which is not a setting of SandboxProvisioner and has no effect. "
+                f"The most similar setting is {near!r}; `jupyter sandbox config` lists all."
+            )
+    return warnings

@@ -46,7 +46,10 @@ def from_environment(env: Mapping[str, str]) -> StartRequest:
 
 
 def complete(request: StartRequest, notebook_path: str, settings: SandboxSettings) -> StartRequest | None:
-    """Return the request, completed from the kernel's settings; None if the kernel is ephemeral."""
+    """Return the request, completed from the kernel's settings; None if the kernel is ephemeral.
+
+    ``enable_checkpoint_at_idle`` stays None if only its built-in default applies: the storage may not support it.
+    """
     notebook = request.notebook_path or notebook_path
     sandbox_id, gcs = request.sandbox_id, request.gcs
     if not sandbox_id:
@@ -55,6 +58,8 @@ def complete(request: StartRequest, notebook_path: str, settings: SandboxSetting
         return None
     names = ("enable_handoff", "enable_checkpoint_at_idle", "idle_timeout")
     policy = {name: getattr(settings, name) for name in names if getattr(request, name) is None}
+    if settings.source("enable_checkpoint_at_idle") is config.Source.BUILT_IN:
+        policy.pop("enable_checkpoint_at_idle", None)
     completed = replace(
         request,
         notebook_path=notebook,

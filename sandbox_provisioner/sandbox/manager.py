@@ -96,7 +96,7 @@ class SandboxManager:
 
     def require(self, request: StartRequest) -> None:
         """Raise ConfigurationError if this server does not support the request. Stores nothing."""
-        features = request.features
+        features = self._features(request)
         self._config.require(
             gcs_sandbox_id=request.sandbox_id if request.gcs else None,
             enable_handoff=features.enable_handoff,
@@ -153,13 +153,14 @@ class SandboxManager:
                 raise LeaseHeldError(lock_name(sandbox_id), self.owner())
             await self.close(handle, save=True, reason=REQUESTED)
         about = Identity(request.kernel_name, request.notebook_path, request.user, shared_with=request.shared_with)
+        features = self._features(request)
         try:
-            return await self.attach(sandbox_id, None, request.features, patience=request.patience)
+            return await self.attach(sandbox_id, None, features, patience=request.patience)
         except SandboxNotFoundError:
             try:
-                return await self.create(sandbox_id, None, about, request.features)
+                return await self.create(sandbox_id, None, about, features)
             except SandboxExistsError:  # another server has just created it
-                return await self.attach(sandbox_id, None, request.features, patience=request.patience)
+                return await self.attach(sandbox_id, None, features, patience=request.patience)
 
     def create_ephemeral(self, sandbox_id: str, spec: BundleSpec) -> SandboxHandle:
         """Return a new, unstarted sandbox that is not persistent."""
@@ -289,6 +290,9 @@ class SandboxManager:
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
+    def _features(self, request: StartRequest) -> Features:
+        return request.features(self._config.can_checkpoint())
+
     def _supported(self, features: Features | None) -> Features:
         features = features or Features()
         self._config.require(
@@ -309,7 +313,7 @@ class SandboxManager:
         handle.lock = self._lock(handle.sandbox_id)
         if features:
             handle.memory.hooks = Hooks(features.hook_timeout, features.reseed)
-            handle.idle_timeout = features.idle_timeout if features.enable_checkpoint_at_idle else None
+            handle.idle_timeout = features.idle_timeout or None if features.enable_checkpoint_at_idle else None
             handle.hands_over = features.enable_handoff
             hand_over = self._hand_over if features.enable_handoff else None
             supervisor = Supervisor(handle, self.owner, hand_over, self._lose)

@@ -117,6 +117,26 @@ class Capabilities:
     gcs: bool
 
 
+@dataclass(frozen=True)
+class EffectiveSetting:
+    """The value of a setting, and the place that sets it; ``where`` names the variable, kernelspec or file."""
+
+    name: str
+    value: Any
+    source: str
+    where: str
+
+
+@dataclass(frozen=True)
+class EffectiveSettings:
+    """The settings of a server and of a kernel; ``warnings`` are about settings that do not exist."""
+
+    kernel_name: str | None
+    notebook_path: str | None
+    items: tuple[EffectiveSetting, ...]
+    warnings: tuple[str, ...]
+
+
 def encode(item: Any) -> dict[str, Any]:
     """Return an instance of one of these classes as a JSON object."""
     return asdict(item, dict_factory=lambda fields: {name: _json_value(value) for name, value in fields})

@@ -40,8 +40,12 @@ class StartRequest:
     patience: float = 0.0
     """Seconds to wait until another server releases the sandbox."""
 
-    @property
-    def features(self) -> Features:
-        """The features to use: each field as requested, or its default if the request left it out."""
+    def features(self, can_checkpoint: bool) -> Features:
+        """Return the features to use: each field as requested, or its default if the request left it out.
+
+        By default, the sandbox is saved when it is idle if ``can_checkpoint``: if the storage makes it possible.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(Features)}
+        if self.enable_checkpoint_at_idle is None:
+            values["enable_checkpoint_at_idle"] = can_checkpoint
         return Features(**{name: value for name, value in values.items() if value is not None})

@@ -20,6 +20,8 @@ from .._text import printable_lines
 from ..config import own_folder
 from ..contents.managers import CLASSES, GuardedContents
 from ..gvisor.mounts import within
+from ..kernel.settings import unknown_settings
+from ..provisioner import SandboxProvisioner
 from . import jupyter_handlers, telemetry
 from .exporters import guard_exporters
 from .handlers import handlers
@@ -28,6 +30,7 @@ from .kernel_websocket import SandboxWebsocketConnection
 from .kernels import ServerKernels
 from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
+from .settings import ServerSettings
 
 FORMATTER = logging.Formatter()
 FILES = 1 << 16
@@ -124,6 +127,9 @@ def _make_printable(record: logging.LogRecord) -> bool:
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     """Add the REST API and telemetry. Called by Jupyter Server once its managers exist."""
     _keep_log_printable(serverapp)
+    place = "The server's configuration or command line"
+    for warning in unknown_settings(serverapp.config.SandboxProvisioner, place):
+        serverapp.log.warning(warning)
     manager = serverapp.contents_manager
     if not isinstance(manager, GuardedContents):
         serverapp.log.warning(
@@ -139,7 +145,7 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
         guard.attach()
         replaced = jupyter_handlers.handlers(serverapp.base_url, guard)
         serverapp.web_app.add_handlers(".*$", replaced)  # type: ignore[no-untyped-call]
-    configured = serverapp.config.SandboxProvisioner
-    sandboxes = Sandboxes(kernels, str(configured.get("storage_dir", "")), str(configured.get("runsc", "")))
-    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard))  # type: ignore[no-untyped-call]
+    settings, shown = SandboxProvisioner(config=serverapp.config), ServerSettings(serverapp, kernels, guard)
+    sandboxes = Sandboxes(kernels, settings.storage_dir, settings.runsc)
+    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard, shown))  # type: ignore[no-untyped-call]
     telemetry.attach(serverapp, serverapp.kernel_manager)

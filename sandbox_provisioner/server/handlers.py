@@ -24,6 +24,7 @@ from .event_stream import Subscription
 from .execution import Execution
 from .plain_kernels import PlainKernelGuard
 from .service import Sandboxes
+from .settings import ServerSettings
 
 AUTH_RESOURCE = "sandboxes"
 METHODS = ("GET", "POST", "PUT", "DELETE")
@@ -36,10 +37,11 @@ class SandboxHandler(APIHandler):
 
     auth_resource = AUTH_RESOURCE
 
-    def initialize(self, sandboxes: Sandboxes, guard: PlainKernelGuard, path: str) -> None:
+    def initialize(self, sandboxes: Sandboxes, guard: PlainKernelGuard, settings: ServerSettings, path: str) -> None:
         """Set the attributes. Called by tornado for each request."""
         self.sandboxes = sandboxes
         self.guard = guard
+        self.server_settings = settings
         self.path = path
 
     def set_default_headers(self) -> None:
@@ -162,6 +164,21 @@ class PlainNotebooksHandler(OperationHandler):
         await self.run()
 
 
+class SettingsHandler(OperationHandler):
+    """Handler of ``/api/sandboxes/settings``."""
+
+    @property
+    def operations(self) -> Any:
+        """The object with the method."""
+        return self.server_settings
+
+    @web.authenticated
+    @authorized(action="execute")  # type: ignore[untyped-decorator]
+    async def get(self) -> None:
+        """Handle GET. The response contains paths of the server's machine."""
+        await self.run()
+
+
 class StreamHandler(SandboxHandler):
     """Base class of handlers that stream their response until the client disconnects."""
 
@@ -246,6 +263,7 @@ class NothingHandler(SandboxHandler):
 OTHER_HANDLERS: dict[str, type[SandboxHandler]] = {
     "/api/sandboxes/events": EventsHandler,
     "/api/sandboxes/plain-notebooks": PlainNotebooksHandler,
+    "/api/sandboxes/settings": SettingsHandler,
     "/api/sandboxes/{id}/execute": ExecuteHandler,
 }
 """The handlers of the paths in openapi.yaml that OperationHandler does not handle."""
@@ -257,10 +275,10 @@ def routes() -> list[tuple[str, type[SandboxHandler]]]:
 
 
 def handlers(
-    base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard
+    base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard, settings: ServerSettings
 ) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
     """Return the handlers to add to Jupyter Server's web application."""
-    base, operations = re.escape(base_url.rstrip("/")), {"sandboxes": sandboxes, "guard": guard}
+    base, operations = re.escape(base_url.rstrip("/")), {"sandboxes": sandboxes, "guard": guard, "settings": settings}
     return [
         *(
             (base + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path), handler, {**operations, "path": path})

@@ -61,7 +61,7 @@ _culling: ContextVar[str] = ContextVar("culling", default="")
 """Id of the persistent kernel that the culler is checking; its shutdown becomes a hibernation."""
 
 
-class SandboxKernelManager(AsyncMappingKernelManager):
+class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
     """The value of ServerApp.kernel_manager_class on a server with sandboxed kernels. Server loop only."""
 
     hibernate_deadline = config.setting(
@@ -82,7 +82,7 @@ class SandboxKernelManager(AsyncMappingKernelManager):
         return context
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        super().__init__(**kwargs)
         self._recovery: asyncio.Task[None] | None = None
         self._checking: PeriodicCallback | None = None
         self._start_locks: WeakValueDictionary[StartKey, asyncio.Lock] = WeakValueDictionary()
@@ -364,12 +364,13 @@ class SandboxKernelManager(AsyncMappingKernelManager):
 
 async def _recover(kernel_manager: SandboxKernelManager) -> None:
     """Save the sandboxes of killed servers, in a thread with its own loop to keep the server's loop free."""
-    configured, log = kernel_manager.config.SandboxProvisioner, kernel_manager.log
-    storage_dir, runsc = str(configured.get("storage_dir", "")), str(configured.get("runsc", ""))
+    settings, log = SandboxProvisioner(config=kernel_manager.config), kernel_manager.log
     note_writable(kernel_manager.root_dir)
 
     def work() -> list[Recovered]:
-        manager = SandboxManager(user_sandboxes.settings(storage_dir), find(runsc), user_sandboxes.server())
+        manager = SandboxManager(
+            user_sandboxes.settings(settings.storage_dir), find(settings.runsc), user_sandboxes.server()
+        )
         recovered = asyncio.run(manager.recover())
         user_sandboxes.touch(one.sandbox_id for one in recovered if one.saved)
         return recovered

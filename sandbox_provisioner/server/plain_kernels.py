@@ -42,7 +42,7 @@ _session_path: ContextVar[str | None] = ContextVar("session_path", default=None)
 """Path of the session for which a kernel is being started: the kernel manager receives only its folder and name."""
 
 
-class PlainKernelGuard(LoggingConfigurable):
+class PlainKernelGuard(config.Settings, LoggingConfigurable):
     """Decides for one server, its ``parent``, which notebooks may use a plain kernel. Server loop only."""
 
     parent: Any

@@ -17,7 +17,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TextIO
 
-from jupyter_core.paths import jupyter_data_dir, jupyter_runtime_dir
+from jupyter_core.paths import jupyter_runtime_dir
 
 from .. import config
 from .._text import one_line
@@ -25,7 +25,16 @@ from ..errors import ConfigurationError, RunscTooOldError, SandboxError, Signatu
 from ..gvisor.bundle import Mount, parse_mount
 from ..gvisor.mounts import homes, within
 from ..gvisor.reserved_dirs import require_unreserved, reserved_folders
-from ..gvisor.runsc import OLDEST, Runsc, candidates, find, inspect, require_user_namespaces, untrusted_candidates
+from ..gvisor.runsc import (
+    OLDEST,
+    Runsc,
+    candidates,
+    find,
+    inspect,
+    privileged,
+    require_user_namespaces,
+    untrusted_candidates,
+)
 from ..gvisor.runtime_dir import runtime_root
 from ..sandbox.listing import look
 from ..sandbox.user_sandboxes import Persistence, registry
@@ -149,7 +158,7 @@ def check_namespaces() -> Check:
         require_user_namespaces()
     except SandboxError as error:
         return Check("user namespaces", False, error.problem, error.remedy)
-    return Check("user namespaces", True, "not needed by root" if os.geteuid() == 0 else "allowed")
+    return Check("user namespaces", True, "not needed: root with CAP_SYS_ADMIN" if privileged() else "allowed")
 
 
 def check_user() -> Check:
@@ -160,9 +169,10 @@ def check_user() -> Check:
     except KeyError:
         name = "without a name"
     who = "root" if uid == 0 else f"ordinary user {name} (uid {uid})"
-    home = Path("~").expanduser()
-    if os.access(home, os.W_OK | os.X_OK):
+    home = os.path.expanduser("~")
+    if os.path.isabs(home) and os.access(home, os.W_OK | os.X_OK):
         return Check("user", True, f"{who}, home {home}")
+    home = home if os.path.isabs(home) else "folder is not known"
     remedy = "Set HOME, or both JUPYTER_DATA_DIR and JUPYTER_RUNTIME_DIR, to folders that you can write to."
     return Check("user", False, f"{who}, whose home {home} cannot be written", remedy, required=False)
 
@@ -183,7 +193,7 @@ def check_disk() -> list[Check]:
     return [
         check_runtime_root(),
         check_folder("connection files", Path(jupyter_runtime_dir()), 1, "JUPYTER_RUNTIME_DIR"),
-        check_folder("data folder", Path(jupyter_data_dir()), 200, "JUPYTER_DATA_DIR", required=False),
+        check_folder("data folder", config.own_folder(), 200, "JUPYTER_DATA_DIR", required=False),
     ]
 
 

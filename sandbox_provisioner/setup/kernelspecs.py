@@ -20,14 +20,13 @@ from jupyter_core.paths import jupyter_data_dir
 
 from .._text import json_object
 from ..errors import SandboxError
+from ..kernel.settings import TWIN_MARK, TWIN_VERSION, own_config
 
 PROVISIONER = "sandbox-provisioner"
 LOCAL = ("", "local-provisioner")
 SUFFIX = "-sandbox"
-MARK = "sandbox_twin_of"
-"""The key in a twin's metadata that names the kernel it was made from."""
-DEFAULTS = {"enable_checkpoint_at_idle": True, "idle_timeout": 1800.0}
-"""Settings of a new twin: hibernate if idle. By default, Jupyter itself does not cull idle kernels."""
+FORMAT = 2
+"""The version of a twin's format. In the first version, each twin had the built-in defaults in its ``config``."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class Kernel:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The settings for the provisioner; empty if they are not a mapping."""
+        """The kernelspec's own settings for the provisioner; empty if they are not a mapping."""
         config = _stanza(self.spec).get("config")
-        return config if isinstance(config, dict) else {}
+        return own_config(_metadata(self.spec), config) if isinstance(config, dict) else {}
 
     @property
     def sandboxed(self) -> bool:
@@ -68,7 +67,7 @@ class Kernel:
     @property
     def is_twin(self) -> bool:
         """True if this module made the kernelspec."""
-        return MARK in _metadata(self.spec)
+        return TWIN_MARK in _metadata(self.spec)
 
 
 def _metadata(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -144,7 +143,12 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
 def twin_spec(origin: Kernel, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the twin's kernel.json: the original's with this provisioner, its ``config`` and the mark."""
     stanza = {"provisioner_name": PROVISIONER, "config": dict(config)}
-    metadata = {**_metadata(origin.spec), "kernel_provisioner": stanza, MARK: origin.name}
+    metadata = {
+        **_metadata(origin.spec),
+        "kernel_provisioner": stanza,
+        TWIN_MARK: origin.name,
+        TWIN_VERSION: FORMAT,
+    }
     return {**origin.spec, "display_name": f"{origin.display_name} (sandbox)", "metadata": metadata}
 
 
@@ -158,8 +162,8 @@ def idle_settings(seconds: float | None) -> dict[str, Any]:
 def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None = None) -> Kernel:
     """Create or refresh the twin of ``origin`` in the kernels folder ``folder``, and return it.
 
-    ``config`` overrides the twin's present settings, which override DEFAULTS. Raises SandboxError if the twin's name is
-    taken by a kernelspec that is no twin, or if writing fails.
+    ``config`` overrides the twin's present settings. Raises SandboxError if the twin's name is taken by a kernelspec
+    that is no twin, or if writing fails.
     """
     place = folder / f"{origin.name}{SUFFIX}"
     present = Kernel(place.name, place, _read(place))
@@ -168,7 +172,7 @@ def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None 
             f"{place} exists and was not made by `jupyter sandbox setup`.",
             "It was left unchanged. Move it away, so that the sandboxed kernel can be installed there.",
         )
-    twin = Kernel(place.name, place, twin_spec(origin, {**DEFAULTS, **present.config, **(config or {})}))
+    twin = Kernel(place.name, place, twin_spec(origin, {**present.config, **(config or {})}))
     try:
         _replace(place, origin.folder, twin.spec)
     except (OSError, shutil.Error) as error:
@@ -204,7 +208,7 @@ def remove_twins(folder: Path, names: Iterable[str] = ()) -> list[Path]:
     wanted = {name.removesuffix(SUFFIX) + SUFFIX for name in names}
     removed = []
     for place in sorted(folder.glob(f"*{SUFFIX}")):
-        if (not wanted or place.name in wanted) and MARK in _metadata(_read(place)):
+        if (not wanted or place.name in wanted) and TWIN_MARK in _metadata(_read(place)):
             with tempfile.TemporaryDirectory(prefix=".sandbox-twin-", dir=folder.parent) as trash:
                 place.rename(Path(trash) / place.name)
             removed.append(place)

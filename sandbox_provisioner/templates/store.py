@@ -20,8 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
 
-from jupyter_core.paths import jupyter_data_dir
-
+from ..config import own_folder
 from ..persistence.staging import locked
 
 DOCUMENT = "template.json"
@@ -80,7 +79,7 @@ class TemplateShelf:
     """The templates in ``folder``, by default the user's. The folder is created when a template is built."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = (folder or Path(jupyter_data_dir(), "sandbox", "templates")).absolute()
+        self.folder = (folder or own_folder() / "templates").absolute()
 
     def get(self, kernel_name: str) -> Template | None:
         """Return the kernelspec's template, even if outdated; None if it has none or the document is invalid."""

@@ -36,7 +36,7 @@ stop() { kill "${1:-$SERVER}"; wait "${1:-$SERVER}"; }
 """Start a server in the background, and stop it. They replace `jupyter lab` and Ctrl-C in the pages."""
 INSTALL_KERNEL = """
 from sandbox_provisioner.setup import kernelspecs
-kernelspecs.install_twin(kernelspecs.origins(["python3"])[0], kernelspecs.kernels_folder(False), kernelspecs.DEFAULTS)
+kernelspecs.install_twin(kernelspecs.origins(["python3"])[0], kernelspecs.kernels_folder(False))
 """
 
 

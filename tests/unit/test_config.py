@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -324,3 +325,35 @@ def test_help_of_a_setting_names_its_variable() -> None:
     traits = Owner.class_traits(config=True)
     assert traits["names"].help == "The names. Environment, comma-separated: SANDBOX_X_NAMES"
     assert traits["wait"].help == "The time. Environment: SANDBOX_X_WAIT"
+
+
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be a user without a home, with a data folder that cannot be created, and return the folder used as /tmp."""
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", "/dev/null/data")
+    monkeypatch.setattr(config, "TMP", str(tmp_path))
+    tmp_path.chmod(0o1777)
+    return tmp_path
+
+
+def test_user_without_a_home_has_a_private_folder_in_tmp(no_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = config.own_folder()
+    assert config.own_folder() == found and found.parent.parent == no_home
+    assert stat.S_IMODE(found.parent.stat().st_mode) == 0o700
+    (warning,) = caplog.messages
+    assert str(found.parent) in warning and "JUPYTER_DATA_DIR" in warning
+
+
+@pytest.mark.parametrize("folder_mode, tmp_mode", [(0o777, 0o1777), (0o700, 0o777)])
+def test_folder_of_a_user_without_a_home_must_be_private(no_home: Path, folder_mode: int, tmp_mode: int) -> None:
+    config.own_folder().parent.chmod(folder_mode)
+    no_home.chmod(tmp_mode)
+    with pytest.raises(ConfigurationError, match="Set JUPYTER_DATA_DIR to a folder of your own"):
+        config.own_folder()
+
+
+def test_user_with_a_home_has_no_folder_in_tmp(no_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/some")
+    assert config.own_folder() == Path("/dev/null/data/sandbox")
+    assert list(no_home.iterdir()) == []

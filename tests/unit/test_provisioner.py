@@ -23,7 +23,7 @@ import pytest
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.ioloop.manager import AsyncIOLoopKernelManager, IOLoopKernelManager
-from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.session import Session
@@ -434,22 +434,53 @@ def test_kernel_without_a_notebook_gets_an_empty_home(
     assert "id_rsa" not in run(kc, "os.listdir()")
 
 
-def test_precedence_is_kernelspec_configuration_environment(
+def test_precedence_is_configuration_environment_kernelspec(
     sandboxed: Sandboxed, kernelspecs: KernelSpecManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def folder(config: Config, **stanza: str) -> str:
+    def folder(config: Config, **stanza: str) -> tuple[str, str]:
         km = KernelManager(kernel_name=sandboxed(**stanza), kernel_spec_manager=kernelspecs, config=config)
         factory = KernelProvisionerFactory.instance()
         provisioner = factory.create_provisioner_instance("id", km.kernel_spec, parent=km)
         assert isinstance(provisioner, SandboxProvisioner)
-        return str(provisioner.working_folder)
+        return provisioner.working_folder, str(provisioner.source("working_folder"))
 
     configured = Config({"SandboxProvisioner": {"working_folder": "/configuration"}})
-    assert folder(Config()) == ""
+    assert folder(Config()) == ("", "built-in")
+    assert folder(configured) == ("/configuration", "configuration")
     monkeypatch.setenv("SANDBOX_WORKING_FOLDER", "/environment")
-    assert folder(Config()) == "/environment"
-    assert folder(configured) == "/configuration"
-    assert folder(configured, working_folder="/kernelspec") == "/kernelspec"
+    assert folder(Config()) == ("/environment", "environment")
+    assert folder(configured) == ("/environment", "environment")
+    assert folder(configured, working_folder="/kernelspec") == ("/kernelspec", "kernelspec")
+    monkeypatch.setenv("SANDBOX_WORKING_FOLDER", "")
+    assert folder(configured) == ("/configuration", "configuration")
+
+
+def test_unknown_setting_in_the_kernelspec_is_a_warning(
+    start_kernel: Start, sandboxed: Sandboxed, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, kc = start_kernel(sandboxed(idle_timout=8))
+    assert run(kc, "1 + 1") == "2"
+    (warning,) = [text for text in caplog.messages if "idle_timout" in text]
+    assert warning.startswith("The kernelspec 'Python 3 (ipykernel)' contains 'idle_timout', which is not a setting")
+    assert "The most similar setting is 'idle_timeout'" in warning
+
+
+def test_old_defaults_in_a_twin_do_not_override_the_configuration(
+    kernelspecs: KernelSpecManager, sandboxed: Sandboxed
+) -> None:
+    spec = kernelspecs.get_kernel_spec(sandboxed()).to_dict()
+    spec["metadata"]["sandbox_twin_of"] = "python3"
+
+    def timeout(**stanza: object) -> float:
+        configured = Config({"SandboxProvisioner": {"idle_timeout": 8}})
+        kernelspec = KernelSpec(**spec)
+        return SandboxProvisioner(kernel_id="id", kernel_spec=kernelspec, config=configured, **stanza).idle_timeout
+
+    assert timeout(enable_checkpoint_at_idle=True, idle_timeout=1800.0) == 8
+    assert timeout(enable_checkpoint_at_idle=True, idle_timeout=600.0) == 600
+    assert timeout(enable_checkpoint_at_idle=False, idle_timeout=1800.0) == 1800
+    spec["metadata"]["sandbox_twin_version"] = 2
+    assert timeout(enable_checkpoint_at_idle=True, idle_timeout=1800.0) == 1800
 
 
 def test_every_setting_has_an_environment_variable_that_its_help_names(
@@ -566,7 +597,6 @@ class Bad:
 
 
 BAD = {
-    "an unknown setting": Bad(("'mount'", "mounts, network"), {"mount": ["@"]}),
     "an unknown value": Bad(("network", "'wlan'", "'none'", "'host'"), {"network": "wlan"}),
     "a value of the wrong kind": Bad(("mounts", "a list", "'/usr'"), {"mounts": {"/usr": "ro"}}),
     "an unknown network variable": Bad(("SANDBOX_NETWORK", "'wlan'", "none or host"), env={"SANDBOX_NETWORK": "wlan"}),

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from ...errors import SandboxError
 from ...gvisor.programs import on_path, reason_for_distrust, trusted_path
+from ...gvisor.runsc import inspect
 from ..folders import nearest, writable
 from ..progress import Note
+from . import builds
 from .source import Source, run
 
 MODULE = Path(__file__).parents[1] / "runsc_build"
@@ -32,7 +34,9 @@ class GoSource(Source):
         self._usual_folder = usual_folder
 
     def obtain(self, target: Path, workspace: Path, note: Note) -> None:
-        """Build runsc in a copy of the module: the installation of this package may be read-only."""
+        """Copy the kept build, or build in a copy of the module: the installation of this package may be read-only."""
+        if builds.reuse(MODULE, target):
+            return
         module = workspace / "module"
         shutil.copytree(MODULE, module, copy_function=shutil.copyfile)
         for folder in (module, module / "filters"):
@@ -57,6 +61,9 @@ class GoSource(Source):
             ["build", *build_flags, "-ldflags", linker_flags, "-o", str(target), package],
         ):
             run([go, *arguments], compiling, cwd=module, env=environment, limit=1800)
+        target.chmod(0o755)
+        inspect(target)  # raises if it does not run
+        builds.keep(MODULE, target)
 
 
 def go_line(go_mod: str) -> str:

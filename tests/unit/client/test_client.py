@@ -52,7 +52,7 @@ METHODS = {
     "rewind_sandbox": "rewind", "list_snapshots": "snapshots", "create_snapshot": "snapshot",
     "delete_snapshot": "delete_snapshot", "keep_sandbox_awake": "keep_awake",
     "list_plain_notebooks": "plain_notebooks", "allow_plain_notebook": "allow_plain",
-    "revoke_plain_notebook": "revoke_plain",
+    "revoke_plain_notebook": "revoke_plain", "show_settings": "settings",
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_clients_have_every_operation() -> None:
 @pytest.mark.parametrize(
     "name",
     ["Sandbox", "Stored", "NamedState", "NamedStates", "SandboxPage", "Rewound", "Deleted", "Output", "Exit",
-     "Capabilities", "Event", "PlainNotebook", "PlainNotebooks"],
+     "Capabilities", "Event", "PlainNotebook", "PlainNotebooks", "EffectiveSetting", "EffectiveSettings"],
 )  # fmt: skip
 def test_models_match_the_schemas(name: str) -> None:
     assert {field.name for field in fields(getattr(models if hasattr(models, name) else model, name))} == set(

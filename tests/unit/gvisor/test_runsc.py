@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -163,11 +165,22 @@ def test_real_runsc() -> None:
 
 
 def test_ordinary_users_call_runsc_in_a_user_namespace() -> None:
-    assert runsc.as_user(0) == []
-    assert os.path.basename(runsc.as_user(1000)[0]) == "unshare"
+    assert runsc.namespace_prefix(privileged=True) == []
+    assert os.path.basename(runsc.namespace_prefix(privileged=False)[0]) == "unshare"
     argv = runsc.Runsc(Path("/bin/runsc"), NEW).command(Path("/state"), "list", settings=["--debug"])
     assert argv[-4:] == ["/bin/runsc", "--root=/state", "--debug", "list"]
-    assert argv[:-4] == runsc.as_user(os.geteuid())
+    assert argv[:-4] == runsc.namespace_prefix(runsc.privileged())
+
+
+@pytest.mark.root
+def test_root_without_the_capability_is_not_privileged() -> None:
+    ask = "from sandbox_provisioner.gvisor.runsc import *; print(privileged(), namespace_prefix(privileged())[1:])"
+    dropped = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    answers = [
+        subprocess.run([*prefix, sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+        for prefix in ([], dropped)
+    ]
+    assert answers == ["True []\n", "False ['--user', '--map-root-user']\n"]
 
 
 def test_user_namespaces_are_allowed_on_this_machine() -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from leftovers import leftovers
 
+from sandbox_provisioner import config
 from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.gvisor import runtime_dir as runtime_module
 from sandbox_provisioner.gvisor.runtime_dir import (
@@ -170,6 +171,25 @@ def test_default_runtime_root_is_recorded_in_the_data_folder(unset: Path) -> Non
     assert root.parent == Path("/tmp") and stat.S_IMODE(root.stat().st_mode) == 0o700
     assert runtime_root() == root
     assert [record.read_text() for record in unset.iterdir()] == [str(root)]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2775])
+def test_runtime_root_is_in_the_data_folder_if_tmp_is_not_sticky(
+    unset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(mode)
+    monkeypatch.setattr(config, "TMP", str(tmp_path / "tmp"))
+    old = os.umask(0o002)
+    try:
+        root = runtime_root()
+        assert runtime_root() == root
+    finally:
+        os.umask(old)
+    assert root.parent == unset.parent / "run"
+    assert stat.S_IMODE(root.stat().st_mode) == stat.S_IMODE(root.parent.stat().st_mode) == 0o700
+    (warning,) = caplog.messages
+    assert "has no sticky bit" in warning and str(root) in warning and "SANDBOX_RUNTIME_DIR" in warning
 
 
 def test_concurrent_first_calls_create_one_root(unset: Path) -> None:

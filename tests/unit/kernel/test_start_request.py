@@ -32,7 +32,7 @@ def features(env: dict[str, str], ours: SandboxProvisioner, **given: object) -> 
     env = {**os.environ, "JPY_SESSION_NAME": "/w/a.ipynb", **env}
     found = requested({"env": env, **given}, ours, "python3")
     assert found is not None
-    return found.features
+    return found.features(can_checkpoint=True)
 
 
 @pytest.mark.parametrize("case", WANTED)
@@ -47,6 +47,20 @@ def test_policy_of_the_request_takes_precedence_over_the_settings() -> None:
     found = features({"SANDBOX_ENABLE_CHECKPOINT_AT_IDLE": "1", "SANDBOX_ENABLE_HANDOFF": "0"}, ours)
     assert (found.enable_checkpoint_at_idle, found.enable_handoff, found.idle_timeout) == (True, False, 7.0)
     assert features({"SANDBOX_IDLE_TIMEOUT": "3"}, ours).idle_timeout == 3.0
+
+
+def test_default_of_idle_saving_depends_on_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saves(ours: SandboxProvisioner, **given: StartRequest) -> tuple[bool, bool]:
+        request = requested({"env": {"JPY_SESSION_NAME": "/w/a.ipynb"}, **given}, ours, "python3")
+        assert request
+        return request.features(True).enable_checkpoint_at_idle, request.features(False).enable_checkpoint_at_idle
+
+    assert saves(settings()) == (True, False)
+    assert saves(settings(enable_checkpoint_at_idle=True)) == (True, True)
+    assert saves(settings(enable_checkpoint_at_idle=False)) == (False, False)
+    assert saves(settings(), **{KEYWORD: StartRequest(enable_checkpoint_at_idle=True)}) == (True, True)
+    monkeypatch.setenv("SANDBOX_ENABLE_CHECKPOINT_AT_IDLE", "1")
+    assert saves(settings()) == (True, True)
 
 
 def test_typed_request_may_repeat_a_variable_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

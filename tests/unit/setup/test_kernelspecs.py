@@ -13,8 +13,8 @@ from jupyter_client.kernelspec import KernelSpecManager
 from machines import empty_machine
 
 from sandbox_provisioner.errors import SandboxError
+from sandbox_provisioner.kernel.settings import OLD_DEFAULTS
 from sandbox_provisioner.setup import kernelspecs
-from sandbox_provisioner.setup.kernelspecs import DEFAULTS
 
 SPEC = {
     "argv": ["python", "-m", "some_kernel", "-f", "{connection_file}"],
@@ -59,8 +59,9 @@ def test_twin_copies_kernelspec_and_sets_provisioner(folder: Path) -> None:
         "display_name": "Some Kernel ☃ (sandbox)",
         "metadata": {
             "debugger": True,
-            "kernel_provisioner": {"provisioner_name": "sandbox-provisioner", "config": DEFAULTS},
+            "kernel_provisioner": {"provisioner_name": "sandbox-provisioner", "config": {}},
             "sandbox_twin_of": "some",
+            "sandbox_twin_version": 2,
         },
     }
 
@@ -114,7 +115,7 @@ def test_refresh_keeps_the_users_settings(folder: Path) -> None:
     assert sorted(path.name for path in (folder / "some-sandbox").iterdir()) == ["kernel.json", "new.png"]
     refreshed = read(folder / "some-sandbox")
     assert refreshed["display_name"] == "Newer (sandbox)"
-    assert refreshed["metadata"]["kernel_provisioner"]["config"] == {**DEFAULTS, "network": "host"}
+    assert refreshed["metadata"]["kernel_provisioner"]["config"] == {"network": "host"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,25 @@ def test_idle_timeout_is_set_by_the_user(folder: Path, seconds: float | None, se
     add(folder, "some")
     (origin,) = kernelspecs.origins(["some"])
     twin = kernelspecs.install_twin(origin, folder, kernelspecs.idle_settings(seconds))
-    assert twin.config == {**DEFAULTS, **settings}
+    assert twin.config == settings
+
+
+def test_defaults_of_the_first_version_are_removed(folder: Path) -> None:
+    add(folder, "some")
+    install("some", folder)
+    old = read(folder / "some-sandbox")
+    del old["metadata"]["sandbox_twin_version"]
+    old["metadata"]["kernel_provisioner"]["config"] = {**OLD_DEFAULTS, "network": "host"}
+    (folder / "some-sandbox" / "kernel.json").write_text(json.dumps(old))
+    assert install("some", folder).config == {"network": "host"}
+    assert read(folder / "some-sandbox")["metadata"]["kernel_provisioner"]["config"] == {"network": "host"}
+
+
+def test_idle_timeout_of_the_user_is_kept_even_if_it_is_the_old_default(folder: Path) -> None:
+    add(folder, "some")
+    (origin,) = kernelspecs.origins(["some"])
+    kernelspecs.install_twin(origin, folder, kernelspecs.idle_settings(1800.0))
+    assert install("some", folder).config == OLD_DEFAULTS
 
 
 def test_nothing_else_is_left_in_the_data_folder(folder: Path) -> None:

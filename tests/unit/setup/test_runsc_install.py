@@ -202,15 +202,52 @@ def test_old_runsc_stays_if_the_new_one_is_unusable(folder: Path) -> None:
     assert nothing_is_left(folder)
 
 
-def test_relative_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+@pytest.fixture
+def go(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that takes the place of Go, and "builds" a file that reports a version of runsc."""
     asked = '[ "$1" = env ] && exec echo go1.99\n[ "$1" = build ] || exit 0\n'
     go = asked + 'while [ "$1" != -o ]; do shift; done\ncp "$(dirname "$0")/built" "$2"'
     script(tmp_path / "go" / "go", go)
     (tmp_path / "go" / "built").write_bytes(binary())
     monkeypatch.setenv("PATH", f"{tmp_path / 'go'}:/usr/bin:/bin")
+    return tmp_path / "go" / "go"
+
+
+def test_relative_folder(go: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     assert install([GoSource()], Path("here"), quiet()).path == tmp_path / "work" / "here" / "runsc"
+
+
+def test_second_setup_copies_the_build_of_the_first(go: Path, folder: Path, tmp_path: Path) -> None:
+    install([GoSource()], folder, quiet())
+    script(go, '[ "$1" = env ] && exec echo go1.99\necho "built again" >&2\nexit 1')
+    assert install([GoSource()], tmp_path / "other", quiet()).version == NEW
+    assert (tmp_path / "other" / "runsc").read_bytes() == binary()
+    (kept,) = (folder.parent / "builds").iterdir()
+    kept.write_bytes(binary()[:-1])
+    with pytest.raises(RunscNotFoundError, match="built again"):
+        install([GoSource()], tmp_path / "third", quiet())
+    kept.write_bytes(binary())
+    kept.rename(kept.with_name("0" * 64 + kept.name[64:]))  # of another version of the source
+    with pytest.raises(RunscNotFoundError, match="built again"):
+        install([GoSource()], tmp_path / "third", quiet())
+
+
+def test_build_that_others_can_change_is_not_copied(go: Path, folder: Path, tmp_path: Path) -> None:
+    install([GoSource()], folder, quiet())
+    script(go, '[ "$1" = env ] && exec echo go1.99\necho "built again" >&2\nexit 1')
+    (kept,) = (folder.parent / "builds").iterdir()
+    kept.chmod(0o666)
+    with pytest.raises(RunscNotFoundError, match="built again"):
+        install([GoSource()], tmp_path / "other", quiet())
+
+
+def test_build_that_does_not_run_is_not_kept(go: Path, folder: Path) -> None:
+    (go.parent / "built").write_bytes(b"#!/bin/sh\nexit 1\n")
+    with pytest.raises(RunscNotFoundError):
+        install([GoSource()], folder, quiet())
+    assert not (folder.parent / "builds").exists()
 
 
 def test_interrupted_download_leaves_no_files(folder: Path) -> None:
