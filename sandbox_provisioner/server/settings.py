@@ -11,7 +11,7 @@ from jupyter_core.utils import ensure_async
 from traitlets.config import Config
 
 from ..config import Settings, Source, storage_variables
-from ..contents.guarded import GuardedContents
+from ..contents.managers import GuardedContents
 from ..errors import BadRequestError
 from ..kernel.settings import unknown_settings
 from ..provisioner import SandboxProvisioner
