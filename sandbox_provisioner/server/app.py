@@ -21,7 +21,7 @@ from ..config import own_folder
 from ..contents.guarded import GuardedContents
 from ..contents.managers import CLASSES
 from ..gvisor.mounts import within
-from . import jupyter_handlers, telemetry
+from . import drives, jupyter_handlers, telemetry
 from .exporters import guard_exporters
 from .handlers import handlers
 from .kernel_manager import SandboxKernelManager
@@ -137,6 +137,7 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     )
     guard = PlainKernelGuard(parent=serverapp)
     if not serverapp.gateway_config.gateway_enabled:  # a gateway's kernels do not run on this machine
+        drives.attach(serverapp)
         guard.attach()
         replaced = jupyter_handlers.handlers(serverapp.base_url, guard)
         serverapp.web_app.add_handlers(".*$", replaced)  # type: ignore[no-untyped-call]
