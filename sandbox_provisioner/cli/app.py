@@ -21,7 +21,7 @@ from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_nam
 from ..gvisor.runtime_dir import sweep
 from ..sandbox.user_sandboxes import Persistence
 from ..setup import doctor, kernelspecs, runsc_install
-from ..setup.progress import Progress
+from ..setup.progress import Note, Progress
 from . import kernels, plain_notebooks, sandboxes, templates
 from .exit_codes import HELP as EXIT_HELP
 from .exit_codes import exit_status
@@ -37,8 +37,8 @@ SETUP_HELP = """\
 Prepare this machine for sandboxed kernels. You can run it again at any time, with or without root.
 
 It finds a usable runsc (gVisor), or installs one into Jupyter's data folder; tests it by starting, checkpointing and
-restoring a sandbox; installs a sandboxed twin of each kernel; and builds the templates from which IPython's kernels
-start.
+restoring a sandbox; tries each kernel in the same way, and installs a sandboxed twin of each that works; and builds the
+templates from which IPython's kernels start. Run it again after you have installed another kernel.
 """
 SETUP_EPILOG = """\
 runsc is searched in: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH, PATH, Jupyter's
@@ -155,6 +155,11 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f"installed kernel: {kernelspecs.DEFAULTS['idle_timeout']:g}",
     )
     setup.add_argument(
+        "--no-test",
+        action="store_true",
+        help="test neither runsc nor the kernels: install a twin of each, even of one that cannot run in a sandbox",
+    )
+    setup.add_argument(
         "--remove",
         action="store_true",
         help="install nothing; remove the twins that setup installed, or with --kernel only the twins of these kernels",
@@ -203,8 +208,11 @@ def run_setup(arguments: argparse.Namespace) -> int:
         step.result = doctor.check_namespaces().finding
     with reported(progress, "Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
+    config = kernelspecs.idle_settings(arguments.idle_timeout)
+    if arguments.no_test:
+        return install_twins(origins, kernels_folder, progress, config)
     try_runsc(runsc, progress)
-    return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout))
+    return install_twins(origins, kernels_folder, progress, config, runsc)
 
 
 def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Path, progress: Progress) -> Runsc:
@@ -242,18 +250,43 @@ def try_runsc(runsc: Runsc, progress: Progress) -> None:
         step.result = run_self_test(runsc, step.note)
 
 
+def try_kernel(
+    origin: kernelspecs.Kernel, folder: Path, config: Mapping[str, Any] | None, runsc: Runsc, note: Note
+) -> Mapping[str, Any]:
+    """Try a kernel in a sandbox, and return the settings that it needs there.
+
+    Raises UnusableKernelError if it does not work. Its twin is then removed, unless the user changed the twin.
+    """
+    from ..setup.trial import UnusableKernelError, find_transport
+
+    present = kernelspecs.present_config(origin, folder)
+    try:
+        transport = find_transport(origin, {**present, **(config or {})}, runsc, note)
+    except UnusableKernelError:
+        if not set(present) - kernelspecs.OWN_SETTINGS:
+            kernelspecs.remove_twins(folder, [origin.name])
+        raise
+    return kernelspecs.transport_settings(transport, present)
+
+
 def install_twins(
-    origins: Sequence[kernelspecs.Kernel], folder: Path, progress: Progress, config: Mapping[str, Any] | None = None
+    origins: Sequence[kernelspecs.Kernel],
+    folder: Path,
+    progress: Progress,
+    config: Mapping[str, Any] | None = None,
+    runsc: Runsc | None = None,
 ) -> int:
     """Install a sandboxed twin of each kernel, build the templates, and return the exit status.
 
-    After a failure for one kernel, the other kernels are still installed.
+    With ``runsc``, try each kernel first, and do not install a kernel that fails. After a failure for one kernel, the
+    other kernels are still installed.
     """
     twins, refused = [], []
     for origin in origins:
         try:
             with reported(progress, f"Kernel {origin.name}{kernelspecs.SUFFIX}") as step:
-                twins.append(kernelspecs.install_twin(origin, folder, config))
+                chosen = {**(config or {}), **(try_kernel(origin, folder, config, runsc, step.note) if runsc else {})}
+                twins.append(kernelspecs.install_twin(origin, folder, chosen))
                 step.result = twins[-1].display_name
         except SandboxError as error:
             refused.append(error)
@@ -262,6 +295,9 @@ def install_twins(
         one = twins[0]
         command = f"`jupyter console --kernel {one.name}`"
         progress.say(f'Ready: choose "{one.display_name}" in JupyterLab, or run {command}.')
+    tried = {origin.name for origin in origins}
+    if others := [name for name in kernelspecs.without_twin(kernelspecs.kernels().values()) if name not in tried]:
+        progress.say(f"Kernels without a sandboxed twin: {', '.join(others)}. Run {doctor.SETUP} to try them.")
     for refusal in refused:
         warn(refusal)
     return 1 if refused else 0
