@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError
+from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError, UnusableKernelError
 from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find, require_user_namespaces
 from ..gvisor.runtime_dir import sweep
 from ..sandbox.user_sandboxes import Persistence
@@ -212,7 +212,7 @@ def run_setup(arguments: argparse.Namespace) -> int:
     if arguments.no_test:
         return install_twins(origins, kernels_folder, progress, config)
     try_runsc(runsc, progress)
-    return install_twins(origins, kernels_folder, progress, config, runsc)
+    return install_twins(origins, kernels_folder, progress, config, runsc, bool(arguments.kernel))
 
 
 def ready_runsc(sources: Sequence[runsc_install.Source], named: bool, folder: Path, progress: Progress) -> Runsc:
@@ -257,7 +257,7 @@ def try_kernel(
 
     Raises UnusableKernelError if it does not work. Its twin is then removed, unless the user changed the twin.
     """
-    from ..setup.trial import UnusableKernelError, find_transport
+    from ..setup.trial import find_transport
 
     present = kernelspecs.present_config(origin, folder)
     try:
@@ -275,11 +275,13 @@ def install_twins(
     progress: Progress,
     config: Mapping[str, Any] | None = None,
     runsc: Runsc | None = None,
+    named: bool = True,
 ) -> int:
     """Install a sandboxed twin of each kernel, build the templates, and return the exit status.
 
     With ``runsc``, try each kernel first, and do not install a kernel that fails. After a failure for one kernel, the
-    other kernels are still installed.
+    other kernels are still installed. An unusable kernel is a failure of the command only if the user ``named`` it, or
+    if no kernel is usable.
     """
     twins, refused = [], []
     for origin in origins:
@@ -300,7 +302,8 @@ def install_twins(
         progress.say(f"Kernels without a sandboxed twin: {', '.join(others)}. Run {doctor.SETUP} to try them.")
     for refusal in refused:
         warn(refusal)
-    return 1 if refused else 0
+    failed = [refusal for refusal in refused if named or not twins or not isinstance(refusal, UnusableKernelError)]
+    return 1 if failed else 0
 
 
 def remove(folder: Path, names: Sequence[str], progress: Progress) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .._text import one_line
 from ..config import STORAGE_FOLDERS
-from ..errors import SandboxError
+from ..errors import UnusableKernelError
 from ..gvisor.runsc import Runsc
 from .kernelspecs import Kernel, install_twin
 from .progress import Note
@@ -34,10 +34,6 @@ OTHER_SANDBOX = ("sandbox_id", "gcs_sandbox_id", "storage_dir", "enable_handoff"
 FIXED = {"persistent": True, "template": "none", "standby": 0, "on_shutdown": "delete"}
 REASON = 300
 """Maximum characters of a reason."""
-
-
-class UnusableKernelError(SandboxError):
-    """A kernel cannot be used in a sandbox."""
 
 
 def find_transport(origin: Kernel, config: Mapping[str, Any], runsc: Runsc, note: Note) -> str:

@@ -76,6 +76,9 @@ def test_unusable_kernel_is_reported_and_not_installed(
     assert "Kernel some cannot be used in a sandbox: with ipc, it failed at the step 'start'" in error
     assert "no interpreter of this language" in error and "with tcp" in error
     assert not twin.exists(), "the picker does not offer it"
+    assert main(["setup"]) == 0, "the other kernels can be used"
+    assert "no interpreter of this language" in capsys.readouterr().err
+    assert [path.name for path in twin.parent.parent.glob("*-sandbox")] == ["python3-sandbox"]
 
 
 def test_changed_twin_of_unusable_kernel_is_kept(install: Callable[..., Path]) -> None:
