@@ -78,8 +78,12 @@ def attempt(origin: Kernel, config: Mapping[str, Any], runsc: Runsc, note: Note)
 def _follow(process: subprocess.Popen[str], note: Note) -> str:
     """Report the steps of an attempt, and return the reason of a failure. End the attempt after ATTEMPT_SECONDS."""
     assert process.stdout is not None
-    overdue = threading.Timer(ATTEMPT_SECONDS, process.send_signal, [signal.SIGTERM])
-    overdue.start()
+    limits = [
+        threading.Timer(ATTEMPT_SECONDS, process.terminate),
+        threading.Timer(ATTEMPT_SECONDS + ENDING_SECONDS, process.kill),
+    ]
+    for limit in limits:
+        limit.start()
     step = reason = ""
     try:
         for line in process.stdout:
@@ -90,11 +94,12 @@ def _follow(process: subprocess.Popen[str], note: Note) -> str:
                 reason = one_line(line.removeprefix(FAILED).strip())[:REASON].rstrip(". ")
         status = process.wait()
     finally:
-        overdue.cancel()
+        for limit in limits:
+            limit.cancel()
         _end(process)
     if status == 0:
         return ""
-    if status == 128 + signal.SIGTERM:
+    if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL):
         reason = f"the attempt took longer than {ATTEMPT_SECONDS:.0f} s"
     return f"it failed at the step {step!r}: {reason or f'the attempt ended with status {status}'}"
 

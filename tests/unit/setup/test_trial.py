@@ -17,6 +17,7 @@ from machines import empty_machine
 
 from sandbox_provisioner.cli.app import main
 from sandbox_provisioner.gvisor.runsc import Runsc
+from sandbox_provisioner.setup import kernelspecs, trial
 
 pytestmark = [pytest.mark.runsc, pytest.mark.user]
 
@@ -89,6 +90,13 @@ def test_changed_twin_of_unusable_kernel_is_kept(install: Callable[..., Path]) -
     twin.write_text(json.dumps(spec))
     assert main(["setup", "--kernel", "some"]) == 1
     assert settings(twin)["network"] == "host"
+
+
+def test_attempt_has_a_time_limit(install: Callable[..., Path], runsc: Runsc, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(["python", "{resource_dir}/program.py"], "import time; time.sleep(1000)")
+    monkeypatch.setattr(trial, "ATTEMPT_SECONDS", 3.0)
+    (origin,) = kernelspecs.origins(["some"])
+    assert "took longer than 3 s" in trial.attempt(origin, {}, runsc, lambda step: None)
 
 
 def test_interrupted_trial_leaves_nothing(install: Callable[..., Path], tmp_path: Path) -> None:
