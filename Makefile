@@ -2,13 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEBIAN := .venv/debian
-# Not in the usual run: `make test-slow`, `make test-lab`, `make test-hub` run them.
-APART := not slow and not browser and not hub
+# Not in the usual run: `make test-slow`, `make test-lab`, `make test-hub`, `make test-kernels` run them.
+APART := not slow and not browser and not hub and not kernels
 
 # Most of a test is waiting for a sandbox, a lease or a server, so they run beside each other.
 PYTEST_ALL := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help setup demo lab test test-slow test-fuzz test-lab test-hub test-debian test-templates test-user check docs bench clean
+.PHONY: help setup demo lab test test-slow test-fuzz test-lab test-hub test-kernels test-debian test-templates test-user check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-fuzz       100,000 random requests to the REST API"
 	@echo "make test-lab        JupyterLab in Chromium (needs Debian's package chromium)"
 	@echo "make test-hub        JupyterHub with its proxy and culler (needs npm)"
+	@echo "make test-kernels    kernels of many languages; makes docs/kernels.md (needs npm; Debian's r-cran-irkernel, octave, ...)"
 	@echo "make test-templates  the kernel tests, with all kernels started from templates"
 	@echo "make test-debian     the sandbox tests, with Debian's runsc"
 	@echo "make test-user       the tests that depend on who runs them; run it as an ordinary user"
@@ -32,7 +33,7 @@ $(BIN)/python:
 	@sh tools/make-venv $(PYTHON) .venv
 
 # One stamp for each set of dependencies, so that the demo does not wait for the test tools.
-.venv/.demo .venv/.lab .venv/.test .venv/.browser .venv/.hub .venv/.docs: .venv/.%: pyproject.toml | $(BIN)/python
+.venv/.demo .venv/.lab .venv/.test .venv/.browser .venv/.hub .venv/.kernels .venv/.docs: .venv/.%: pyproject.toml | $(BIN)/python
 	@echo "Installing what '$*' needs ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@
@@ -70,6 +71,13 @@ $(BIN)/configurable-http-proxy: | $(BIN)/python
 
 test-hub: .venv/.test .venv/.hub $(BIN)/configurable-http-proxy .venv/.ready
 	@$(BIN)/python -m pytest -m hub $(PYTEST)
+
+.venv/.installed-kernels: .venv/.kernels tools/install-kernels
+	@sh tools/install-kernels .venv
+	@touch $@
+
+test-kernels: .venv/.test .venv/.installed-kernels .venv/.ready
+	@KERNELS_TABLE=docs/kernels.md $(BIN)/python -m pytest -m kernels tests/kernels $(PYTEST)
 
 test-templates: .venv/.test .venv/.ready
 	@$(PYTEST_ALL) -m "template_copies and runsc and not cold_start and $(APART)" --templates $(PYTEST)

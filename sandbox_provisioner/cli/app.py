@@ -16,13 +16,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError
+from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError, UnusableKernelError
 from ..gvisor.runsc import SETUP_HINT, Runsc, bin_folder, find
 from ..gvisor.runtime_dir import sweep
 from ..provisioner import SandboxProvisioner
 from ..sandbox.user_sandboxes import Persistence
 from ..setup import doctor, kernelspecs, runsc_install
-from ..setup.progress import Progress
+from ..setup.progress import Note, Progress
 from . import kernels, plain_notebooks, sandboxes, settings, templates
 from .exit_codes import HELP as EXIT_HELP
 from .exit_codes import exit_status
@@ -38,8 +38,8 @@ SETUP_HELP = """\
 Prepare this machine for sandboxed kernels. You can run it again at any time, with or without root.
 
 It finds a usable runsc (gVisor), or installs one into Jupyter's data folder; tests it by starting, checkpointing and
-restoring a sandbox; installs a sandboxed twin of each kernel; and builds the templates from which IPython's kernels
-start.
+restoring a sandbox; tries each kernel in the same way, and installs a sandboxed twin of each that works; and builds the
+templates from which IPython's kernels start. Run it again after you have installed another kernel.
 """
 SETUP_EPILOG = """\
 runsc is searched in: c.SandboxProvisioner.runsc in Jupyter's configuration, SANDBOX_RUNSC, RUNSC_PATH, PATH, Jupyter's
@@ -157,6 +157,11 @@ def _add_setup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "kernelspecs, where it takes precedence over the server's configuration; default: the server's setting",
     )
     setup.add_argument(
+        "--no-test",
+        action="store_true",
+        help="test neither runsc nor the kernels: install a twin of each, even of one that cannot run in a sandbox",
+    )
+    setup.add_argument(
         "--remove",
         action="store_true",
         help="install nothing; remove the twins that setup installed, or with --kernel only the twins of these kernels",
@@ -200,12 +205,14 @@ def run_setup(arguments: argparse.Namespace) -> int:
     sources = runsc_install.choose(arguments.source, arguments.release, arguments.sha512)
     named = bool(arguments.source or arguments.release)
     runsc = ready_runsc(sources, named, folder, progress)
-    tested = namespaces_allowed(progress)
+    allowed = namespaces_allowed(progress)
     with reported(progress, "Leftovers of dead sandboxes") as step:
         step.result = f"{len(sweep())} removed"
-    if tested:
-        try_runsc(runsc, progress)
-    return install_twins(origins, kernels_folder, progress, kernelspecs.idle_settings(arguments.idle_timeout), tested)
+    config = kernelspecs.idle_settings(arguments.idle_timeout)
+    if arguments.no_test or not allowed:
+        return install_twins(origins, kernels_folder, progress, config, build_templates=allowed)
+    try_runsc(runsc, progress)
+    return install_twins(origins, kernels_folder, progress, config, runsc, bool(arguments.kernel))
 
 
 def namespaces_allowed(progress: Progress) -> bool:
@@ -257,34 +264,62 @@ def try_runsc(runsc: Runsc, progress: Progress) -> None:
         step.result = run_self_test(runsc, step.note)
 
 
+def try_kernel(
+    origin: kernelspecs.Kernel, folder: Path, config: Mapping[str, Any] | None, runsc: Runsc, note: Note
+) -> Mapping[str, Any]:
+    """Try a kernel in a sandbox, and return the settings that it needs there.
+
+    Raises UnusableKernelError if it does not work. Its twin is then removed, unless the user changed the twin.
+    """
+    from ..setup.trial import find_transport
+
+    present = kernelspecs.present_config(origin, folder)
+    try:
+        transport = find_transport(origin, {**present, **(config or {})}, runsc, note)
+    except UnusableKernelError:
+        if not set(present) - kernelspecs.OWN_SETTINGS:
+            kernelspecs.remove_twins(folder, [origin.name])
+        raise
+    return kernelspecs.transport_settings(transport, present)
+
+
 def install_twins(
     origins: Sequence[kernelspecs.Kernel],
     folder: Path,
     progress: Progress,
     config: Mapping[str, Any] | None = None,
-    tested: bool = True,
+    runsc: Runsc | None = None,
+    named: bool = True,
+    build_templates: bool = True,
 ) -> int:
-    """Install a sandboxed twin of each kernel; if runsc was ``tested``, build the templates. Return the exit status.
+    """Install a sandboxed twin of each kernel, with ``build_templates`` also the templates. Return the exit status.
 
-    After a failure for one kernel, the other kernels are still installed.
+    With ``runsc``, try each kernel first, and do not install a kernel that fails. After a failure for one kernel, the
+    other kernels are still installed. An unusable kernel is a failure of the command only if the user ``named`` it, or
+    if no kernel is usable.
     """
     twins, refused = [], []
     for origin in origins:
         try:
             with reported(progress, f"Kernel {origin.name}{kernelspecs.SUFFIX}") as step:
-                twins.append(kernelspecs.install_twin(origin, folder, config))
+                chosen = {**(config or {}), **(try_kernel(origin, folder, config, runsc, step.note) if runsc else {})}
+                twins.append(kernelspecs.install_twin(origin, folder, chosen))
                 step.result = twins[-1].display_name
         except SandboxError as error:
             refused.append(error)
-    if tested:
+    if build_templates:
         templates.build([twin.name for twin in twins if twin.of_ipykernel], progress)
     if twins:
         one = twins[0]
         command = f"`jupyter console --kernel {one.name}`"
         progress.say(f'Ready: choose "{one.display_name}" in JupyterLab, or run {command}.')
+    tried = {origin.name for origin in origins}
+    if others := [name for name in kernelspecs.without_twin(kernelspecs.kernels().values()) if name not in tried]:
+        progress.say(f"Kernels without a sandboxed twin: {', '.join(others)}. Run {doctor.SETUP} to try them.")
     for refusal in refused:
         warn(refusal)
-    return 1 if refused else 0
+    failed = [refusal for refusal in refused if named or not twins or not isinstance(refusal, UnusableKernelError)]
+    return 1 if failed else 0
 
 
 def remove(folder: Path, names: Sequence[str], progress: Progress) -> int:

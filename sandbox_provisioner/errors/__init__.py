@@ -90,6 +90,10 @@ class RunscTooOldError(SandboxError):
         super().__init__(problem, remedy)
 
 
+class UnusableKernelError(SandboxError):
+    """A kernel failed the trial in a sandbox."""
+
+
 class UserNamespacesForbiddenError(SandboxError):
     """The system does not let an ordinary user create the user namespace that runsc needs."""
 

@@ -7,6 +7,7 @@
 - ``kernel_messages``: protect the server against malformed and too many messages of a kernel
 - ``plain_kernels``: refuse kernels without a sandbox for notebooks that ran in a sandbox; ``jupyter_handlers``: Jupyter
   Server's own handlers that start kernels, with this package's errors
+- ``drives``: paths that begin with the name of a drive
 - ``exporters``: restrict the nbconvert exporters that a notebook can choose
 - ``models``: describe kernels and stored sandboxes for clients; ``kernels``: the server's sandboxed kernels
 - ``execution``: stream a command's output; ``event_stream``: stream events; ``telemetry``: events, metrics, log

@@ -12,8 +12,10 @@ import os
 import resource
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from jupyter_core.utils import ensure_async
 from jupyter_server.serverapp import ServerApp
 
 from .._text import printable_lines
@@ -22,10 +24,11 @@ from ..contents.managers import CLASSES, GuardedContents
 from ..gvisor.mounts import within
 from ..kernel.settings import unknown_settings
 from ..provisioner import SandboxProvisioner
-from . import jupyter_handlers, telemetry
+from ..setup.kernelspecs import Kernel, without_twin
+from . import drives, jupyter_handlers, telemetry
 from .exporters import guard_exporters
 from .handlers import handlers
-from .kernel_manager import SandboxKernelManager
+from .kernel_manager import SandboxKernelManager, is_sandboxed
 from .kernel_websocket import SandboxWebsocketConnection
 from .kernels import ServerKernels
 from .plain_kernels import PlainKernelGuard
@@ -115,6 +118,17 @@ def _keep_log_printable(serverapp: ServerApp) -> None:
             handler.addFilter(_make_printable)
 
 
+async def _report_new_kernels(serverapp: ServerApp) -> None:
+    """Log the names of kernels that were installed after the last `jupyter sandbox setup`."""
+    assert serverapp.kernel_spec_manager is not None
+    found = (await ensure_async(serverapp.kernel_spec_manager.get_all_specs())).items()
+    every_kernel = is_sandboxed({}, serverapp)
+    missing = without_twin(Kernel(name, Path(one["resource_dir"]), one["spec"]) for name, one in found)
+    if missing and not every_kernel:
+        names = ", ".join(missing)
+        serverapp.log.info("Kernels without a sandboxed twin: %s. `jupyter sandbox setup` tries to make them.", names)
+
+
 def _make_printable(record: logging.LogRecord) -> bool:
     """Replace unprintable characters in a record's text; the formatter indents its further lines. Return True."""
     with suppress(Exception):  # a record that cannot be formatted is reported by the handler
@@ -142,9 +156,11 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     )
     guard = PlainKernelGuard(parent=serverapp)
     if not serverapp.gateway_config.gateway_enabled:  # a gateway's kernels do not run on this machine
+        drives.attach(serverapp)
         guard.attach()
         replaced = jupyter_handlers.handlers(serverapp.base_url, guard)
         serverapp.web_app.add_handlers(".*$", replaced)  # type: ignore[no-untyped-call]
+        serverapp.io_loop.add_callback(_report_new_kernels, serverapp)
     settings, shown = SandboxProvisioner(config=serverapp.config), ServerSettings(serverapp, kernels, guard)
     sandboxes = Sandboxes(kernels, settings.storage_dir, settings.runsc)
     serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard, shown))  # type: ignore[no-untyped-call]

@@ -23,7 +23,6 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_core.utils import ensure_async
 from jupyter_server.prometheus.metrics import KERNEL_CURRENTLY_RUNNING_TOTAL
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
-from jupyter_server.utils import to_os_path
 from tornado.ioloop import PeriodicCallback
 from traitlets import Float, TraitError, default
 from zmq import MAX_SOCKETS
@@ -43,6 +42,7 @@ from ..sandbox.start_request import StartRequest
 from ..setup.kernelspecs import PROVISIONER
 from ..templates.warm_pool import WARM_POOL
 from ..workers import bulk
+from .drives import notebook_file
 from .kernel_messages import OfflineMessages, tolerant
 
 CHECK_EVERY = 5.0
@@ -344,7 +344,7 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
         for session in await sessions.list_sessions():
             provisioner = self.persistent(session["kernel"]["id"])
             if provisioner and session["type"] == "notebook":
-                renaming.append(self._follow(provisioner, to_os_path(session["path"], self.root_dir)))
+                renaming.append(self._follow(provisioner, notebook_file(session["path"], self.root_dir)))
         await asyncio.gather(*renaming)
 
     async def _follow(self, provisioner: SandboxProvisioner, path: str) -> None:

@@ -23,6 +23,7 @@ from ..persistence.records import SandboxRecord
 from ..provisioner import SandboxProvisioner
 from ..sandbox.start_request import StartRequest
 from ..workers import control
+from .drives import server_path
 from .kernel_manager import sandboxed_kernels, sandboxed_names
 
 CHECK_EVERY = 0.2
@@ -113,6 +114,7 @@ class ServerKernels:
 
         Raises BadRequestError if the path is invalid or hidden, or if its folder is missing or outside the root folder.
         """
+        path = server_path(path)
         parts = path.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > MAX_NAME for part in parts):
             raise BadRequestError(
@@ -160,7 +162,7 @@ class ServerKernels:
     async def kernel_of(self, notebook: Notebook) -> str | None:
         """Return the id of the kernel of a notebook's session; None without one."""
         for session in await self._sessions.list_sessions():
-            if session["path"] == notebook.path and session["kernel"]:
+            if server_path(session["path"]) == notebook.path and session["kernel"]:
                 return str(session["kernel"]["id"])
         return None
 

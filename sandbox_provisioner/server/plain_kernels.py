@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -30,13 +29,11 @@ from ..gvisor.mounts import within
 from ..provisioner import SandboxProvisioner
 from ..sandbox.model import PlainNotebook, PlainNotebooks
 from ..sandbox.sandboxed_notebooks import Replaced, SandboxedNotebooks
+from .drives import DRIVE, server_path
 from .kernel_manager import is_sandboxed
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-DRIVE = re.compile(r"^/*[^/:]+:(?=.)")
-"""Matches the name of a drive, such as ``RTC:``, in front of a path. JupyterLab's clients send it."""
 
 _session_path: ContextVar[str | None] = ContextVar("session_path", default=None)
 """Path of the session for which a kernel is being started: the kernel manager receives only its folder and name."""
@@ -242,7 +239,7 @@ class PlainKernelGuard(config.Settings, LoggingConfigurable):
 
     async def allow_plain_notebook(self, notebook_path: str, kernel_name: str) -> PlainNotebook:
         """Let a notebook that ran in a sandbox use a plain kernel. Raises BadRequestError for any other notebook."""
-        file = self.files(notebook_path)[0]
+        file = self.files(server_path(notebook_path))[0]
         if self._relative(file).startswith("../") or not await self.call(self.notebooks.find, file):
             problem = f"There is no record that notebook {printable(notebook_path)} ran in a sandbox."
             raise BadRequestError(problem, "Without such a record, it can use any kernel.", "notebook_path")
@@ -253,7 +250,7 @@ class PlainKernelGuard(config.Settings, LoggingConfigurable):
 
     async def revoke_plain_notebook(self, notebook_path: str) -> None:
         """Revoke a notebook's permission to use a plain kernel."""
-        await self.call(self.notebooks.revoke, self.files(notebook_path)[0])
+        await self.call(self.notebooks.revoke, self.files(server_path(notebook_path))[0])
 
     # -- renamed notebooks -------------------------------------------------------------------------------------------
 

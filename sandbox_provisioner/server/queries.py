@@ -19,6 +19,7 @@ from ..sandbox.registry import Listing
 from ..sandbox.user_sandboxes import Persistence, registry, settings
 from ..templates.warm_pool import WARM_POOL
 from . import models
+from .drives import server_path
 from .kernels import ServerKernels
 from .models import Subject
 
@@ -86,7 +87,7 @@ class Inventory:
         """Return a page of the list, the last used sandboxes first."""
         subjects, unreadable = await self._list_all()
         if notebook is not None:
-            subjects = [one for one in subjects if self.kernels.relative(one.notebook_path) == notebook]
+            subjects = [one for one in subjects if self.kernels.relative(one.notebook_path) == server_path(notebook)]
         if unused_for is not None:
             since = datetime.now(UTC).timestamp() - unused_for
             subjects = [one for one in subjects if one.last_used.timestamp() <= since]

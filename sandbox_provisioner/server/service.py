@@ -22,6 +22,7 @@ from ..persistence.records import SandboxRecord
 from ..sandbox.model import Capabilities, Deleted, NamedState, NamedStates, Rewound, Sandbox, SandboxPage
 from ..templates.warm_pool import WARM_POOL
 from .creation import Creation, delete
+from .drives import server_path
 from .execution import Execution
 from .kernels import Live, ServerKernels
 from .models import Subject
@@ -248,7 +249,7 @@ class Sandboxes:
 
     def _notebook_lock(self, path: str | None) -> asyncio.Lock:
         """Return the lock for starting the kernel of a notebook."""
-        return self._lock(f"notebook {path}" if path else "")
+        return self._lock(f"notebook {server_path(path)}" if path else "")
 
     def _lock(self, key: str) -> asyncio.Lock:
         """Return the lock of ``key``; a new lock that is never contended if the key is empty."""

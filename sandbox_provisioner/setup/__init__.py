@@ -2,6 +2,7 @@
 
 - ``runsc_install``: get runsc from its source (``go``), from Debian (``debian``) or from a ``release``
 - ``kernelspecs``: a sandboxed ``-sandbox`` twin of each kernelspec; ``self_test``: run, save and restore a sandbox
+- ``trial``: try a kernel in a sandbox before its twin is installed; ``trial_kernel``: the program of one attempt
 - ``doctor``: check every precondition; ``progress``: show the progress of a long step
 - ``folders``: check folders; ``timeouts``: limit the time of a call
 """

@@ -39,7 +39,7 @@ from ..gvisor.runtime_dir import runtime_root
 from ..sandbox.listing import look
 from ..sandbox.user_sandboxes import Persistence, registry
 from .folders import nearest, writable
-from .kernelspecs import PROVISIONER, Kernel, kernels
+from .kernelspecs import PROVISIONER, Kernel, kernels, without_twin
 from .progress import marks
 
 SETUP = "`jupyter sandbox setup`"
@@ -257,11 +257,15 @@ def check_folder(name: str, folder: Path, megabytes: int, variable: str, require
 
 
 def check_kernels(found: Sequence[Kernel], environ: Mapping[str, str]) -> list[Check]:
-    """Check that a sandboxed kernel is installed, and that the program and the runsc of each can be run."""
+    """Check that a sandboxed kernel is installed, and that each program and runsc can be run; list missing twins."""
     sandboxed = [kernel for kernel in found if kernel.sandboxed]
+    by_default = environ.get("JUPYTER_DEFAULT_PROVISIONER_NAME") == PROVISIONER
     if sandboxed:
-        return [_check_kernel(kernel) for kernel in sandboxed]
-    if environ.get("JUPYTER_DEFAULT_PROVISIONER_NAME") == PROVISIONER:
+        missing = "" if by_default else ", ".join(without_twin(found))
+        remedy = f"Run {SETUP} to try them in a sandbox. It installs a sandboxed twin of each that works."
+        advice = [Check("kernels", False, f"without a sandboxed twin: {missing}", remedy, required=False)]
+        return [*map(_check_kernel, sandboxed), *(advice if missing else [])]
+    if by_default:
         return [Check("kernels", bool(found), f"every kernel is sandboxed by default ({len(found)} found)")]
     return [Check("kernels", False, "no sandboxed kernel is installed", f"Run {SETUP}.")]
 

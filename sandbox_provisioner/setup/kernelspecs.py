@@ -29,6 +29,10 @@ FORMAT = 2
 """The version of a twin's format. In the first version, each twin had the built-in defaults in its ``config``."""
 
 
+OWN_SETTINGS = {*DEFAULTS, "guest_transport"}
+"""The settings that setup itself writes; the user has written all others."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """An installed kernelspec: its name, its folder and the content of its kernel.json."""
@@ -150,6 +154,25 @@ def twin_spec(origin: Kernel, config: Mapping[str, Any]) -> dict[str, Any]:
         TWIN_VERSION: FORMAT,
     }
     return {**origin.spec, "display_name": f"{origin.display_name} (sandbox)", "metadata": metadata}
+
+
+def without_twin(found: Iterable[Kernel]) -> list[str]:
+    """Return the names of the kernels that could have a twin and have none; empty if there is no twin at all."""
+    found = list(found)
+    twins = {str(_metadata(kernel.spec)[MARK]) for kernel in found if kernel.is_twin}
+    return sorted({kernel.name for kernel in found if kernel.provisioner in LOCAL} - twins) if twins else []
+
+
+def present_config(origin: Kernel, folder: Path) -> dict[str, Any]:
+    """Return the settings of the twin of ``origin`` in the kernels folder ``folder``; empty if it has no twin there."""
+    place = folder / f"{origin.name}{SUFFIX}"
+    present = Kernel(place.name, place, _read(place))
+    return dict(present.config) if present.is_twin else {}
+
+
+def transport_settings(transport: str, present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting for the transport of a kernel's channels; none for ipc, unless the twin has the setting."""
+    return {"guest_transport": transport} if transport != "ipc" or "guest_transport" in present else {}
 
 
 def idle_settings(seconds: float | None) -> dict[str, Any]:

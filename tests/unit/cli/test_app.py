@@ -49,7 +49,7 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     folder = empty_machine(monkeypatch, tmp_path)
     (folder / "kernels" / "some").mkdir(parents=True)
     (folder / "kernels" / "some" / "kernel.json").write_text(
-        '{"argv": ["python", "-m", "some"], "display_name": "Some", "language": "some"}'
+        '{"argv": ["python", "-m", "xpython_launcher", "-f", "{connection_file}", "--raw"], "display_name": "Some"}'
     )
     handler = signal.getsignal(signal.SIGTERM)
     yield folder
@@ -69,6 +69,8 @@ def test_setup_tests_runsc_and_installs_twins(
     printed = capsys.readouterr().out
     assert f"runsc {runsc.version} at {runsc.path}" in printed
     assert "restored" in printed
+    assert "Kernel some-sandbox: Some (sandbox)" in printed
+    assert "Kernels without a sandboxed twin: python3. Run `jupyter sandbox setup` to try them." in printed
     assert "jupyter console --kernel some-sandbox" in printed
     assert twin(data).is_file()
     assert not (data / "sandbox").exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from jupyter_server.gateway.managers import GatewayMappingKernelManager
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
+from notebooks import until
+from servers import Server
 
 from sandbox_provisioner.server.kernel_manager import SandboxKernelManager
 from sandbox_provisioner.server.kernel_websocket import SandboxWebsocketConnection
@@ -108,3 +112,15 @@ def test_language_servers_are_not_detected_in_shared_folder(monkeypatch: pytest.
     option = "--LanguageServerManager.virtual_documents_dir=/chosen"
     config = started_server(monkeypatch, tmp_path / "notebooks", option).config.LanguageServerManager
     assert config.virtual_documents_dir == "/chosen"
+
+
+def test_log_names_kernels_without_a_twin(serve: Callable[..., Server], tmp_path: Path) -> None:
+    for name, metadata in (("new", {}), ("old", {}), ("old-sandbox", {"sandbox_twin_of": "old"})):
+        place = tmp_path / "kernels" / name
+        place.mkdir(parents=True)
+        spec = {"argv": ["sh"], "display_name": name, "language": "sh", "metadata": metadata}
+        (place / "kernel.json").write_text(json.dumps(spec))
+    server = serve()
+    until(lambda: "Kernels without a sandboxed twin: " in server.log.read_text())
+    listed = server.log.read_text().split("Kernels without a sandboxed twin: ")[1].split(". ")[0].split(", ")
+    assert "new" in listed and "old" not in listed

@@ -16,7 +16,7 @@ from machines import OLD, empty_machine, stand_in
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.setup import doctor
 from sandbox_provisioner.setup.doctor import Check
-from sandbox_provisioner.setup.kernelspecs import Kernel
+from sandbox_provisioner.setup.kernelspecs import Kernel, twin_spec
 
 pytestmark = pytest.mark.user
 
@@ -208,6 +208,16 @@ def test_no_twin_is_needed_if_all_kernels_are_sandboxed() -> None:
     assert check.ok
     (check,) = doctor.check_kernels([plain], {})
     assert not check.ok
+
+
+def test_kernels_without_a_twin_are_advice() -> None:
+    new = Kernel("new", Path("/kernels/new"), {"argv": ["sh"]})
+    old = Kernel("old", Path("/kernels/old"), {"argv": ["sh"]})
+    twin = Kernel("old-sandbox", Path("/kernels/old-sandbox"), twin_spec(old, {}))
+    *_, check = doctor.check_kernels([new, old, twin], {})
+    assert (check.ok, check.required, check.finding) == (False, False, "without a sandboxed twin: new")
+    assert "`jupyter sandbox setup`" in check.remedy
+    assert all(check.ok for check in doctor.check_kernels([old, twin], {}))
 
 
 def table(encoding: str) -> list[str]:
