@@ -21,6 +21,7 @@ import zmq.asyncio
 from jupyter_client.session import Session
 
 from ..errors import SandboxError
+from .known_answers import OBSERVING
 
 STATUS = b'"status"'
 LARGEST_STATUS = 1 << 16
@@ -30,8 +31,6 @@ CONTROL_TYPES = frozenset(
     f"{name}_request"
     for name in ("shutdown", "interrupt", "debug", "usage", "create_subshell", "delete_subshell", "list_subshell")
 )
-OBSERVING = frozenset({"usage_request"})
-"""Requests that only observe a kernel: they do not wake it and do not count as activity."""
 MAX_REQUESTS = 4096
 MAX_ON_CONTROL = 256
 """Maximum number of requests on the control channel whose ids are remembered."""

@@ -278,7 +278,8 @@ class SandboxedKernel(HandleObserver):
         self._answered = self.relay.answered
 
     def saved(self) -> None:
-        """Wake the kernel if a request arrived while it was saved; the image may contain that request."""
+        """Answer or wake the kernel for requests that arrived during the save; the image may contain them."""
+        self.relay.answer_observers()
         called = self.relay.called or self.relay.sent > self._answered
         if called or (self.handle and self.handle.instance.connection.control_waits):
             self._wake_for_client()
