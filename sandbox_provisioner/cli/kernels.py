@@ -76,7 +76,10 @@ SAVED_KINDS = (
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the commands to the parser."""
     about = "save kernels and free their memory; they stay listed, and the next cell wakes them"
-    add_ids(add_reach(commands, "hibernate", run_hibernate, about))
+    hibernate = add_reach(commands, "hibernate", run_hibernate, about)
+    add_ids(hibernate)
+    about = "also hibernate a kernel with a running cell; the cell continues only after the kernel's next message"
+    hibernate.add_argument("--force", action="store_true", help=about)
     about = "wake hibernated kernels, or start kernels for saved sandboxes"
     add_ids(add_reach(commands, "wake", run_wake, about))
     about = "keep an idle kernel from being hibernated while its threads or subprocesses work"
@@ -119,7 +122,8 @@ def _add_saved_kind(commands: Commands[argparse.ArgumentParser], kind: SavedKind
 
 def run_hibernate(arguments: argparse.Namespace) -> int:
     """Run ``jupyter sandbox hibernate`` and return its exit status."""
-    return _each(arguments, "Hibernate", Reach.server_of, SandboxClient.hibernate, done="saved")
+    change = partial(SandboxClient.hibernate, force=arguments.force)
+    return _each(arguments, "Hibernate", Reach.server_of, change, done="saved")
 
 
 def run_wake(arguments: argparse.Namespace) -> int:
@@ -164,7 +168,8 @@ def _each(arguments: argparse.Namespace, verb: str, choose: Choose, change: Chan
                 total = checkpoint.size if verb == "Wake" and checkpoint else None
                 with watched(arguments, verb, found, server, total) as step:
                     after = found.after(change(server.client, found.sandbox.id), server) if server else found
-                    step.result = f"{after.sandbox.state}, {size(after.sandbox.size)}"
+                    notes = [f"{reason}." for reason in after.sandbox.busy_reasons if not after.sandbox.busy]
+                    step.result = " ".join([f"{after.sandbox.state}, {size(after.sandbox.size)}", *notes])
             except SandboxError as error:
                 warn(error)
                 status = max(status, exit_status(error))
@@ -289,6 +294,7 @@ def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, no
     if present:
         raise NotebookInUseError(notebook, f"the sandbox {present[0].id}")
     facts = Facts(kernel_name=record.kernel_name, settings=record.settings, notebook_path=notebook)
+    facts["folder"] = "" if notebook else record.working_folder
     new = storage.registry.allocate(storage.stores, **facts)
     try:
         storage.fork(record, new, savepoint)

@@ -199,11 +199,19 @@ class KernelActivity:
         """True while a request is unfinished, the kernel must be kept awake, or a command runs beside it."""
         return self.executing or self.kept_awake or bool(self.executions)
 
-    def reasons(self) -> list[str]:
-        """Return the reasons why the kernel is not idle, as sentences without a full stop."""
+    @property
+    def has_cell(self) -> bool:
+        """True while a cell is unfinished."""
+        return any(one.msg_type == EXECUTE for one in list(self._requests.values()))
+
+    def reasons(self, brief: bool = True) -> list[str]:
+        """Return the reasons why the kernel is not idle, as sentences without a full stop.
+
+        Without ``brief``, leave out requests other than cells, which usually end at once.
+        """
         now, requests = time.time(), list(self._requests.values())
         cells = [one for one in requests if one.msg_type == EXECUTE]
-        others = [one for one in requests if one.msg_type != EXECUTE]
+        others = [one for one in requests if one.msg_type != EXECUTE and brief]
         found = []
         if cells:
             waiting = f", with {len(cells) - 1} more waiting" if len(cells) > 1 else ""

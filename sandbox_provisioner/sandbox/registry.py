@@ -46,6 +46,7 @@ class Facts(TypedDict, total=False):
     kernel_name: str
     settings: Mapping[str, Any]
     notebook_path: str
+    folder: str
 
 
 class Listing(NamedTuple):
@@ -262,6 +263,7 @@ def _new(identity: UUID, stores: Stores, sandbox_id: str, facts: Facts) -> Sandb
         notebook_path=facts.get("notebook_path", ""),
         created=now,
         last_used=now,
+        folder=facts.get("folder", ""),
     )
 
 
