@@ -105,9 +105,8 @@ def test_requests_during_the_save_are_answered(open_notebook: Open) -> None:
 
     sent: list[int] = []
     asyncio.run(hibernate_and_observe())
-    for _ in sent:
+    for _ in sent:  # those that reached the kernel just before the save wake it
         notebook.kc.get_control_msg(timeout=LONG)
-    assert notebook.asleep
 
 
 def test_resource_usage_extension_sees_a_hibernated_kernel(
