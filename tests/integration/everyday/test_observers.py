@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.session import Session
 from kernels import LONG, Open
 from notebooks import Notebook, until
 from servers import Server
@@ -44,7 +45,7 @@ def test_usage_of_a_hibernated_kernel_is_answered_without_waking_it(open_noteboo
     for _ in range(3):
         reply = ask(notebook.kc, "control", "usage_request")
         assert (reply["msg_type"], {**reply["content"], **USAGE}) == ("usage_reply", reply["content"])
-    newcomer = notebook.km.client()
+    newcomer = notebook.km.client(session=Session(key=notebook.km.session.key))
     newcomer.start_channels()
     assert ask(newcomer, "control", "usage_request")["content"]["kernel_memory"] == 0
     assert notebook.asleep
@@ -81,8 +82,7 @@ def target_of(name: str) -> dict[str, str]:
 def test_unsigned_request_is_not_answered(open_notebook: Open) -> None:
     notebook = open_notebook()
     notebook.hibernate()
-    stranger = notebook.km.client()
-    stranger.session.key = b"another key"
+    stranger = notebook.km.client(session=Session(key=b"another key"))
     stranger.start_channels()
     stranger.control_channel.send(stranger.session.msg("usage_request"))
     assert ask(notebook.kc, "control", "usage_request")["content"]["kernel_memory"] == 0
