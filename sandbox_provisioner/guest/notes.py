@@ -141,8 +141,14 @@ EXPLANATIONS: tuple[Callable[[OSError], str], ...] = (_without_network, _not_sho
 """Each returns the note for an error that one limit of the sandbox causes, or an empty string."""
 
 
+def _writable(mounts: list[Mounted]) -> list[str]:
+    """Return the writable folders of the host, without those that lie in another one."""
+    folders = sorted(mount.path for mount in mounts if mount.writable and not mount.memory)
+    return [one for one in folders if not any(one.startswith(f"{other}/") for other in folders)]
+
+
 def _shown(mounts: list[Mounted]) -> str:
-    folders = [mount.path for mount in mounts if mount.writable and not mount.memory]
+    folders = _writable(mounts)
     return (
         f"It sees {_listed(folders) or 'no folder of the host'} and the installed programs. To show it more, add "
         "the folder to SandboxProvisioner.mounts, then start the kernel again."
@@ -150,7 +156,7 @@ def _shown(mounts: list[Mounted]) -> str:
 
 
 def _kept(mounts: list[Mounted]) -> str:
-    folders = [mount.path for mount in mounts if mount.writable and not mount.memory]
+    folders = _writable(mounts)
     kept = f"Files can be kept in {_listed(folders)}. " if folders else ""
     memory = [place for place in (os.path.expanduser("~"), "/tmp") if os.access(place, os.W_OK)]
     return (
@@ -160,7 +166,7 @@ def _kept(mounts: list[Mounted]) -> str:
 
 
 def _listed(folders: list[str]) -> str:
-    named = [_text(folder) for folder in sorted(folders)]
+    named = [_text(folder) for folder in folders]
     more = len(named) - MAX_SHOWN
     return ", ".join(named[:MAX_SHOWN] + ([f"{more} more"] if more > 0 else []))
 
