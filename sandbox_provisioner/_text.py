@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MAX_NAME = 80
+"""Characters of a notebook's name in a log line."""
+
 
 def printable(text: bytes | str) -> str:
     """Return the text on one line, its lines joined by " | ", with a question mark for each unprintable character."""
@@ -28,6 +31,13 @@ def one_line(text: bytes | str) -> str:
 def printable_lines(text: str) -> str:
     """Return the text with a question mark for each unprintable character, except line ends."""
     return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+
+
+def titled(identity: str, notebook: str) -> str:
+    """Return the id of a sandbox or kernel for a log line, with its notebook's folder and file name, if it has one."""
+    name = one_line("/".join(notebook.split("/")[-2:]))
+    shown = name if len(name) <= MAX_NAME else f"...{name[-MAX_NAME:]}"
+    return f"{identity} ({shown})" if name else identity
 
 
 def excerpt(error: Exception) -> str:

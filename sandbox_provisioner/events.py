@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from ._text import printable
+from ._text import printable, titled
 from .errors import SandboxError
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ class Entry:
     reason: str = ""
     kernel_name: str = ""
     user: str = ""
+    notebook: str = ""
+    """Path of the notebook, for the log only; not published."""
     time: str = field(default_factory=lambda: _now())
 
 
@@ -88,7 +90,7 @@ class EventBus:
     def write(self, entry: Entry) -> None:
         """Log an event, unless it is progress, and pass it to all listeners."""
         if entry.what != EventKind.PROGRESS:
-            log.info("%s %s", entry.sandbox_id, _sentence(entry))
+            log.info("%s %s", titled(entry.sandbox_id, entry.notebook), _sentence(entry))
         self._publish(entry)
 
     def fail(self, entry: Entry, error: Exception) -> None:
@@ -97,7 +99,7 @@ class EventBus:
         reason = type(error).__name__ if known else "InternalError"
         failed = replace(entry, what=EventKind.FAILED, doing=str(entry.what), reason=reason)
         text = printable(str(error)) if known else repr(type(error))
-        log.error("%s %s: %s", entry.sandbox_id, _sentence(failed), text)
+        log.error("%s %s: %s", titled(entry.sandbox_id, entry.notebook), _sentence(failed), text)
         self._publish(failed)
 
     @contextmanager

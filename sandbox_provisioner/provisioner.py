@@ -165,7 +165,7 @@ class SandboxProvisioner(KernelOperations):
             await self._launch(cmd, **kwargs)
         except BaseException as error:
             if isinstance(error, SandboxError):
-                self.log.error("Kernel %s was not started: %s", self.kernel_id, error)
+                self.log.error("Kernel %s was not started: %s", self.title, error)
             await asyncio.shield(self._release())
             raise
         return self.connection_info
@@ -252,7 +252,7 @@ class SandboxProvisioner(KernelOperations):
         self._lost = Future()
         self._lost.set_running_or_notify_cancel()
         self._moved = reason
-        self.log.warning("Kernel %s is no longer on this server: %s", self.kernel_id, reason)
+        self.log.warning("Kernel %s is no longer on this server: %s", self.title, reason)
         self._releasing_lost = asyncio.create_task(self._release_all(self._lost))
 
     async def _release_all(self, released: Future[None]) -> None:
@@ -260,7 +260,7 @@ class SandboxProvisioner(KernelOperations):
         try:
             await self._close(delete_state=False)
         except Exception:
-            self.log.exception("Kernel %s: not everything was released", self.kernel_id)
+            self.log.exception("Kernel %s: not everything was released", self.title)
         finally:
             self.parent.cleanup_connection_file()
             self._handle = None
@@ -278,7 +278,7 @@ class SandboxProvisioner(KernelOperations):
         self.log.warning(
             "Kernel %s: a message on %s was larger than max_message_size (%d bytes), so the client's connection was "
             "closed. Increase SandboxProvisioner.max_message_size or SANDBOX_MAX_MESSAGE_SIZE to allow it.",
-            self.kernel_id,
+            self.title,
             channel,
             self.max_message_size,
         )
@@ -317,9 +317,9 @@ class SandboxProvisioner(KernelOperations):
         return runsc, launch
 
     def _recorded_folder(self) -> str | None:
-        """Return the folder of the registered notebook, for a sandbox that is opened without a notebook, or None."""
+        """Return the recorded folder, for a sandbox that is opened without a notebook, or None."""
         record = self._handle.record if self._handle else None
-        folder = os.path.dirname(record.notebook_path) if record else ""
+        folder = record.working_folder if record else ""
         return folder if os.path.isabs(folder) and os.path.isdir(folder) else None
 
     def _require_wanted(self) -> None:
@@ -332,7 +332,7 @@ class SandboxProvisioner(KernelOperations):
         """Log the exit status and the last output of a kernel that failed. Called in the I/O thread."""
         if status > 0:
             output = printable(self._kernel.last_words)
-            self.log.warning("Kernel %s ended with status %d. %s", self.kernel_id, status, output)
+            self.log.warning("Kernel %s ended with status %d. %s", self.title, status, output)
 
     @property
     def _root(self) -> str:

@@ -76,8 +76,10 @@ SAVED_KINDS = (
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the commands to the parser."""
     about = "save kernels and free their memory; they stay listed, and the next cell wakes them"
-    hibernate = partial(_each, "Hibernate", Reach.server_of, SandboxClient.hibernate, done="saved")
-    add_ids(add_reach(commands, "hibernate", hibernate, about))
+    hibernate = add_reach(commands, "hibernate", run_hibernate, about)
+    add_ids(hibernate)
+    about = "also hibernate a kernel with a running cell; the cell continues only after the kernel's next message"
+    hibernate.add_argument("--force", action="store_true", help=about)
     about = "wake hibernated kernels, or start kernels for saved sandboxes"
     wake = partial(_each, "Wake", Reach.starter_of, SandboxClient.wake)
     add_ids(add_reach(commands, "wake", wake, about))
@@ -117,6 +119,12 @@ def _add_saved_kind(commands: Commands[argparse.ArgumentParser], kind: SavedKind
     add_name(one, "--delete", kind.completer, f"delete this {word}")
 
 
+def run_hibernate(arguments: argparse.Namespace) -> int:
+    """Run ``jupyter sandbox hibernate`` and return its exit status."""
+    change = partial(SandboxClient.hibernate, force=arguments.force)
+    return _each("Hibernate", Reach.server_of, change, arguments, done="saved")
+
+
 def awake_for(text: str) -> float | None:
     """Return the seconds to keep a kernel awake: None for no limit, 0 for ``off``. Raises ArgumentTypeError."""
     return {"on": None, "off": 0.0}[text] if text in ("on", "off") else span(text).total_seconds()
@@ -149,7 +157,8 @@ def _each(verb: str, choose: Choose, change: Change, arguments: argparse.Namespa
                 total = checkpoint.size if verb == "Wake" and checkpoint else None
                 with watched(arguments, verb, found, server, total) as step:
                     after = found.after(change(server.client, found.sandbox.id), server) if server else found
-                    step.result = f"{after.sandbox.state}, {size(after.sandbox.size)}"
+                    notes = [f"{reason}." for reason in after.sandbox.busy_reasons if not after.sandbox.busy]
+                    step.result = " ".join([f"{after.sandbox.state}, {size(after.sandbox.size)}", *notes])
             except SandboxError as error:
                 warn(error)
                 status = max(status, exit_status(error))
@@ -274,6 +283,7 @@ def _fork_stored(storage: Persistence, record: SandboxRecord, savepoint: str, no
     if present:
         raise NotebookInUseError(notebook, f"the sandbox {present[0].id}")
     facts = Facts(kernel_name=record.kernel_name, settings=record.settings, notebook_path=notebook)
+    facts["folder"] = "" if notebook else record.working_folder
     new = storage.registry.allocate(storage.stores, **facts)
     try:
         storage.fork(record, new, savepoint)

@@ -21,7 +21,7 @@ from ..sandbox.user_sandboxes import Persistence, registry
 AGE = re.compile(r"([0-9]{1,6})([smhdw])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 TOKEN_VARIABLE = "JUPYTER_TOKEN"
-ID_HELP = "an id shown by `list`, the beginning of an id, or the path of a notebook"
+ID_HELP = "an id shown by `list`, the beginning of an id, or the path or unique file name of a notebook"
 SERVERS = """\
 Your servers on this machine report the sandboxes whose kernels they have; all others are read from storage. A sandbox
 that a server has open is changed through that server.

@@ -15,7 +15,9 @@ from ..sandbox.model import NamedState, encode
 from ..setup.progress import Progress, Step
 from .targets import Found
 
-SPANS = ((365 * 86400, "year"), (30 * 86400, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
+SPANS = (
+    (365 * 86400, "year"), (30 * 86400, "month"), (86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"),
+)  # fmt: skip
 SHORT_ID = 8
 """Characters of a shortened id; tables use more if ids would not be unique."""
 
@@ -51,7 +53,7 @@ def details(found: Found) -> dict[str, str]:
     """Return the details of a sandbox, by label."""
     sandbox, record = found.sandbox, found.record
     lines = {"id": sandbox.id, "state": sandbox.state if sandbox.persistent else f"{sandbox.state}, ephemeral"}
-    if sandbox.busy:
+    if sandbox.busy_reasons:
         lines["not idle"] = ". ".join(sandbox.busy_reasons)
     if found.server:
         lines["server"] = found.server.client.url

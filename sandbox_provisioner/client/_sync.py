@@ -115,9 +115,14 @@ class SandboxClient:
         """Start a kernel in a new sandbox, or open the existing sandbox of the given id or notebook."""
         return self._ask(Sandbox, "POST", "", body)
 
-    def hibernate(self, id: str) -> Sandbox:
-        """Hibernate a sandbox: save its memory and free it. The next cell wakes it."""
-        return self._ask(Sandbox, "POST", _path(id, "hibernate"))
+    def hibernate(self, id: str, force: bool = False) -> Sandbox:
+        """Hibernate a sandbox: save its memory and free it. The next cell wakes it.
+
+        Raises ProblemError (409) while a cell runs or the kernel is kept awake. With ``force``, a running cell pauses,
+        and continues only after the kernel's next message; ``busy_reasons`` of the result tells that.
+        """
+        query = {"force": "true"} if force else None
+        return self._ask(Sandbox, "POST", _path(id, "hibernate"), query=query)
 
     def wake(self, id: str) -> Sandbox:
         """Wake a hibernated kernel, or start one for a stored sandbox."""

@@ -131,6 +131,18 @@ class StateError(SandboxError, kind=Kind.WRONG_STATE):
         super().__init__(f"Cannot {action} sandbox {sandbox_id}: {reason}.")
 
 
+class KernelBusyError(SandboxError, kind=Kind.WRONG_STATE):
+    """A kernel was not hibernated, because it works or is kept awake; ``reasons`` are sentences without a full stop."""
+
+    def __init__(self, sandbox_id: str, reasons: Sequence[str]) -> None:
+        self.sandbox_id, self.reasons = sandbox_id, tuple(reasons)
+        super().__init__(
+            f"Sandbox {sandbox_id} was not hibernated: its kernel is busy. {'. '.join(reasons)}.",
+            "Wait until it is idle, or use force (`jupyter sandbox hibernate --force`): a running cell then pauses, "
+            "and continues only after the kernel's next message.",
+        )
+
+
 class CommandNotFoundError(SandboxError, FileNotFoundError, kind=Kind.COMMAND):
     """The kernelspec's program is not on this machine."""
 
@@ -372,9 +384,9 @@ class PlainKernelError(SandboxError, kind=Kind.PLAIN_KERNEL):
 class AmbiguousSandboxError(SandboxError, kind=Kind.AMBIGUOUS):
     """Several records match the request; ``matching`` has their ids."""
 
-    def __init__(self, wanted: str, matching: Sequence[str]) -> None:
+    def __init__(self, wanted: str, matching: Sequence[str], titles: Sequence[str] = ()) -> None:
         self.wanted, self.matching = wanted, tuple(matching)
-        problem = f"{wanted!r:.200} matches {len(self.matching)} sandboxes: {', '.join(self.matching)}."
+        problem = f"{wanted!r:.200} matches {len(self.matching)} sandboxes: {', '.join(titles or self.matching)}."
         super().__init__(problem, "Use the full id of one of them.")
 
 

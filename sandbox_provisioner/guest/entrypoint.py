@@ -1,4 +1,4 @@
-"""Run a module like ``python -m MODULE ...``, but with hooks, the magic ``%sandbox`` and a larger call stack chunk.
+"""Run a module like ``python -m MODULE ...``, but with hooks, ``%sandbox``, notes and a larger call stack chunk.
 
 The command is ``python entrypoint.py MODULE ...``. With ``--frozen`` before MODULE the kernel stops before it serves
 (``zygote``). Runs in the kernel's process in the sandbox, with any version of Python.
@@ -34,12 +34,12 @@ def main() -> None:
     """Run the module named by the first argument as ``__main__``, in a namespace without this file's names."""
     sys.path.insert(0, os.path.dirname(__file__))
     __import__("hooks").listen()
-    __import__("magics").install()
+    __import__("magics").install(__import__("notes").attach)
     if sys.argv[1] == "--frozen":
         del sys.argv[1]
         __import__("zygote").stop_at_start()
         del sys.modules["zygote"]
-    del sys.path[0], sys.modules["hooks"], sys.modules["magics"]
+    del sys.path[0], sys.modules["hooks"], sys.modules["magics"], sys.modules["notes"]
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
         if sys.argv[1] != "ipykernel_launcher":

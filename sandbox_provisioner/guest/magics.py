@@ -31,14 +31,19 @@ USAGE = """\
 """
 OPERATIONS = {"status": (0, 0), "savepoint": (1, 1), "savepoints": (0, 0), "rewind": (1, 1), "keep-awake": (0, 1)}
 """The operations, each with the minimum and maximum number of arguments."""
+NAMED = {
+    "savepoint": "a name for the savepoint",
+    "rewind": "the name of a savepoint (%sandbox savepoints lists them)",
+}
+"""The operations that need a name, each with the text that explains it."""
 MODULE = "jupyter_sandbox"
 DURATION = re.compile(r"([0-9]{1,7})([smhd]?)")
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def install() -> None:
-    """Add the module ``jupyter_sandbox``, and register the magic with IPython when a shell is created."""
-    sys.meta_path.insert(0, _ShellFinder())
+def install(on_shell: Callable[[Any], None] = lambda shell: None) -> None:
+    """Add the module ``jupyter_sandbox``. Register the magic when a shell is created; then call ``on_shell``."""
+    sys.meta_path.insert(0, _ShellFinder(on_shell))
     module = ModuleType(MODULE, "The sandbox that this kernel runs in.")
     module.keep_awake = keep_awake  # type: ignore[attr-defined]
     sys.modules[MODULE] = module
@@ -65,17 +70,20 @@ def keep_awake(seconds: float | None = None) -> Iterator[None]:
 class _ShellFinder:
     """Import finder that patches IPython's shell module when it is imported, and then removes itself."""
 
+    def __init__(self, on_shell: Callable[[Any], None]) -> None:
+        self.on_shell = on_shell
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != SHELLS:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            _patch_after_import(spec)
+            _patch_after_import(spec, self.on_shell)
         return spec
 
 
-def _patch_after_import(spec: ModuleSpec) -> None:
+def _patch_after_import(spec: ModuleSpec, on_shell: Callable[[Any], None]) -> None:
     """Patch the module's shell class right after the module has been executed."""
     loader: Any = spec.loader
     execute = loader.exec_module
@@ -83,19 +91,20 @@ def _patch_after_import(spec: ModuleSpec) -> None:
     def exec_module(module: ModuleType) -> None:
         del loader.exec_module
         execute(module)
-        _patch_shell(module.InteractiveShell)
+        _patch_shell(module.InteractiveShell, on_shell)
 
     loader.exec_module = exec_module
 
 
-def _patch_shell(shell_class: Any) -> None:
-    """Let the first shell of this class register the magic, and then restore the class."""
+def _patch_shell(shell_class: Any, on_shell: Callable[[Any], None]) -> None:
+    """Let the first shell of this class register the magic and call ``on_shell``, and then restore the class."""
     original = shell_class.init_magics
 
     def init_magics(shell: Any) -> None:
         shell_class.init_magics = original
         original(shell)
         shell.register_magic_function(_magic(shell), "line", "sandbox")
+        on_shell(shell)
 
     shell_class.init_magics = init_magics
 
@@ -131,6 +140,8 @@ def run(line: str, cell: Callable[[], dict[str, Any]]) -> str:
     op, *arguments = line.split() or ["help"]
     if op == "help":
         return USAGE
+    if op in NAMED and not arguments:
+        raise Problem(f"%sandbox {op} needs {NAMED[op]}, for example: %sandbox {op} before-cleaning")
     minimum, maximum = OPERATIONS.get(op, (1, 0))
     if not minimum <= len(arguments) <= maximum:
         raise Problem(f"%sandbox {line.strip()[:200]} is not a valid command. The commands are:\n{USAGE}")

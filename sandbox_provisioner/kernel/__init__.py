@@ -7,6 +7,6 @@
 - ``relay``, ``relay_client``: the listeners and the clients' connections
 - ``zmtp``: ZeroMQ's protocol; ``messages``: follow Jupyter's messages as they pass
 - ``activity``: whether the kernel is busy; ``output``: copy its output to the server's log or elsewhere
-- ``handshake``, ``synthetic_replies``: answers on behalf of a hibernated kernel
+- ``handshake``, ``known_answers``, ``synthetic_replies``: answers on behalf of a hibernated kernel
 - ``host_api``: requests that a notebook makes with ``%sandbox``
 """

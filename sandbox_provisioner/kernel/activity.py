@@ -21,6 +21,7 @@ import zmq.asyncio
 from jupyter_client.session import Session
 
 from ..errors import SandboxError
+from .known_answers import OBSERVING
 
 STATUS = b'"status"'
 LARGEST_STATUS = 1 << 16
@@ -30,8 +31,6 @@ CONTROL_TYPES = frozenset(
     f"{name}_request"
     for name in ("shutdown", "interrupt", "debug", "usage", "create_subshell", "delete_subshell", "list_subshell")
 )
-OBSERVING = frozenset({"usage_request"})
-"""Requests that only observe a kernel: they do not wake it and do not count as activity."""
 MAX_REQUESTS = 4096
 MAX_ON_CONTROL = 256
 """Maximum number of requests on the control channel whose ids are remembered."""
@@ -200,11 +199,19 @@ class KernelActivity:
         """True while a request is unfinished, the kernel must be kept awake, or a command runs beside it."""
         return self.executing or self.kept_awake or bool(self.executions)
 
-    def reasons(self) -> list[str]:
-        """Return the reasons why the kernel is not idle, as sentences without a full stop."""
+    @property
+    def has_cell(self) -> bool:
+        """True while a cell is unfinished."""
+        return any(one.msg_type == EXECUTE for one in list(self._requests.values()))
+
+    def reasons(self, brief: bool = True) -> list[str]:
+        """Return the reasons why the kernel is not idle, as sentences without a full stop.
+
+        Without ``brief``, leave out requests other than cells, which usually end at once.
+        """
         now, requests = time.time(), list(self._requests.values())
         cells = [one for one in requests if one.msg_type == EXECUTE]
-        others = [one for one in requests if one.msg_type != EXECUTE]
+        others = [one for one in requests if one.msg_type != EXECUTE and brief]
         found = []
         if cells:
             waiting = f", with {len(cells) - 1} more waiting" if len(cells) > 1 else ""

@@ -278,7 +278,8 @@ class SandboxedKernel(HandleObserver):
         self._answered = self.relay.answered
 
     def saved(self) -> None:
-        """Wake the kernel if a request arrived while it was saved; the image may contain that request."""
+        """Answer or wake the kernel for requests that arrived during the save; the image may contain them."""
+        self.relay.answer_observers()
         called = self.relay.called or self.relay.sent > self._answered
         if called or (self.handle and self.handle.instance.connection.control_waits):
             self._wake_for_client()
@@ -337,7 +338,7 @@ class SandboxedKernel(HandleObserver):
 
     async def _run(self, handle: SandboxHandle, process: GuestProcess, ending: Ending) -> None:
         """Copy the kernel's output until it ends, then report its status and delete the sandbox."""
-        sandbox, copying = handle.instance, asyncio.create_task(copy_output(process, ending, handle.sandbox_id))
+        sandbox, copying = handle.instance, asyncio.create_task(copy_output(process, ending, _title(handle)))
         try:
             status = await process.wait()
         except asyncio.CancelledError:  # a rewind: another process takes its place
@@ -355,6 +356,11 @@ class SandboxedKernel(HandleObserver):
         self.relay.disconnect()
         await sandbox.delete()
         EVENT_BUS.write(handle.entry(EventKind.ENDED))
+
+
+def _title(handle: SandboxHandle) -> str:
+    """Return the sandbox's id and its notebook, for the log."""
+    return handle.metadata.title if handle.persistent else handle.sandbox_id
 
 
 def _restored_process(handle: SandboxHandle) -> GuestProcess:

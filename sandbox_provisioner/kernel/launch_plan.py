@@ -33,6 +33,10 @@ from .starting import Start
 GUEST_RUNTIME = "/run/jupyter"
 CONNECTION = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
 """Fields of a connection file that a kernel and its clients must share, besides the endpoints."""
+NETWORK = "SANDBOX_NETWORK"
+"""Variable that tells the kernel its setting ``network``, for the notes on errors (see ``guest.notes``)."""
+PIP_OFFLINE = {"PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "3", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+"""Variables that make pip fail at once without network, unless the user set them."""
 PACKAGES = "pip installs packages here in this sandbox, because the virtual environment is read-only.\n"
 
 
@@ -74,7 +78,7 @@ def plan(
     configured, watched = _configured(folder, settings, root)
     start = Start(
         argv=with_entrypoint(argv),
-        env=env | variables,
+        env=_pip_variables(settings.network) | env | variables | {NETWORK: settings.network},
         cwd=cwd,
         connection_file=inside,
         folder=folder,
@@ -133,6 +137,11 @@ def _bundle(
         network=settings.network,
         environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
     )
+
+
+def _pip_variables(network: str) -> dict[str, str]:
+    """Return the variables for pip in a sandbox with this ``network``."""
+    return PIP_OFFLINE if network == "none" else {}
 
 
 def _guest_endpoints(transport: str) -> dict[str, Any]:

@@ -13,22 +13,27 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .activity import OBSERVING
+from .known_answers import COMM_INFO, OBSERVING
 from .zmtp import GREETING_SIZE, Position, identity, is_plain
 
 if TYPE_CHECKING:
     from .relay import ChannelRelay
 
+COMM_INFO_REPLY = "comm_info_reply"
 CALLS = ("shell", "stdin", "control")
 """The channels on which clients send requests."""
 DELIMITER = b"<IDS|MSG>"
 MAX_SIGNATURE = 256
 MAX_HEADER = 1 << 16
+MAX_CONTENT = 1 << 16
+"""Maximum bytes of a content that is kept; a longer one is not reported."""
 MAX_IDENTITIES = 8
 SIGNED_FRAMES = 4
 """Header, parent header, metadata and content. Buffers follow and are not signed."""
 
 Header = Mapping[str, Any]
+OnContent = Callable[[Header, Header, bytes], None]
+"""Called with the header, the parent header and the content of a message."""
 
 
 class MessageTracker:
@@ -38,12 +43,21 @@ class MessageTracker:
         self.identity = b""
         """The identity of the client's socket, once it is known."""
         self.unanswered: set[str] = set()
+        self.observed = False
+        """True after a request that only observes the kernel arrived while the kernel could not answer."""
         self._relay = relay
         self._channel = channel
         self._checked = relay.knows_key
         self._signed = 0
-        self._requests = Position(sink=relay.reader(self._requested) if channel in CALLS else None)
-        replies = relay.reader(self._replied) if channel == "shell" else None
+        known = relay.known
+        requests = relay.reader(
+            self._requested, COMM_INFO, lambda header, parent, content: known.asked(header, content)
+        )
+        self._requests = Position(sink=requests if channel in CALLS else None)
+        comms = relay.reader(
+            self._replied, COMM_INFO_REPLY, lambda header, parent, content: known.replied(parent, content)
+        )
+        replies = comms if channel == "shell" else None
         self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
 
     def from_client(self, data: bytes) -> int:
@@ -70,6 +84,11 @@ class MessageTracker:
         return self._replies.between_messages
 
     @property
+    def between_requests(self) -> bool:
+        """True if the client has sent whole messages so far."""
+        return self._requests.between_messages
+
+    @property
     def readable(self) -> bool:
         """True if signatures can be checked: the kernel's key is known and the connection is not encrypted."""
         return self._checked and is_plain(self._requests.greeting)
@@ -82,9 +101,11 @@ class MessageTracker:
     def _requested(self, header: Header, parent: Header) -> None:
         kind, msg_id = header.get("msg_type"), header.get("msg_id")
         if kind in OBSERVING and self._relay.resting:
+            self.observed = True
             return
         self._signed += 1
         if self._channel == "shell":
+            self._relay.known.requested(kind)
             self._relay.activity.requested(header)
             if isinstance(msg_id, str) and isinstance(kind, str) and kind.endswith("_request"):
                 self.unanswered.add(msg_id)
@@ -100,12 +121,22 @@ class MessageReader:
     """A ``zmtp.Sink`` that calls ``on_message(header, parent_header)`` for each message with a valid signature.
 
     Reads one direction of a connection. ``key`` and ``scheme`` come from the connection file; with an empty key,
-    messages are not signed and all are reported.
+    messages are not signed and all are reported. For messages of the type ``kind``, ``on_content`` is then called with
+    the content, too.
     """
 
-    def __init__(self, key: bytes, scheme: str, on_message: Callable[[Header, Header], None]) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        scheme: str,
+        on_message: Callable[[Header, Header], None],
+        kind: str = "",
+        on_content: OnContent | None = None,
+    ) -> None:
         self._base = hmac.new(key, digestmod=scheme.partition("-")[2]) if key else None
         self._on_message = on_message
+        self._kind = kind
+        self._on_content = on_content
         self._begin()
 
     def _begin(self) -> None:
@@ -115,6 +146,7 @@ class MessageReader:
         """-2 before the delimiter, -1 in the signature, then the index of a signed frame."""
         self._signature = b""
         self._parts: list[bytes] = []
+        self._content: bytes | None = None
         self._sum = self._base.copy() if self._base else None
         self._valid = True
 
@@ -124,6 +156,8 @@ class MessageReader:
             return
         if self._sum and self._frame >= 0:
             self._sum.update(data)
+        if self._content is not None and self._frame == SIGNED_FRAMES - 1:
+            self._content += data[: MAX_CONTENT + 1 - len(self._content)]
         if self._frame < 2:
             largest = (len(DELIMITER) + 1, MAX_SIGNATURE, MAX_HEADER, MAX_HEADER)[self._frame + 2]
             self._kept += data[: largest + 1 - len(self._kept)]
@@ -144,6 +178,8 @@ class MessageReader:
         else:
             if self._frame < 2:
                 self._parts.append(kept)
+            if self._frame == 0 and self._on_content and self._kind.encode() in kept:
+                self._content = b""
             self._frame += 1
         if not more:
             self._end_message()
@@ -154,10 +190,17 @@ class MessageReader:
                 header, parent = map(json.loads, self._parts)
                 if isinstance(header, dict) and isinstance(parent, dict):
                     self._on_message(header, parent)
+                    self._report_content(header, parent)
         except (ValueError, RecursionError):
             pass
         finally:
             self._begin()
+
+    def _report_content(self, header: Header, parent: Header) -> None:
+        content = self._content
+        whole = content is not None and len(content) <= MAX_CONTENT and header.get("msg_type") == self._kind
+        if self._on_content and content is not None and whole:
+            self._on_content(header, parent, content)
 
     def _signed(self) -> bool:
         return self._sum is None or hmac.compare_digest(self._sum.hexdigest().encode(), self._signature)

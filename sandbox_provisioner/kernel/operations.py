@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._text import titled
 from ..config import user_name
-from ..errors import SandboxError
+from ..errors import KernelBusyError, SandboxError
 from ..io_thread import IO
 from ..persistence.metadata import Checkpoint, GCSArtifact
 from ..sandbox.handle import Identity, SandboxHandle
@@ -44,6 +45,11 @@ class KernelOperations(SandboxSettings):
     def handle(self) -> SandboxHandle | None:
         """The persistent sandbox that the kernel runs in; None if it is ephemeral."""
         return self._handle
+
+    @property
+    def title(self) -> str:
+        """The kernel's id and its notebook, for the log."""
+        return titled(str(self.kernel_id), self._handle.metadata.notebook_path if self._handle else "")
 
     @property
     def can_save(self) -> bool:
@@ -86,6 +92,11 @@ class KernelOperations(SandboxSettings):
         if not reasons and self.waited_for:
             reasons.append("A client waits for the kernel's reply")
         return reasons
+
+    def require_idle(self) -> None:
+        """Raise KernelBusyError if the kernel is awake, and a cell runs or it is kept awake."""
+        if not self.asleep and (reasons := self.activity.reasons(brief=False)):
+            raise KernelBusyError(self._handle.sandbox_id if self._handle else str(self.kernel_id), reasons)
 
     async def hibernate(self, insist: float | None = None) -> None:
         """Save the kernel, if it is persistent, and free its memory. A client's next request wakes it.

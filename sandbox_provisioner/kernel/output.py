@@ -1,8 +1,8 @@
 """Copy a kernel's output to the descriptors that Jupyter gave for it, and report its exit status.
 
 Output that goes to the server's own log is formatted as lines that cannot be mistaken for the server's: each starts
-with the sandbox's id, has no control characters and a limited length. Lines that exceed a maximum rate are dropped and
-counted.
+with the sandbox's id and notebook, has no control characters and a limited length. Lines that exceed a maximum rate are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DROPPED_PER_SECOND = 1 << 20
 """Read rate, in bytes per second, of output that is dropped instead of logged."""
 LINE_END = re.compile(rb"[\r\n]+")
 MAX_LINE = 800
-"""Maximum characters of a line. With the id it must fit into PIPE_BUF bytes, the limit of an atomic pipe write."""
+"""Maximum characters of a line. With id and notebook it must fit into PIPE_BUF bytes, to be written at once."""
 MAX_LINE_BYTES = 4 * MAX_LINE
 BURST = 200
 """Lines that may come at once, such as a traceback."""
@@ -112,8 +112,8 @@ class LogLines:
     The streams of a kernel share a ``budget``.
     """
 
-    def __init__(self, sandbox_id: str, budget: Budget) -> None:
-        self._name = f"output of sandbox {one_line(sandbox_id)}"
+    def __init__(self, title: str, budget: Budget) -> None:
+        self._name = f"output of sandbox {one_line(title)}"
         self._budget = budget
         self._partial = bytearray()
         self._cut = 0
@@ -181,11 +181,11 @@ class LogLines:
         return [f"{self._name} * dropped {dropped}: more than {LINES_PER_SECOND} lines per second\n".encode()]
 
 
-async def copy_output(process: Process, ending: Ending, sandbox_id: str) -> None:
+async def copy_output(process: Process, ending: Ending, title: str) -> None:
     """Copy the output of ``process`` to the sinks until it ends. Store the last bytes in ``ending``."""
     loop = asyncio.get_running_loop()
     budget = Budget(loop.time())
-    logs = {name: LogLines(sandbox_id, budget) for name in ending.logged}
+    logs = {name: LogLines(title, budget) for name in ending.logged}
     output = process.stream()
     following = asyncio.ensure_future(anext(output, None))
     try:

@@ -18,13 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from jupyter_client.session import Session
+
 from ..errors import GuestError, SandboxError
 from ..mux.connection import GuestConnection
 from ..mux.stream import GuestStream
 from ..workers import control, finished
 from .activity import KernelActivity
-from .messages import Header, MessageReader
+from .known_answers import KnownAnswers
+from .messages import Header, MessageReader, OnContent
 from .relay_client import ClientConnection, LingeringStream
+from .synthetic_replies import observer_replies
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 MAX_CLIENTS = 250
@@ -53,6 +57,7 @@ class ChannelRelay:
         self.on_call: Callable[[], None] = lambda: None
         self.on_oversized: Callable[[str], None] = lambda channel: None
         self.sent = self.answered = 0
+        self.known = KnownAnswers()
         self.lingering: set[LingeringStream] = set()
         self._signing: tuple[bytes, str] | None = None
         self._servers: list[asyncio.Server] = []
@@ -120,6 +125,7 @@ class ChannelRelay:
         """
         self._connection, self._targets, self._signing = connection, targets, signing
         self.sent = self.answered = 0
+        self.known.forget()
         for client in list(self._clients):
             client.join()
 
@@ -160,6 +166,26 @@ class ChannelRelay:
             client.answer_held(private)
             for listener in self._clients:
                 listener.inject("iopub", public)
+
+    def answer_observers(self, observers: Iterable[ClientConnection] = ()) -> None:
+        """Answer the held requests of these clients, or of all, if they only observe the hibernated kernel.
+
+        A client whose request has no known answer is ``calling`` from now on. Bytes that are not whole, signed messages
+        stay held.
+        """
+        for client in [each for each in observers or self._clients if each.observing]:
+            assert self._signing is not None
+            key, scheme = self._signing
+            try:
+                answers = observer_replies(client.held(), Session(key=key, signature_scheme=scheme), self.known)
+            except ValueError:
+                continue
+            if answers is None:
+                client.call()
+                continue
+            client.answer_held(answers.private)
+            for listener in self._clients:
+                listener.inject("iopub", answers.public)
 
     async def reconnect(
         self,
@@ -259,9 +285,11 @@ class ChannelRelay:
         """True if the key that signs the messages is known, so that they can be checked."""
         return self._signing is not None
 
-    def reader(self, on_message: Callable[[Header, Header], None]) -> MessageReader | None:
+    def reader(
+        self, on_message: Callable[[Header, Header], None], kind: str, on_content: OnContent
+    ) -> MessageReader | None:
         """Return a reader for the messages of one direction; None if they cannot be checked."""
-        return MessageReader(*self._signing, on_message) if self._signing else None
+        return MessageReader(*self._signing, on_message, kind, on_content) if self._signing else None
 
     def open(self, channel: str) -> GuestStream | None:
         """Return a new stream to a channel; None without a kernel. Raises ConnectionError if too many are open."""

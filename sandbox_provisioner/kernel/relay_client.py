@@ -133,8 +133,10 @@ class ClientConnection(asyncio.Protocol):
         if waiting > self._room:
             self._transport.pause_reading()
             self._has_request = self._has_request or self.trusted
-        if self._relay.asleep and self.calling:
-            self._relay.on_call()
+        if self._relay.asleep:
+            self._relay.answer_observers([self])
+            if self.calling:
+                self._relay.on_call()
 
     def pause_writing(self) -> None:
         """Stop sending: the client does not read fast enough."""
@@ -220,6 +222,16 @@ class ClientConnection(asyncio.Protocol):
         return in_handshake or (self._has_request and self._waits_for_kernel > 0)
 
     @property
+    def observing(self) -> bool:
+        """True while a trusted client waits for a hibernated kernel only with requests that observe it."""
+        whole = self._messages.between_requests and 0 < self._waits_for_kernel <= MAX_EARLY
+        return self._messages.observed and self.trusted and not self._has_request and whole and self.ready
+
+    def call(self) -> None:
+        """Make the held requests wake the kernel, because their answers are not known."""
+        self._has_request = True
+
+    @property
     def _waits_for_kernel(self) -> int:
         """Number of the client's bytes that the kernel has not received."""
         return (self._stream.backlog if self._stream else 0) + (len(self._held.waiting) if self._held else 0)
@@ -236,7 +248,7 @@ class ClientConnection(asyncio.Protocol):
             del self._held.waiting[self._messages.handshake_size :]
         elif self._stream:
             self._stream.forget_held()
-        self._has_request = False
+        self._has_request = self._messages.observed = False
         self._transport.resume_reading()
         self._send(answer)
 

@@ -1,4 +1,6 @@
-"""Make replies on behalf of a kernel that cannot send them: it could not be woken, or its own cell rewound it.
+"""Make replies on behalf of a kernel that cannot send them.
+
+It is hibernated and was only observed, it could not be woken, or its own cell rewound it.
 
 The requests are bytes that were held for the kernel; the replies are sent on the same connections. Requests on
 encrypted connections cannot be answered.
@@ -12,8 +14,11 @@ from typing import Any, NamedTuple
 from jupyter_client.session import Session
 
 from . import zmtp
+from .known_answers import KnownAnswers
 
 ENAME = "KernelNotWoken"
+CONTENT = 4
+"""Index of the content among the frames after the identities."""
 NOT_REWOUND = "KernelNotRewound"
 
 
@@ -37,6 +42,24 @@ def error_replies(held: bytes, session: Session, reason: str) -> Replies:
         if kind == "execute_request":
             public += _published(session, "error", error, request)
         public += _published(session, "status", {"execution_state": "idle"}, request)
+    return Replies(private, public)
+
+
+def observer_replies(held: bytes, session: Session, known: KnownAnswers) -> Replies | None:
+    """Return the replies to the requests in ``held`` that only observe the kernel; None if one is not known.
+
+    Raises ValueError unless ``held`` has whole, signed messages.
+    """
+    private, public = b"", b""
+    for message in zmtp.messages(held):
+        request = _header(message, session)
+        content = known.answer(request["msg_type"], session.unpack(session.feed_identities(message)[1][CONTENT]))
+        if content is None:
+            return None
+        reply = session.msg(request["msg_type"].replace("_request", "_reply"), dict(content), parent=request)
+        private += zmtp.encode(session.serialize(reply))
+        for state in ("busy", "idle"):
+            public += _published(session, "status", {"execution_state": state}, request)
     return Replies(private, public)
 
 

@@ -20,7 +20,7 @@ from ..errors import (
     SandboxNotFoundError,
     UnsaveableError,
 )
-from ..events import EVENT_BUS, Entry, EventKind
+from ..events import EVENT_BUS, EventKind
 from ..lock.base import Lease
 from ..storage.base import NEW, ObjectInfo, ObjectStore
 from . import metadata
@@ -73,7 +73,7 @@ class Document:
             written = await asyncio.to_thread(encode_and_write)
         except ConflictError as error:
             raise SandboxExistsError(first.sandbox_id, store.where) from error
-        EVENT_BUS.write(Entry(first.sandbox_id, EventKind.CREATED, kernel_name=first.kernel_name, user=first.user))
+        EVENT_BUS.write(first.entry(EventKind.CREATED))
         return cls(store, signer, name, lease, with_token, written)
 
     @classmethod

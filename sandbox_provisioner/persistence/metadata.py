@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from .._text import titled
 from ..errors import MetadataError, SavepointNotFoundError
+from ..events import Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..storage.base import FileRecord
 from . import decoding
@@ -101,6 +103,15 @@ class GCSSandboxMetadata:
     checkpoint: Checkpoint | None = None
     previous: Checkpoint | None = None
     savepoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The sandbox's id and its notebook, for the log."""
+        return titled(self.sandbox_id, self.notebook_path)
+
+    def entry(self, kind: EventKind) -> Entry:
+        """Return an event of this ``kind`` about the sandbox."""
+        return Entry(self.sandbox_id, kind, kernel_name=self.kernel_name, user=self.user, notebook=self.notebook_path)
 
     @property
     def kept(self) -> set[str]:

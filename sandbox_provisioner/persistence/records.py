@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -37,6 +38,13 @@ class SandboxRecord:
     last_used: datetime
     signed: bool = True
     """False for a sandbox that an earlier version created, until its document and snapshots are signed."""
+    folder: str = ""
+    """The kernel's folder, for a fork without a notebook: that of the original's notebook."""
+
+    @property
+    def working_folder(self) -> str:
+        """The folder that the kernel works in; empty if it is not recorded."""
+        return os.path.dirname(self.notebook_path) or self.folder
 
 
 def encode(record: SandboxRecord) -> bytes:

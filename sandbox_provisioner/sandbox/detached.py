@@ -16,7 +16,7 @@ from ..errors import (
     SignatureError,
     StateError,
 )
-from ..events import EVENT_BUS, Entry, EventKind
+from ..events import EVENT_BUS, EventKind
 from ..lock.base import Lease, Owner
 from ..persistence import checkpoints, snapshots
 from ..persistence import document as documents
@@ -149,7 +149,7 @@ async def fork_persistent(
         if source is None:
             raise StateError(sandbox_id, "fork", "it has no checkpoint")
         with EVENT_BUS.doing(
-            Entry(sandbox_id, EventKind.FORKED, kernel_name=first.kernel_name, user=first.user)
+            replace(current.entry(EventKind.FORKED), kernel_name=first.kernel_name, user=first.user)
         ) as work:
             work.size = source.size
             await create_fork(

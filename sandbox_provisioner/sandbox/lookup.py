@@ -1,4 +1,7 @@
-"""Find the sandbox that a user named, by its id, its id in storage, the beginning of its id, or its notebook."""
+"""Find the sandbox that a user named, by its id, its id in storage, the beginning of its id, or its notebook.
+
+A notebook is named by its path, or by its file name alone if no file in the working folder has this name.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,20 @@ def look_up(
         lambda item: wanted in (str(item.id), item.sandbox_id),
         lambda item: bool(beginning) and str(item.id).replace("-", "").startswith(beginning),
         lambda item: bool(wanted) and item.notebook_path in (wanted, path),
+        lambda item: os.path.basename(item.notebook_path or "") == wanted != "" and not os.path.lexists(path),
     )
     for fits in attempts[:1] if whole_id else attempts:
         found = [item for item in items if fits(item)]
         if len(found) > 1:
-            raise AmbiguousSandboxError(wanted, [str(item.id) for item in found])
+            raise AmbiguousSandboxError(wanted, [str(item.id) for item in found], [_title(item) for item in found])
         if found:
             return found[0]
     for error in unreadable:
         if beginning and Path(error.path).stem.replace("-", "").startswith(beginning):
             raise error
     raise UnknownSandboxError(wanted, [str(item.id) for item in items])
+
+
+def _title(item: SandboxRecord | Sandbox) -> str:
+    """Return the id and the notebook of an item."""
+    return f"{item.id} ({item.notebook_path})" if item.notebook_path else str(item.id)

@@ -145,7 +145,7 @@ class SandboxManager:
         try:
             await self.close(handle, save=False)
         except Exception:
-            log.exception("Sandbox %s was not released after a failed start", handle.sandbox_id)
+            log.exception("Sandbox %s was not released after a failed start", handle.metadata.title)
 
     async def _attach_or_create(self, sandbox_id: str, request: StartRequest) -> SandboxHandle:
         if handle := self.handles.get(sandbox_id):
@@ -283,7 +283,7 @@ class SandboxManager:
     async def _lose(self, handle: SandboxHandle, reason: str) -> None:
         """Release a sandbox that another server has taken."""
         EVENT_BUS.write(handle.entry(EventKind.LOST))
-        log.error("Sandbox %s was taken over by another server: %s", handle.sandbox_id, reason)
+        log.error("Sandbox %s was taken over by another server: %s", handle.metadata.title, reason)
         async with handle.lock:
             await self._remove(handle)
         handle.observer.gone(reason)

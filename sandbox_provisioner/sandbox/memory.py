@@ -93,8 +93,7 @@ class SandboxMemory:
         """Return an event of this ``kind`` about the sandbox."""
         if self._stored is None:
             return Entry(self._sandbox_id, kind)
-        document = self._stored.metadata
-        return Entry(self._sandbox_id, kind, kernel_name=document.kernel_name, user=document.user)
+        return self._stored.metadata.entry(kind)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -199,7 +198,7 @@ class SandboxMemory:
             if self.source:
                 await self.plan_restore(self.source, grant)
         except SandboxError as error:
-            EVENT_BUS.fail(Entry(self._sandbox_id, EventKind.WOKEN), error)
+            EVENT_BUS.fail(self.entry(EventKind.WOKEN), error)
             raise
 
     async def require_fit(self, source: Checkpoint) -> None:

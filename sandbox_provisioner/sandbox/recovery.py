@@ -39,12 +39,16 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of a rescue: ``saved``, or the ``problem``; ``runs_on`` is True if the sandbox still runs."""
+    """The result of a rescue: ``saved``, or the ``problem``; ``runs_on`` is True if the sandbox still runs.
+
+    ``title`` has the id, and the notebook if the sandbox's document could be read.
+    """
 
     sandbox_id: str
     saved: bool
     problem: str = ""
     runs_on: bool = False
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class Recovery:
                 await handle.release()
                 if alive and not handle.outdated:
                     await self._record_files(note)
-                return Recovered(note.sandbox_id, saved=alive)
+                return Recovered(note.sandbox_id, saved=alive, title=handle.metadata.title)
             except SandboxNotFoundError:
                 await control(folder.remove)
                 return Recovered(note.sandbox_id, saved=False, problem="it was deleted")
@@ -157,7 +161,7 @@ class Recovery:
             await handle.save(name)
             log.warning(
                 "Sandbox %s: another server has saved a newer state; the state of the killed server is savepoint %s",
-                handle.sandbox_id,
+                handle.metadata.title,
                 name,
             )
         else:

@@ -51,6 +51,7 @@ class Facts(TypedDict, total=False):
     kernel_name: str
     settings: Mapping[str, Any]
     notebook_path: str
+    folder: str
 
 
 class Listing(NamedTuple):
@@ -260,6 +261,7 @@ def _new(identity: UUID, stores: Stores, sandbox_id: str, facts: Facts) -> Sandb
         notebook_path=facts.get("notebook_path", ""),
         created=now,
         last_used=now,
+        folder=facts.get("folder", ""),
     )
 
 

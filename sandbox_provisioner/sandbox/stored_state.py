@@ -28,7 +28,7 @@ from ..errors import (
     UnresponsiveError,
     UnsaveableError,
 )
-from ..events import EVENT_BUS, Entry, EventKind
+from ..events import EVENT_BUS, EventKind
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
 from ..lock.base import Owner
@@ -182,7 +182,7 @@ class StoredState:
             if insist is None:
                 raise
             reason = str(error) or f"it did not answer within {insist:g} seconds"
-            log.warning("Sandbox %s did not prepare for its save; saving it anyway: %s", self._sandbox_id, reason)
+            log.warning("Sandbox %s did not prepare for its save; saving it anyway: %s", self.metadata.title, reason)
             await instance.cut_off()
             return {}
 
@@ -262,7 +262,7 @@ class StoredState:
             log.warning(
                 "Sandbox %s was woken, but this could not be recorded in storage: %s The sandbox runs, but cannot be "
                 "saved until this is recorded. Trying again every %g seconds; check that storage can be written to",
-                self._sandbox_id,
+                self.metadata.title,
                 error,
                 RECORD_AGAIN,
             )
@@ -291,12 +291,12 @@ class StoredState:
             try:
                 await self.document.change(change)
             except PERMANENT_ERRORS as error:
-                log.error("Sandbox %s cannot be recorded as running; giving up: %s", self._sandbox_id, error)
+                log.error("Sandbox %s cannot be recorded as running; giving up: %s", self.metadata.title, error)
                 return
             except Exception as error:
-                log.info("Sandbox %s is still not recorded as running: %s", self._sandbox_id, error)
+                log.info("Sandbox %s is still not recorded as running: %s", self.metadata.title, error)
             else:
-                log.warning("Sandbox %s is now recorded as running", self._sandbox_id)
+                log.warning("Sandbox %s is now recorded as running", self.metadata.title)
                 self.on_recorded()
                 return
 
@@ -316,4 +316,4 @@ async def _undo(creating: asyncio.Task[Document], stores: Stores) -> None:
     made = document.metadata
     with suppress(StorageError):  # if this fails, an empty sandbox remains, which can be opened
         await control(stores.metadata.delete, metadata_name(made.sandbox_id), document.generation)
-        EVENT_BUS.write(Entry(made.sandbox_id, EventKind.DELETED, kernel_name=made.kernel_name, user=made.user))
+        EVENT_BUS.write(made.entry(EventKind.DELETED))

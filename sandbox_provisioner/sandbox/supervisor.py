@@ -49,10 +49,10 @@ class Supervisor:
             except (FencedError, LeaseHeldError) as error:
                 await self._lose(handle, str(error))
             except SandboxError as error:
-                log.error("Sandbox %s: %s", handle.sandbox_id, error)
+                log.error("Sandbox %s: %s", handle.metadata.title, error)
                 await asyncio.sleep(PAUSE)
             except Exception:
-                log.exception("Sandbox %s: background task failed; trying again in %g s", handle.sandbox_id, PAUSE)
+                log.exception("Sandbox %s: background task failed; trying again in %g s", handle.metadata.title, PAUSE)
                 await asyncio.sleep(PAUSE)
 
     async def _wait_and_react(self) -> None:
@@ -95,6 +95,6 @@ class Supervisor:
 
         Raises FencedError or LeaseHeldError if another server took the sandbox.
         """
-        log.warning("Sandbox %s lost its lease: %s", self._handle.sandbox_id, self._handle.lease.lost.result())
+        log.warning("Sandbox %s lost its lease: %s", self._handle.metadata.title, self._handle.lease.lost.result())
         async with self._handle.lock:
             await self._handle.memory.stored.replace_lease(self._owner())

@@ -24,6 +24,7 @@ from ..errors import (
 )
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import look
+from ..sandbox.registry import Facts
 from ..sandbox.start_request import StartRequest
 from ..sandbox.user_sandboxes import Persistence
 from .kernels import Live, Notebook
@@ -197,7 +198,9 @@ class Creation:
         saved = await asyncio.to_thread(_has_saved_state, persistence, path, source.kernel_name)
         if notebook and saved:
             raise NotebookInUseError(notebook.path, "a saved kernel")
-        record = await asyncio.to_thread(_new_record, persistence, request.sandbox_id, source.kernel_name, path)
+        folder = source.record.working_folder if source.record and not path else ""
+        facts = Facts(kernel_name=source.kernel_name, notebook_path=path, folder=folder)
+        record = await asyncio.to_thread(_new_record, persistence, request.sandbox_id, facts)
         forked = False
         try:
             if source.live:
@@ -271,13 +274,13 @@ def _chosen_id(body: Mapping[str, Any]) -> str:
     return str(body.get("sandbox_id") or body.get("gcs_sandbox_id") or "")
 
 
-def _new_record(persistence: Persistence, chosen: str, kernel_name: str, notebook_path: str) -> SandboxRecord:
+def _new_record(persistence: Persistence, chosen: str, facts: Facts) -> SandboxRecord:
     """Record a new sandbox and return its record. Blocks. Raises SandboxExistsError if the chosen id is recorded."""
     if not chosen:
-        return persistence.registry.allocate(persistence.stores, kernel_name=kernel_name, notebook_path=notebook_path)
+        return persistence.registry.allocate(persistence.stores, **facts)
     if _matching_records(persistence, chosen, "", ""):
         raise SandboxExistsError(chosen, "this server's storage")
-    return persistence.registry.record(chosen, persistence.stores, kernel_name=kernel_name, notebook_path=notebook_path)
+    return persistence.registry.record(chosen, persistence.stores, **facts)
 
 
 def _matching_records(persistence: Persistence, chosen: str, path: str, kernel_name: str) -> set[UUID]:

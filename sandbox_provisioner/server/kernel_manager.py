@@ -187,7 +187,7 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
         provisioner = self.persistent(kernel_id)
         if provisioner and _culling.get() == kernel_id:
             if provisioner.can_save:
-                await self._hibernate(kernel_id, provisioner)
+                await self._hibernate(provisioner)
                 return
             provisioner.keep_state()
         await super()._async_shutdown_kernel(kernel_id, now=now, restart=restart)  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
             provisioner.keep_state()
         saveable = {name: found for name, found in persistent_kernels.items() if found.can_save}
         insist = self.hibernate_deadline / 3
-        saving = [asyncio.create_task(self._hibernate(name, found, insist)) for name, found in saveable.items()]
+        saving = [asyncio.create_task(self._hibernate(found, insist)) for found in saveable.values()]
         if saving:
             self.log.info("Saving %d kernels ...", len(saving))
             renaming = asyncio.create_task(self._follow_notebooks())
@@ -211,7 +211,7 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
             renaming.cancel()
         for kernel_id, provisioner in persistent_kernels.items():
             if not provisioner.can_save:
-                self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", kernel_id)
+                self.log.warning("Kernel %s ends unsaved: SANDBOX_CHECKPOINT_BUCKET is not set", provisioner.title)
             elif provisioner.state in AWAKE:
                 self._leave_running(kernel_id, provisioner)
         await super()._async_shutdown_all(now=now)
@@ -284,25 +284,25 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
             return False
         return is_sandboxed(spec.metadata, self.parent)
 
-    async def _hibernate(self, kernel_id: str, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
+    async def _hibernate(self, provisioner: SandboxProvisioner, insist: float | None = None) -> None:
         """Hibernate a kernel and log any failure. With ``insist`` (seconds), end an unresponsive kernel."""
         try:
             await provisioner.hibernate(insist)
         except UnresponsiveError as error:
             if insist is None:
-                self.log.error("Kernel %s was not hibernated and keeps running: %s", kernel_id, error)
+                self.log.error("Kernel %s was not hibernated and keeps running: %s", provisioner.title, error)
                 return
-            self.log.error("Kernel %s is ended without being saved: %s", kernel_id, error)
+            self.log.error("Kernel %s is ended without being saved: %s", provisioner.title, error)
             provisioner.keep_state()
             await provisioner.kill()
         except SandboxError as error:
-            self.log.error("Kernel %s was not hibernated and keeps running: %s", kernel_id, error)
+            self.log.error("Kernel %s was not hibernated and keeps running: %s", provisioner.title, error)
         except Exception:
-            self.log.exception("Kernel %s was not hibernated and keeps running", kernel_id)
+            self.log.exception("Kernel %s was not hibernated and keeps running", provisioner.title)
 
     def _leave_running(self, kernel_id: str, provisioner: SandboxProvisioner) -> None:
         """Detach from a kernel that was not saved in time. The next server saves it when it starts."""
-        self.log.error("Kernel %s was not saved in time and keeps running; the next server saves it", kernel_id)
+        self.log.error("Kernel %s was not saved in time and keeps running; the next server saves it", provisioner.title)
         self._disconnect(kernel_id)
         self.remove_kernel(kernel_id)
         provisioner.abandon()
@@ -351,9 +351,7 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
         try:
             await provisioner.follow(path)
         except Exception as error:  # the next check tries again; other kernels must not be affected
-            self.log.warning(
-                "Kernel %s: its notebook's new path %s was not stored: %s", provisioner.kernel_id, path, error
-            )
+            self.log.warning("Kernel %s: its notebook's new path %s was not stored: %s", provisioner.title, path, error)
 
     def _forget_failed_starts(self) -> None:
         """Remove failed and cancelled starts. If they stayed pending, the server could not stop."""
@@ -378,7 +376,7 @@ async def _recover(kernel_manager: SandboxKernelManager) -> None:
     try:
         for one in await bulk(work):
             state = "saved" if one.saved else f"not saved: {one.problem or 'it had ended'}"
-            log.warning("Sandbox %s, whose server was killed, was found and %s", one.sandbox_id, state)
+            log.warning("Sandbox %s, whose server was killed, was found and %s", one.title or one.sandbox_id, state)
     except SandboxError as error:
         log.warning("The search for sandboxes of killed servers failed: %s", error)
     except Exception:  # kernels of this server are not affected

@@ -19,6 +19,7 @@ from tornado.web import HTTPError
 
 from ..errors import BadRequestError, SandboxError, SandboxNotFoundError
 from ..gvisor.mounts import planted_link, within
+from ..kernel.kernel import KernelState
 from ..persistence.records import SandboxRecord
 from ..provisioner import SandboxProvisioner
 from ..sandbox.start_request import StartRequest
@@ -28,6 +29,7 @@ from .kernel_manager import sandboxed_kernels, sandboxed_names
 
 CHECK_EVERY = 0.2
 """Seconds between two checks whether a restarting kernel was ended."""
+PAUSED = "A cell is paused: it continues when the kernel receives its next message"
 MAX_NAME = 255
 """Maximum bytes of a file name."""
 
@@ -49,13 +51,17 @@ class Live:
 
     @property
     def state(self) -> str:
-        """``hibernated`` or ``running``."""
+        """``hibernated`` or ``running``; empty if its kernel has ended and will not be restarted."""
+        if self.provisioner.state == KernelState.GONE:
+            return ""
         return "hibernated" if self.provisioner.asleep else "running"
 
     @property
     def busy_reasons(self) -> list[str]:
-        """Reasons why the kernel is not idle, as sentences; empty if idle or hibernated."""
-        return [] if self.provisioner.asleep else self.provisioner.busy_reasons()
+        """Reasons why the kernel is not idle, as sentences, or that its cell is paused; empty if idle or ended."""
+        if self.provisioner.asleep:
+            return [PAUSED] if self.provisioner.activity.has_cell else []
+        return self.provisioner.busy_reasons() if self.state else []
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,14 @@ class ServerKernels:
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def live(self) -> list[Live]:
-        """Return the started sandboxed kernels, without those that have moved to another server."""
+        """Return the started sandboxed kernels, without those that have moved to another server.
+
+        An ephemeral sandbox ends with its kernel, so a kernel that has ended is left out if it is ephemeral.
+        """
         found = []
         for kernel_id, provisioner in sandboxed_kernels(self._manager).items():
+            if provisioner.state == KernelState.GONE and not provisioner.handle:
+                continue
             kernel = self._manager.get_kernel(kernel_id)
             used = kernel.last_activity.astimezone(UTC)
             created = getattr(kernel, "created", used)

@@ -78,7 +78,7 @@ def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative)
     return replace(
         stored.sandbox if stored else _ephemeral(subject),
         state=state(subject, stored),
-        busy=bool(reasons),
+        busy=bool(reasons) and state(subject, stored) == "running",
         busy_reasons=reasons,
         kernel_id=live.kernel_id if live else None,
         kernel_name=subject.kernel_name,
@@ -91,11 +91,13 @@ def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative)
 
 def state(subject: Subject, stored: StoredSandbox | None) -> str:
     """Return a sandbox's state: that of its kernel on this server, or ``standby``, or else the state in storage."""
-    if subject.live:
+    if subject.live and subject.live.state:
         return subject.live.state
     if subject.standby:
         return "standby"
     assert stored is not None
+    if subject.live and stored.sandbox.state == "running":  # the document does not tell that the kernel has ended
+        return "saved" if stored.sandbox.checkpoint else "empty"
     return stored.sandbox.state
 
 

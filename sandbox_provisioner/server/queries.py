@@ -70,7 +70,7 @@ class Inventory:
 
     async def state(self, subject: Subject) -> str:
         """Return the state of a sandbox; storage is read only if its kernel is not on this server."""
-        return models.state(subject, None if subject.live else await self.stored(subject))
+        return models.state(subject, None if subject.live and subject.live.state else await self.stored(subject))
 
     async def show(self, subject: Subject) -> Sandbox:
         """Return the model of a sandbox to send to clients."""

@@ -81,11 +81,16 @@ class Sandboxes:
         async with self._exclusive(wanted) as source, self._notebook_lock(body.get("notebook_path")):
             return await self._inventory.show(await self._creation.fork(source, body)), True
 
-    async def hibernate_sandbox(self, wanted: str) -> Sandbox:
-        """Hibernate a sandbox's kernel. Raises StateError if it is ephemeral, or neither open here nor saved."""
+    async def hibernate_sandbox(self, wanted: str, force: bool = False) -> Sandbox:
+        """Hibernate a sandbox's kernel; with ``force`` also a busy one, which continues after the next message.
+
+        Raises StateError if it is ephemeral, or neither open here nor saved; KernelBusyError.
+        """
         async with self._exclusive(wanted) as subject:
             _require_persistent(subject, "hibernate")
             if subject.live:
+                if not force:
+                    subject.live.provisioner.require_idle()
                 await subject.live.provisioner.hibernate()
             elif (state := await self._inventory.state(subject)) != "saved":
                 raise StateError(subject.id, "hibernate", _describe_state(state))
@@ -214,7 +219,8 @@ class Sandboxes:
             await asyncio.to_thread(persistence.registry.load, record.id)
         except UnknownSandboxError:
             return 0
-        with EVENT_BUS.doing(Entry(record.sandbox_id, EventKind.DELETED, kernel_name=record.kernel_name)) as work:
+        name, path = record.kernel_name, record.notebook_path
+        with EVENT_BUS.doing(Entry(record.sandbox_id, EventKind.DELETED, kernel_name=name, notebook=path)) as work:
             work.size = await asyncio.to_thread(delete, persistence, record.id, unverified)
             return work.size
 

@@ -21,6 +21,7 @@ from tornado.ioloop import IOLoop
 
 from ..errors import subclasses
 from ..events import EVENT_BUS, Entry, EventKind
+from ..kernel.kernel import KernelState
 from ..templates.warm_pool import WARM_POOL
 from .kernel_manager import sandboxed_kernels
 
@@ -108,7 +109,7 @@ class _Sandboxes(Collector):
             "jupyter_sandbox_sandboxes", "Sandboxes of this server's kernels, by state.", labels=["state"]
         )
         kernels = [kernel for manager in _attached for kernel in sandboxed_kernels(manager).values()]
-        asleep = [kernel.asleep for kernel in kernels]
+        asleep = [kernel.asleep for kernel in kernels if kernel.state != KernelState.GONE]
         family.add_metric(["running"], asleep.count(False))
         family.add_metric(["hibernated"], asleep.count(True))
         family.add_metric(["standby"], len(WARM_POOL.copies))

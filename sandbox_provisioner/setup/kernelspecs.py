@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from jupyter_core.paths import jupyter_data_dir
 from .._text import json_object
 from ..errors import SandboxError
 from ..kernel.settings import TWIN_MARK, TWIN_VERSION, own_config
+from .logo import sandbox_logo
 
 PROVISIONER = "sandbox-provisioner"
 LOCAL = ("", "local-provisioner")
 SUFFIX = "-sandbox"
 FORMAT = 2
 """The version of a twin's format. In the first version, each twin had the built-in defaults in its ``config``."""
-
-
-OWN_SETTINGS = {*DEFAULTS, "guest_transport"}
+PYTHONS_KERNEL = " (ipykernel)"
+"""Part of the name of Python's usual kernel that is left out of its twin's name."""
+OWN_SETTINGS = {"enable_checkpoint_at_idle", "idle_timeout", "guest_transport"}
 """The settings that setup itself writes; the user has written all others."""
 
 
@@ -144,8 +145,18 @@ def origins(names: Iterable[str] = ()) -> list[Kernel]:
     return wanted
 
 
-def twin_spec(origin: Kernel, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the twin's kernel.json: the original's with this provisioner, its ``config`` and the mark."""
+def twin_name(origin: Kernel, taken: Collection[str]) -> str:
+    """Return the name in menus of the twin of ``origin``, different from the names in ``taken``."""
+    full = origin.display_name
+    wanted = (f"{full.removesuffix(PYTHONS_KERNEL)} (sandbox)", f"{full} (sandbox)")
+    return next((name for name in wanted if name not in taken), f"{full} ({origin.name}{SUFFIX})")
+
+
+def twin_spec(origin: Kernel, config: Mapping[str, Any], taken: Collection[str] = ()) -> dict[str, Any]:
+    """Return the twin's kernel.json: the original's with this provisioner, its ``config`` and the mark.
+
+    ``taken`` has the names in menus of the other kernels.
+    """
     stanza = {"provisioner_name": PROVISIONER, "config": dict(config)}
     metadata = {
         **_metadata(origin.spec),
@@ -153,13 +164,13 @@ def twin_spec(origin: Kernel, config: Mapping[str, Any]) -> dict[str, Any]:
         TWIN_MARK: origin.name,
         TWIN_VERSION: FORMAT,
     }
-    return {**origin.spec, "display_name": f"{origin.display_name} (sandbox)", "metadata": metadata}
+    return {**origin.spec, "display_name": twin_name(origin, taken), "metadata": metadata}
 
 
 def without_twin(found: Iterable[Kernel]) -> list[str]:
     """Return the names of the kernels that could have a twin and have none; empty if there is no twin at all."""
     found = list(found)
-    twins = {str(_metadata(kernel.spec)[MARK]) for kernel in found if kernel.is_twin}
+    twins = {str(_metadata(kernel.spec)[TWIN_MARK]) for kernel in found if kernel.is_twin}
     return sorted({kernel.name for kernel in found if kernel.provisioner in LOCAL} - twins) if twins else []
 
 
@@ -195,7 +206,8 @@ def install_twin(origin: Kernel, folder: Path, config: Mapping[str, Any] | None 
             f"{place} exists and was not made by `jupyter sandbox setup`.",
             "It was left unchanged. Move it away, so that the sandboxed kernel can be installed there.",
         )
-    twin = Kernel(place.name, place, twin_spec(origin, {**present.config, **(config or {})}))
+    taken = {kernel.display_name for name, kernel in kernels().items() if name != place.name}
+    twin = Kernel(place.name, place, twin_spec(origin, {**present.config, **(config or {})}, taken))
     try:
         _replace(place, origin.folder, twin.spec)
     except (OSError, shutil.Error) as error:
@@ -212,6 +224,7 @@ def _replace(place: Path, resources: Path, spec: Mapping[str, Any]) -> None:
         shutil.copytree(resources, new, ignore=unwanted, ignore_dangling_symlinks=True)
         for path in (new, *new.rglob("*")):
             path.chmod(path.stat().st_mode | 0o644 | (0o111 if path.is_dir() else 0))
+        (new / "logo-svg.svg").write_text(sandbox_logo(resources), encoding="utf-8")
         (new / "kernel.json").write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
         if place.exists():
             place.rename(old)

@@ -71,7 +71,7 @@ def page(lab: str) -> Iterator[Page]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page()
         page.goto(f"{lab}lab?reset&token={TOKEN}", timeout=PATIENCE)
-        page.click('.jp-LauncherCard[title="Python 3 (ipykernel) (sandbox)"] >> nth=0', timeout=PATIENCE)
+        page.click('.jp-LauncherCard[title="Python 3 (sandbox)"] >> nth=0', timeout=PATIENCE)
         page.wait_for_selector("text=(sandbox) | Idle", timeout=PATIENCE)
         page.click(".jp-Notebook .cm-content", timeout=PATIENCE)
         yield page

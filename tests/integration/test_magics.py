@@ -42,11 +42,17 @@ def test_magic_without_arguments_prints_usage(line: str) -> None:
     assert all(f"%sandbox {word}" in run(line, dict) for word in magics.OPERATIONS)
 
 
-@pytest.mark.parametrize("line", ["nonsense", "savepoint", "savepoint a b", "rewind", "status now", "-h", "x" * 5000])
+@pytest.mark.parametrize("line", ["nonsense", "savepoint a b", "status now", "-h", "x" * 5000])
 def test_unknown_subcommand_prints_usage(line: str) -> None:
     with pytest.raises(Problem, match=r"is not a valid command\. The commands are:\n%sandbox status") as problem:
         run(line, dict)
     assert len(str(problem.value)) < 1000
+
+
+@pytest.mark.parametrize("op", ["savepoint", "rewind"])
+def test_missing_name_of_a_savepoint_is_explained(op: str) -> None:
+    with pytest.raises(Problem, match=f"^%sandbox {op} needs .*, for example: %sandbox {op} before-cleaning$"):
+        run(op, dict)
 
 
 def test_magic_without_listener_is_explained() -> None:

@@ -33,12 +33,19 @@ FENCE = re.compile(r"(?P<fence>```+)(?P<language>.*)")
 COMMENT = re.compile(r"<!-- (?P<text>.*?) -->")
 VARIABLE = re.compile(
     r"(?P<anything>\.\.\.)"
+    r"|(?P<age>just now|\b\d+ \w+ ago)"
     r"|(?P<id>\b[0-9a-f]{8}(?:[0-9a-f-]*[0-9a-f])?\b)"
     r"|(?P<number>\b\d[\d.]*(?= (?:[kMGT]?B|s)\b)|\b\d{4}[\dT:.+-]*\d|\b\d\d:\d\d[\d:.]*)"
     r"|(?P<space>\s+)"
 )
-"""Parts of a documented output that may differ: omitted text, ids, sizes, durations, dates, times and white space."""
-PATTERNS = {"anything": r".*", "id": r"[0-9a-f-]+", "number": r"\d[\dT:.+-]*", "space": r"\s+"}
+"""Parts of a documented output that may differ: omitted text, ids, sizes, ages, durations, times, white space."""
+PATTERNS = {
+    "anything": r".*",
+    "age": r"(?:just now|\d+ \w+ ago)",
+    "id": r"[0-9a-f-]+",
+    "number": r"\d[\dT:.+-]*",
+    "space": r"\s+",
+}
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Server:
 
     def open_notebook(self, kernel: str, name: str = "a.ipynb") -> tuple[int, Any]:
         """Start a session with a kernel, as JupyterLab does for a notebook."""
-        session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": kernel}}
+        session = {"path": name, "name": name.rpartition("/")[2], "type": "notebook", "kernel": {"name": kernel}}
         return self.ask("POST", "sessions", session)
 
     def stop(self) -> None:

@@ -229,12 +229,12 @@ class Notebook:
     async def hibernate(self) -> None:
         """Hibernate the kernel."""
         async with self.limits.within("hibernate", self.name):
-            await ask(self.server, "POST", f"sandboxes/{self.sandbox}/hibernate")
+            await ask(self.server, "POST", f"sandboxes/{self.sandbox}/hibernate?force=true")
 
     async def hibernate_during_a_cell(self) -> None:
         """Hibernate the kernel, and send a cell at a random moment of it."""
         async with self.limits.within("hibernate in a cell", self.name):
-            saving = asyncio.ensure_future(ask(self.server, "POST", f"sandboxes/{self.sandbox}/hibernate"))
+            saving = asyncio.ensure_future(ask(self.server, "POST", f"sandboxes/{self.sandbox}/hibernate?force=true"))
             try:
                 await asyncio.sleep(self.random.uniform(0, 0.5))
                 (reply,) = await self.send(ADD, "execute_reply")

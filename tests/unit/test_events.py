@@ -28,8 +28,8 @@ def published(bus: EventBus) -> list[Entry]:
 def test_event_is_logged_in_one_line_with_the_sandbox_id(bus: EventBus, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     bus.write(Entry("box", EventKind.HIBERNATED, seconds=0.5, size=1024))
-    bus.write(Entry("box", EventKind.HANDED_OFF))
-    assert caplog.messages == ["box hibernated in 0.500 s (1024 bytes)", "box handed off"]
+    bus.write(Entry("box", EventKind.HANDED_OFF, notebook="/home/me/work/a.ipynb"))
+    assert caplog.messages == ["box hibernated in 0.500 s (1024 bytes)", "box (work/a.ipynb) handed off"]
 
 
 def test_failure_is_logged_with_its_text_and_published_with_its_name(

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from sandbox_provisioner._text import printable
+from sandbox_provisioner._text import printable, titled
 from sandbox_provisioner.errors import RunscError, SandboxError
 from sandbox_provisioner.gvisor.runsc import clean_output
 from sandbox_provisioner.setup.progress import Progress
@@ -47,3 +47,10 @@ def test_untrusted_text_in_progress_cannot_forge_a_line() -> None:
     stream = io.StringIO()
     Progress(stream).say(f"a file \x1b[2J\n{FORGED}")
     assert stream.getvalue() == f"a file ?[2J\n  {FORGED}\n"
+
+
+def test_log_lines_name_the_notebook_in_printable_and_bounded_text() -> None:
+    assert titled("1f", "") == "1f"
+    assert titled("1f", "/home/me/work/a.ipynb") == "1f (work/a.ipynb)"
+    assert titled("1f", "/n/\x1b[2J\n.ipynb") == "1f (n/?[2J?.ipynb)"
+    assert len(titled("1f", "/n/" + "x" * 9999)) < 100

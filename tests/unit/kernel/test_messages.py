@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
-from sandbox_provisioner.kernel.messages import MAX_HEADER, MessageReader
+from sandbox_provisioner.kernel.messages import MAX_CONTENT, MAX_HEADER, MessageReader
 from sandbox_provisioner.kernel.zmtp import GREETING_SIZE, Position, encode
 
 KEY = b"the kernel's key"
@@ -119,3 +119,21 @@ def test_large_message_is_not_buffered() -> None:
 @given(st.binary(max_size=500))
 def test_any_bytes_are_read_without_error(data: bytes) -> None:
     Seen().position.follow(data)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1 << 20])
+def test_content_of_one_kind_of_message_is_reported_if_it_is_signed_and_short(cut: int) -> None:
+    session, contents = Session(key=KEY), []
+    reader = MessageReader(
+        KEY, "hmac-sha256", lambda *_: None, "comm_info_reply", lambda header, parent, content: contents.append(content)
+    )
+    position = Position(sink=reader)
+    position.follow(BEGINNING)
+    data = wire(session, "execute_reply", code="comm_info_reply")[1]
+    data += wire(Session(key=b"another"), "comm_info_reply", comms={"forged": {}})[1]
+    data += wire(session, "comm_info_reply", buffers=1, comms={"one": {}})[1]
+    data += wire(session, "comm_info_reply", comms={"x" * MAX_CONTENT: {}})[1]
+    data += wire(session, "comm_info_reply", comms={"two": {}})[1]
+    for start in range(0, len(data), cut):
+        position.follow(data[start : start + cut])
+    assert [json.loads(content) for content in contents] == [{"comms": {"one": {}}}, {"comms": {"two": {}}}]

@@ -167,6 +167,82 @@ async def test_kernel_usage_requests_do_not_wake_the_kernel(
         connection._continue_traffic()
 
 
+@pytest.mark.parametrize("cut", [1, 1 << 20])
+async def test_observing_requests_are_answered_and_not_delivered(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, cut: int
+) -> None:
+    calls: list[bool] = []
+    relay.on_call = lambda: calls.append(True)
+    async with joined(relay, tmp_path) as (end, connection):
+        watcher = await dial(ports["iopub"])
+        await watcher.send(CLIENT)
+        old = await dial(ports["control"])
+        await old.send(CLIENT)
+        await until(lambda: len(end.writers) == 2 and end.received["control"] == CLIENT)
+        for writer in end.writers:
+            writer.write(KERNEL)
+        await watcher.receive(len(KERNEL))
+        await old.receive(len(KERNEL))
+        connection.state = ConnectionState.DETACHED
+        assert relay.asleep
+        new = await dial(ports["control"])
+        await new.send(CLIENT)
+        await new.receive(len(KERNEL.replace(b"shell", b"control")))
+        for client in (old, new):
+            for _ in range(2):
+                msg_id, request = message("usage_request")
+                for start in range(0, len(request), cut):
+                    await client.send(request[start : start + cut])
+                assert b'"usage_reply"' in (answer := await frames(client, 6))[2]
+                assert msg_id.encode() in answer[3] and b'"kernel_memory": 0' in answer[5]
+                for state in (b"busy", b"idle"):
+                    news = await frames(watcher, 7)
+                    assert news[0] == b"kernel.status" and msg_id.encode() in news[4] and state in news[6]
+        forged = message("usage_request", key=b"another key")[1]
+        await new.send(forged)
+        await asyncio.sleep(0.05)
+        assert not any(one._has_request for one in relay._clients) and calls == []
+        connection.state = ConnectionState.OPEN
+        connection._continue_traffic()
+        await until(lambda: end.received["control"][len(CLIENT) :].startswith(GREETING))
+        end.writers[2].write(KERNEL)
+        await until(lambda: end.received["control"] == CLIENT + CLIENT + forged)
+
+
+async def test_comm_info_request_wakes_the_kernel_if_the_answer_is_not_known(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, connection):
+        client = await dial(ports["shell"])
+        await client.send(CLIENT)
+        await until(lambda: end.received["shell"] == CLIENT)
+        end.writers[0].write(KERNEL)
+        await client.receive(len(KERNEL))
+        msg_id, request = message("comm_info_request", target_name="a")
+        await client.send(request)
+        session = Session(key=KEY)
+        parent = {"msg_id": msg_id, "msg_type": "comm_info_request"}
+        answer = session.msg("comm_info_reply", {"comms": {"one": {"target_name": "a"}}}, parent=parent)
+        end.writers[0].write(encode(session.serialize(answer)))
+        assert b'"one"' in (await frames(client, 6))[5]
+        connection.state = ConnectionState.DETACHED
+        await client.send(message("comm_info_request", target_name="a")[1])
+        assert b'"one"' in (await frames(client, 6))[5]
+        assert not relay.called
+        await client.send(message("comm_info_request", target_name="b")[1])
+        await until(lambda: relay.called)
+
+
+async def frames(client: Any, count: int) -> list[bytes]:
+    """Receive the frames of one message."""
+    found = []
+    for _ in range(count):
+        flags, short = await client.receive(2)
+        size = short if not flags & 2 else int.from_bytes(bytes([short]) + await client.receive(7), "big")
+        found.append(await client.receive(size) if size else b"")
+    return found
+
+
 async def test_client_of_a_hibernated_kernel_gets_its_handshake(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:

@@ -76,7 +76,7 @@ def test_times_are_stored_in_utc() -> None:
     ("data", "reason"),
     [
         (b"", "Expecting value"),
-        (records.encode(RECORD)[:-20], "Unterminated"),
+        (records.encode(RECORD)[:-50], "Unterminated"),
         (b"\xff\xfe\xfa", "decode"),
         (b"[]", "not a sandbox record"),
         (b"{}", "not a sandbox record"),

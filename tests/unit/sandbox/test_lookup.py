@@ -48,7 +48,26 @@ def test_several_matches() -> None:
     assert raised.value.matching == (FIRST.id, SECOND.id)
 
 
-@pytest.mark.parametrize("wanted", ["", "-", "nonsense", "a.ipynb"])
+def test_file_name_in_any_folder() -> None:
+    assert look_up("b.ipynb", KNOWN) == SECOND
+
+
+def test_file_name_in_several_folders() -> None:
+    other = Known("7", notebook_path="/home/you/a.ipynb")
+    with pytest.raises(AmbiguousSandboxError, match=r"\(/home/me/a.ipynb\), 7 \(/home/you/a.ipynb\)\. Use the full id"):
+        look_up("a.ipynb", [*KNOWN, other])
+
+
+def test_file_in_the_working_folder_precedes_the_same_name_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.ipynb").touch()
+    with pytest.raises(UnknownSandboxError):
+        look_up("a.ipynb", KNOWN)
+
+
+@pytest.mark.parametrize("wanted", ["", "-", "nonsense", "c.ipynb", "me/a.ipynb"])
 def test_no_match(wanted: str) -> None:
     with pytest.raises(UnknownSandboxError) as raised:
         look_up(wanted, KNOWN)

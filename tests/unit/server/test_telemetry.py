@@ -279,10 +279,10 @@ def test_hibernate_and_wake_in_events_metrics_and_log(
     assert found[1]["size"] > 1_000_000
 
     lines = [line.partition("] ")[2] for line in server.log.read_text().splitlines()]
-    begins = Counter(" ".join(line.split()[:2]) for line in lines if line.startswith(found[0]["sandbox_id"]))
+    begins = Counter(" ".join(line.split()[:3]) for line in lines if line.startswith(found[0]["sandbox_id"]))
     for what in (EventKind.CREATED, EventKind.HIBERNATED, EventKind.WOKEN):
         counted = sum(event["__schema__"] == schema_id(what) for event in found)
-        assert begins[f"{found[0]['sandbox_id']} {what}"] == counted >= 1
+        assert begins[f"{found[0]['sandbox_id']} (notebooks/a.ipynb) {what}"] == counted >= 1
     assert "not to be told" not in events.read_text() + server.log.read_text()
 
 
@@ -303,4 +303,4 @@ def test_failed_hibernation_is_reported_with_reason(
     assert scrape(server)['jupyter_sandbox_sandboxes{state="running"}'] == 1
     assert server.ask("DELETE", f"sessions/{notebook.session['id']}")[0] == 204
     notebook.close()
-    assert f"{failed[0]['sandbox_id']} was not hibernated" in server.log.read_text()
+    assert f"{failed[0]['sandbox_id']} (notebooks/a.ipynb) was not hibernated" in server.log.read_text()

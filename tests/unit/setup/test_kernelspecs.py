@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
@@ -112,7 +114,8 @@ def test_refresh_keeps_the_users_settings(folder: Path) -> None:
     (place / "old.png").rename(place / "new.png")
     (place / "kernel.json").write_text(json.dumps({**SPEC, "display_name": "Newer"}))
     install("some", folder)
-    assert sorted(path.name for path in (folder / "some-sandbox").iterdir()) == ["kernel.json", "new.png"]
+    files = sorted(path.name for path in (folder / "some-sandbox").iterdir())
+    assert files == ["kernel.json", "logo-svg.svg", "new.png"]
     refreshed = read(folder / "some-sandbox")
     assert refreshed["display_name"] == "Newer (sandbox)"
     assert refreshed["metadata"]["kernel_provisioner"]["config"] == {"network": "host"}
@@ -201,8 +204,37 @@ def test_twin_of_built_in_python_kernel(folder: Path) -> None:
     twin = install("python3", folder)
     argv = twin.spec["argv"]
     assert argv[1:3] == ["-m", "ipykernel_launcher"]
-    assert twin.display_name == "Python 3 (ipykernel) (sandbox)"
+    assert twin.display_name == "Python 3 (sandbox)"
     assert (folder / "python3-sandbox" / "logo-64x64.png").is_file()
+
+
+def test_names_in_menus_are_different(folder: Path) -> None:
+    for name in ("one", "three", "two"):
+        add(folder, name, display_name="Some (ipykernel)")
+    names = ["Some (sandbox)", "Some (ipykernel) (sandbox)", "Some (ipykernel) (two-sandbox)"]
+    for _ in range(2):
+        assert [install(name, folder).display_name for name in ("one", "three", "two")] == names
+
+
+def test_refresh_shortens_the_name_of_an_older_twin(folder: Path) -> None:
+    add(folder, "some", display_name="Some (ipykernel)")
+    twin = install("some", folder)
+    (twin.folder / "kernel.json").write_text(json.dumps({**twin.spec, "display_name": "Some (ipykernel) (sandbox)"}))
+    install("some", folder)
+    assert read(twin.folder)["display_name"] == "Some (sandbox)"
+
+
+@pytest.mark.parametrize("logo", ["logo-svg.svg", "logo-64x64.png", ""])
+def test_logo_shows_a_shield_on_the_original(folder: Path, logo: str) -> None:
+    place = add(folder, "some")
+    if logo:
+        (place / logo).write_bytes(b"<svg/>")
+    for _ in range(2):  # a refresh draws one shield, not two
+        picture = ElementTree.parse(install("some", folder).folder / "logo-svg.svg").getroot()
+        embedded = [
+            image.get("href", "").partition(",")[2] for image in picture.iter("{http://www.w3.org/2000/svg}image")
+        ]
+        assert [b64decode(image) for image in embedded] == ([b"<svg/>"] if logo else [])
 
 
 def test_unknown_kernel_is_an_error_that_lists_known_kernels(folder: Path) -> None:
