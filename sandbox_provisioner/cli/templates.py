@@ -116,5 +116,5 @@ def _print(found: list[Template]) -> None:
 
 
 def _as_json(template: Template) -> dict[str, object]:
-    fields = {name: value for name, value in asdict(template).items() if name not in ("marks", "image")}
+    fields = {name: value for name, value in asdict(template).items() if name not in ("marks", "folders", "image")}
     return {**fields, "current": not template.changed}

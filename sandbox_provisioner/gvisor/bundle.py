@@ -50,7 +50,8 @@ class BundleSpec:
     A sandbox that ``outlives`` its server keeps running when the server is killed, so that another process can
     checkpoint it. ``carried`` is the kernel's folder in a template or a copy of one. A template cannot contain the path
     of a later kernel's folder, so the folder is mounted at the fixed path CARRIED. When a copy is activated, PID 1
-    binds it to its destination, and receives ``outlives``.
+    binds it to its destination, and receives ``outlives``. ``inner`` are the parts of the carried folder that are
+    hidden from the kernel or read-only: see ``carried.py``.
     """
 
     python: str
@@ -61,6 +62,7 @@ class BundleSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     outlives: bool = False
     carried: Mount | None = None
+    inner: tuple[Mount, ...] = ()
 
 
 def parse_mount(text: str) -> Mount:
@@ -164,9 +166,9 @@ def _unordered(spec: BundleSpec) -> list[Mount]:
     return [*system_mounts(), *private, *spec.mounts, *carried]
 
 
-def visible_mounts(spec: BundleSpec) -> list[Mount]:
-    """Return every mount as processes in the sandbox see it: the carried folder also at its own destination."""
-    return [*all_mounts(spec), *([spec.carried] if spec.carried else [])]
+def carried_mounts(spec: BundleSpec) -> list[Mount]:
+    """Return the carried folder, if any, and the mounts in it, as processes in the sandbox see them."""
+    return [spec.carried, *spec.inner] if spec.carried else []
 
 
 def config(spec: BundleSpec) -> dict[str, Any]:

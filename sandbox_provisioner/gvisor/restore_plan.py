@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .._text import printable
-from .bundle import BundleSpec, Mount, innermost, requested_mounts
+from .bundle import BundleSpec, Mount, carried_mounts, innermost, requested_mounts
+from .carried import covered
 from .mounts import within
 
 
@@ -21,7 +22,7 @@ class Grant:
     """The mounts, network and platform that the present configuration and start request allow a sandbox.
 
     ``spec``, which mounts the kernel's ``folder``, is for a sandbox that was started without a template. ``carrying``,
-    with the folder as ``BundleSpec.carried``, is for a copy of a template; None if files in the folder are protected.
+    with the folder as ``BundleSpec.carried``, is for a copy of a template; None if no copy can have these mounts.
     """
 
     spec: BundleSpec
@@ -36,7 +37,7 @@ class Grant:
         """Return a grant of exactly the mounts in ``spec``, which must come from a trusted source."""
         if spec.carried is None:
             return cls(spec, platform)
-        shown = replace(spec, carried=None, mounts=(*spec.mounts, spec.carried))
+        shown = replace(spec, carried=None, inner=(), mounts=(*spec.mounts, *carried_mounts(spec)))
         return cls(shown, platform, spec.carried, spec)
 
 
@@ -52,44 +53,65 @@ def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, li
         problem = f"its folder {place} cannot be mounted: " + (
             "this start gives the kernel no folder (see the setting working_folder)"
             if grant.folder is None
-            else f"{grant.folder.source} now contains files that must be protected from the kernel"
+            else f"{grant.folder.source} now contains mounts that a kernel started from a template cannot have"
         )
         return grant.spec, [problem]
     given = _at_saved_folder(given, saved, cwd, grant.folder)
     inside = replace(given, python=saved.python, home=saved.home, environment=saved.environment)
-    mounts, reasons = _match(requested_mounts(saved), requested_mounts(inside), cwd)
+    mounts, reasons = _match(_seen(saved), _seen(inside), covered(inside), cwd)
     if saved.network != given.network:
         reasons.append(
             f"it was saved with network={_shown(saved.network)}, and the setting network is {given.network!r} now"
         )
-    spec = replace(inside, mounts=tuple(mounts.values()))
+    own, inner = (
+        tuple(mounts[each.destination] for each in part if each.destination in mounts)
+        for part in (requested_mounts(saved), saved.inner)
+    )
+    spec = replace(inside, mounts=own, inner=inner)
     if not reasons:
         now = {mount.destination for mount in requested_mounts(spec)}
         reasons += [
             f"{_shown(place)} was a separate mount when the kernel was saved, and is now part of another mount"
-            for place in sorted({*mounts} - now)
+            for place in sorted({mount.destination for mount in own} - now)
         ]
     return spec, reasons
+
+
+def _seen(spec: BundleSpec) -> list[Mount]:
+    """Return the requested mounts, and the carried folder and its parts as the kernel sees them."""
+    return [*requested_mounts(spec), *carried_mounts(spec)]
 
 
 def _at_saved_folder(given: BundleSpec, saved: BundleSpec, cwd: object, folder: Mount | None) -> BundleSpec:
     """Return ``given`` with the present folder, and the mounts in it, moved to the saved kernel's folder."""
     if given.carried and saved.carried:
-        return replace(given, carried=given.carried._replace(destination=saved.carried.destination))
+        place, before = saved.carried.destination, given.carried.destination
+        carried = given.carried._replace(destination=place)
+        mounts, inner = (_moved(each, before, place) for each in (given.mounts, given.inner))
+        return replace(given, carried=carried, mounts=mounts, inner=inner)
     places = [mount.destination for mount in saved.mounts if mount.source and mount.writable]
     if folder is None or not isinstance(cwd, str) or cwd not in places or cwd == folder.destination:
         return given
-    moved = [
-        mount._replace(destination=cwd + mount.destination[len(folder.destination) :])
-        if within(mount.destination, folder.destination)
+    return replace(given, mounts=_moved(given.mounts, folder.destination, cwd))
+
+
+def _moved(mounts: Iterable[Mount], before: str, now: str) -> tuple[Mount, ...]:
+    """Return the mounts, with the destinations of those in the folder ``before`` moved to the folder ``now``."""
+    return tuple(
+        mount._replace(destination=now + mount.destination[len(before) :])
+        if within(mount.destination, before)
         else mount
-        for mount in given.mounts
-    ]
-    return replace(given, mounts=tuple(moved))
+        for mount in mounts
+    )
 
 
-def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple[dict[str, Mount], list[str]]:
-    """Return a mount from ``given`` for each saved destination, and the reasons why a restore is not allowed."""
+def _match(
+    saved: Iterable[Mount], given: Iterable[Mount], unseen: Iterable[Mount], cwd: object
+) -> tuple[dict[str, Mount], list[str]]:
+    """Return a mount from ``given`` for each saved destination, and the reasons why a restore is not allowed.
+
+    The mounts in ``unseen`` protect nothing, because the carried folder covers them.
+    """
     allowed = {mount.destination: mount for mount in given}
     found: dict[str, Mount] = {}
     reasons = []
@@ -113,7 +135,7 @@ def _match(saved: Iterable[Mount], given: Iterable[Mount], cwd: object) -> tuple
     reasons += [
         f"{_shown(place)} must now be protected from the kernel, but was not protected when the kernel was saved"
         for place, mount in allowed.items()
-        if place not in found and _protects(mount, innermost(place, found.values()))
+        if place not in found and mount not in unseen and _protects(mount, innermost(place, found.values()))
     ]
     return found, reasons
 

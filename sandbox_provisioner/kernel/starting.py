@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import GuestError
 from ..guest.capabilities import CARRIED
 from ..gvisor.bundle import Mount
+from ..gvisor.carried import parts
 from ..gvisor.mounts import identity, replaced_error
 from ..gvisor.sandbox import GVisorSandbox
 from ..mux.activation import activate
@@ -78,6 +79,7 @@ async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
         sandbox.connection,
         settings,
         folder=folder.destination,
+        parts=await control(parts, sandbox.spec),
         files=start.files,
         expect=await control(identity, folder._replace(destination=CARRIED), *start.watched),
         outlive=sandbox.spec.outlives,

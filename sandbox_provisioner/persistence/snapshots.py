@@ -27,7 +27,8 @@ from ..errors import (
     SnapshotError,
     SnapshotNotFoundError,
 )
-from ..gvisor.bundle import BundleSpec, visible_mounts
+from ..gvisor.bundle import BundleSpec
+from ..gvisor.carried import visible_mounts
 from ..gvisor.guest_tool import GuestTool
 from ..gvisor.sandbox import GVisorSandbox
 from ..storage.base import NEW, Advance, ObjectStore

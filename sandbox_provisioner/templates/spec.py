@@ -29,7 +29,7 @@ from ..persistence import decoding, metadata
 from ..persistence.compatibility import cpu_features
 from .store import mark
 
-FORMAT = 1
+FORMAT = 2
 FROZEN = {
     "LANG", "LANGUAGE", "TZ", "HOME", "USER", "LOGNAME", "TMPDIR", "JPY_PARENT_PID", "IPYTHONDIR", "MPLBACKEND",
     "MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME",
@@ -99,17 +99,6 @@ class Recipe:
 def frozen_part(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables in ``env`` that a template is built with."""
     return {name: value for name, value in env.items() if name in FROZEN or name.startswith(FROZEN_PREFIXES)}
-
-
-def suits(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> bool:
-    """Return True if ``spec`` is ``bare``, the template's spec, plus ``folder``, and no other mount lies in ``folder``.
-
-    A copy gets its folder after the restore, so the folder would hide such mounts, for example those that protect
-    files in it from the kernel.
-    """
-    mounts, without = {*all_mounts(spec)} - {folder}, {*all_mounts(bare)}
-    inside = any(within(mount.destination, folder.destination) for mount in without)
-    return mounts == without and not inside
 
 
 def recipe(

@@ -103,13 +103,48 @@ def test_folder_of_a_template_copy_comes_from_the_grant(tmp_path: Path) -> None:
     assert sources(spec)[CARRIED] == (str(tmp_path), True)
 
 
-def test_template_copy_is_refused_a_folder_that_needs_protection(tmp_path: Path) -> None:
+def test_template_copy_is_refused_a_folder_with_other_mounts(tmp_path: Path) -> None:
     folder = Mount(str(tmp_path), str(tmp_path), True)
     saved = replace(BASE, carried=Mount("/root", "/old", True))
     _, reasons = derive(saved, "/old", Grant(with_mounts(folder), "systrap", folder, None))
-    assert "/old cannot be mounted" in reasons[0] and "must be protected" in reasons[0]
+    assert "/old cannot be mounted" in reasons[0] and "now contains mounts" in reasons[0]
     _, reasons = derive(saved, "/old", Grant(BASE))
     assert "working_folder" in reasons[0]
+
+
+def project_copy(folder: Path, place: str) -> BundleSpec:
+    """Return a template's copy with an environment and a protected folder, in a project folder shown at ``place``."""
+    environment = Mount(f"{folder}/.venv", f"{place}/.venv")
+    inner = (environment, Mount(f"{folder}/.git/hooks", f"{place}/.git/hooks"))
+    return replace(BASE, mounts=(environment,), carried=Mount(str(folder), place, True), inner=inner)
+
+
+def test_parts_of_a_template_copy_come_from_the_grant(tmp_path: Path) -> None:
+    for name in (".venv", ".git/hooks"):
+        (tmp_path / name).mkdir(parents=True)
+    now = project_copy(tmp_path, str(tmp_path))
+    for place in (str(tmp_path), "/old"):
+        spec, reasons = derive(project_copy(Path("/root"), place), place, Grant.of(now, "systrap"))
+        assert reasons == []
+        assert (spec.carried, spec.inner) == (Mount(str(tmp_path), place, True), project_copy(tmp_path, place).inner)
+        assert sources(spec)[f"{place}/.venv"] == (f"{tmp_path}/.venv", False)
+        assert place not in sources(spec) and f"{place}/.git/hooks" not in sources(spec)
+
+
+def test_template_copy_without_a_needed_protection_is_refused(tmp_path: Path) -> None:
+    now = project_copy(tmp_path, "/w")
+    saved = replace(now, inner=now.inner[:1])
+    _, reasons = derive(saved, "/w", Grant.of(now, "systrap"))
+    assert reasons == [
+        "/w/.git/hooks must now be protected from the kernel, but was not protected when the kernel was saved"
+    ]
+
+
+def test_mount_that_the_folder_covers_needs_no_protection(tmp_path: Path) -> None:
+    saved = replace(BASE, carried=Mount(str(tmp_path), "/w", True))
+    now = replace(saved, mounts=(Mount(f"{tmp_path}/src", "/w/src"),))
+    spec, reasons = derive(saved, "/w", Grant(BASE, folder=saved.carried, carrying=now))
+    assert (spec.mounts, reasons) == (derive(saved, "/w", Grant.of(saved, "systrap"))[0].mounts, [])
 
 
 def test_grant_of_a_spec_restores_that_spec(tmp_path: Path) -> None:
