@@ -17,8 +17,6 @@ from .. import config
 from ..errors import ConfigurationError
 from ..gvisor.bundle import parse_mount
 from ..gvisor.reserved_dirs import reserved_folders
-from ..kernel.folders import list_file, protected_file, recall, remember
-from ..provisioner import SandboxProvisioner
 from .beneath import Beneath
 from .file_functions import guard
 from .links import Area, LinkRules
@@ -96,6 +94,8 @@ class GuardedContents(LoggingConfigurable):
     def _areas(self) -> Iterator[Area]:
         for target in self.allowed_link_targets:
             yield Area(os.path.realpath(target))
+        from ..provisioner import SandboxProvisioner  # not at the server's start, which it would make longer
+
         for text in SandboxProvisioner(config=self.config).mounts:
             try:
                 mount = parse_mount(text)
@@ -121,14 +121,20 @@ class _BoundedReader:
 
 def _shared() -> Iterable[str]:
     """Return the folders that sandboxes can write to."""
+    from ..kernel.folders import list_file, recall
+
     return recall(list_file())
 
 
 def _share(folders: Iterable[str]) -> None:
     """Remember folders with links that a sandbox may have made."""
+    from ..kernel.folders import list_file, remember
+
     remember(folders, list_file())
 
 
 def _protected() -> list[str]:
     """Return the folders that the server and kernels load code or settings from; sandboxes see them as read-only."""
+    from ..kernel.folders import protected_file, recall
+
     return [sys.prefix, *jupyter_path(), *jupyter_config_path(), *recall(protected_file())]

@@ -12,7 +12,8 @@ import os
 import resource
 import sys
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from jupyter_server.serverapp import ServerApp
 
@@ -26,9 +27,10 @@ from .exporters import guard_exporters
 from .handlers import handlers
 from .kernel_manager import SandboxKernelManager
 from .kernel_websocket import SandboxWebsocketConnection
-from .kernels import ServerKernels
 from .plain_kernels import PlainKernelGuard
-from .service import Sandboxes
+
+if TYPE_CHECKING:
+    from .service import Sandboxes
 
 FORMATTER = logging.Formatter()
 FILES = 1 << 16
@@ -132,15 +134,23 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
             "of Jupyter Server's own contents managers.",
             type(manager).__name__,
         )
-    kernels = ServerKernels(
-        serverapp.kernel_manager, serverapp.session_manager, serverapp.contents_manager, serverapp.root_dir
-    )
     guard = PlainKernelGuard(parent=serverapp)
     if not serverapp.gateway_config.gateway_enabled:  # a gateway's kernels do not run on this machine
         guard.attach()
         replaced = jupyter_handlers.handlers(serverapp.base_url, guard)
         serverapp.web_app.add_handlers(".*$", replaced)  # type: ignore[no-untyped-call]
-    configured = serverapp.config.SandboxProvisioner
-    sandboxes = Sandboxes(kernels, str(configured.get("storage_dir", "")), str(configured.get("runsc", "")))
-    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard))  # type: ignore[no-untyped-call]
+    service = cache(lambda: _service(serverapp))
+    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, service, guard))  # type: ignore[no-untyped-call]
     telemetry.attach(serverapp, serverapp.kernel_manager)
+
+
+def _service(serverapp: ServerApp) -> Sandboxes:
+    """Return the operations of the REST API. Called at the first request, because it imports most of this package."""
+    from .kernels import ServerKernels
+    from .service import Sandboxes
+
+    kernels = ServerKernels(
+        serverapp.kernel_manager, serverapp.session_manager, serverapp.contents_manager, serverapp.root_dir
+    )
+    configured = serverapp.config.SandboxProvisioner
+    return Sandboxes(kernels, str(configured.get("storage_dir", "")), str(configured.get("runsc", "")))

@@ -21,7 +21,6 @@ from tornado.ioloop import IOLoop
 
 from ..errors import subclasses
 from ..events import EVENT_BUS, Entry, EventKind
-from ..templates.warm_pool import WARM_POOL
 from .kernel_manager import sandboxed_kernels
 
 EVENTS = (EventKind.CREATED, EventKind.HIBERNATED, EventKind.WOKEN, EventKind.HANDED_OFF, EventKind.FAILED)
@@ -104,6 +103,8 @@ class _Sandboxes(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges. Called by prometheus_client for each scrape."""
+        from ..templates.warm_pool import WARM_POOL
+
         family = GaugeMetricFamily(
             "jupyter_sandbox_sandboxes", "Sandboxes of this server's kernels, by state.", labels=["state"]
         )

@@ -55,9 +55,7 @@ def test_copy_uses_the_environment_in_its_folder_before_and_after_a_wake(
         notebook.hibernate()
         assert notebook.run("psutil.Process().pid == __import__('os').getpid()") == "True"
         assert notebook.run("str(markupsafe.escape('<'))") == "'&lt;'"
-    assert notebook.run("import yaml; yaml.CSafeLoader.__name__, yaml.__file__").startswith(
-        f"('CSafeLoader', '{prefix}"
-    )
+    assert notebook.run("import yaml; yaml.CSafeLoader and yaml.__file__").startswith(f"'{prefix}")
     assert notebook.run(f"import os; os.access({str(prefix)!r}, os.W_OK)") == "False"
     assert notebook.run("open('made', 'w').write('inside')") == "6"
     assert (notebook_folder / "made").read_text() == "inside"
