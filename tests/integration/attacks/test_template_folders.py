@@ -57,7 +57,8 @@ def swap(path, other):
     return libc.renameat2(-100, path.encode(), -100, other.encode(), 2) == 0
 open("own", "w").close()
 os.makedirs("own-folder", exist_ok=True)
-for top in (os.getcwd(), CARRIED, "/proc/1/root" + os.getcwd(), "/proc/self/cwd"):
+tops = [os.getcwd(), CARRIED, "/proc/self/cwd", "/proc/1/root" + os.getcwd()]
+for top in filter(os.path.isdir, tops):
     for folder in FOLDERS:
         path = f"{top}/{folder}"
         for name in [path, *(os.path.join(path, entry) for entry in os.listdir(path))]:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.runsc, pytest.mark.templates, pytest.mark.user]
 Sandboxed = Callable[..., str]
 Start = Callable[..., Any]
 COMPILED = ("psutil", "markupsafe", "yaml", "_yaml")
-"""Packages with compiled modules in the folder's environment. The template loads psutil."""
+"""Packages with compiled modules in the folder's environment. Some templates preload psutil."""
 
 
 def environment(prefix: Path) -> Path:
@@ -46,7 +46,7 @@ def test_copy_uses_the_environment_in_its_folder_before_and_after_a_wake(
     open_notebook: Open, notebook_folder: Path, place: str
 ) -> None:
     prefix = notebook_folder / place
-    notebook = open_notebook(spec=kernelspec(environment(prefix)))
+    notebook = open_notebook(spec=kernelspec(environment(prefix)), preload=["psutil"])
     assert is_copy(notebook.km)
     assert notebook.run("import sys; sys.prefix") == repr(str(prefix))
     assert notebook.run("import psutil; psutil.__file__").startswith(f"'{prefix}")
@@ -89,7 +89,7 @@ def test_reopened_copy_finds_its_environment(open_notebook: Open, notebook_folde
 def test_unrelated_package_keeps_the_template(
     sandboxed: Sandboxed, notebook_folder: Path, shelf: TemplateShelf
 ) -> None:
-    name = sandboxed(spec=kernelspec(environment(notebook_folder / ".venv")))
+    name = sandboxed(spec=kernelspec(environment(notebook_folder / ".venv")), preload=["psutil"])
     (site,) = (notebook_folder / ".venv").glob("lib/python3*/site-packages")
     before = shelf.get(name)
     (site / "unrelated").mkdir()
