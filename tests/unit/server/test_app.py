@@ -108,3 +108,30 @@ def test_language_servers_are_not_detected_in_shared_folder(monkeypatch: pytest.
     option = "--LanguageServerManager.virtual_documents_dir=/chosen"
     config = started_server(monkeypatch, tmp_path / "notebooks", option).config.LanguageServerManager
     assert config.virtual_documents_dir == "/chosen"
+
+
+LATER = (
+    "provisioner",
+    "sandbox.manager",
+    "kernel.kernel",
+    "persistence.snapshots",
+    "templates.warm_pool",
+    "server.service",
+)
+
+
+def test_server_starts_without_the_code_of_kernels(tmp_path: Path) -> None:
+    places = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}
+    options = ["--allow-root", "--port=0", f"--ServerApp.root_dir={tmp_path}"]
+    program = f"""
+import sys
+from jupyter_server.serverapp import ServerApp
+app = ServerApp()
+app.initialize({options}, new_httpserver=False)
+print(type(app.kernel_manager).__name__)
+print([name for name in {LATER} if "sandbox_provisioner." + name in sys.modules])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **places}, capture_output=True, text=True
+    )
+    assert ended.stdout.splitlines() == ["SandboxKernelManager", "[]"], ended.stderr
