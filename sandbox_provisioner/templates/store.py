@@ -34,7 +34,8 @@ POLL = 0.1
 EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 Mark = list[int]
-"""Values that show if a file has changed: device, inode, size, mtime and ctime; for a folder device, inode, mtime."""
+"""Values that show if a file has changed: device, inode, size, mtime, number of hard links, and ctime; for a folder
+device, inode and mtime."""
 
 
 class FolderMark(NamedTuple):
@@ -92,7 +93,7 @@ class Template:
     @property
     def changed(self) -> str:
         """Path of the first file or folder that has changed; empty if none has. Blocks for some milliseconds."""
-        files = (path for path, before in self.marks.items() if mark(path) != before)
+        files = (path for path, before in self.marks.items() if not _same(before, mark(path)))
         folders = (path for path, before in self.folders.items() if before.changed(path))
         return next(chain(files, folders), "")
 
@@ -110,7 +111,15 @@ def mark(path: str) -> Mark | None:
         return None
     if stat.S_ISDIR(found.st_mode):
         return [found.st_dev, found.st_ino, found.st_mtime_ns]
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_nlink, found.st_ctime_ns]
+
+
+def _same(before: Mark, found: Mark | None) -> bool:
+    """Return True if a file has not changed. A new ctime is ignored if the number of hard links explains it.
+
+    uv installs a package into several environments as hard links to one file.
+    """
+    return found is not None and (found == before or (found[:4] == before[:4] and found[4:5] != before[4:5]))
 
 
 class TemplateShelf:

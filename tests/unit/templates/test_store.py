@@ -54,6 +54,7 @@ NOTICED: dict[str, Callable[[Path], object]] = {
 IGNORED: dict[str, Callable[[Path], object]] = {
     "another package": lambda site: (site / "unrelated").mkdir(),
     "another package's description": lambda site: (site / "used-2.0.dist-info").mkdir(),
+    "a hard link to a loaded file": lambda site: os.link(site / "used.py", site.parent / "in-another-environment.py"),
     "a newer time": lambda site: os.utime(site, (9, 9)),
 }
 
