@@ -5,8 +5,10 @@ cannot move a mount. So the folder is mounted at a fixed path, and later bound t
 in the sandbox has a capability, as in a sandbox that was not made from a template.
 
 Parts of the folder may be protected from the kernel. They get mounts of their own before the folder is bound, so that
-the kernel's path never shows them without protection. Other sandboxes may write to the folder meanwhile. So each part
-is opened without following links, compared with its change time on the host, and mounted through its descriptor.
+the kernel's path never shows them without protection. A read-only part comes from a second mount of the folder, which
+is read-only on the host too: gVisor does not check extended attributes when it only remounts a part. Other sandboxes
+may write to the folder meanwhile. So each part is opened without following links, compared with its change time on the
+host, and mounted through its descriptor.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from contextlib import contextmanager
 
 CARRIED = "/.sandbox-folder"
 """The fixed path at which a template mounts the notebook's folder."""
+CARRIED_READ_ONLY = "/.sandbox-folder-read-only"
+"""The fixed path at which a template mounts the folder a second time. In a copy, an empty folder covers it."""
 READ_ONLY, WRITABLE, EMPTY, MOUNTED = "read-only", "writable", "empty", "mounted"
 """Kinds of a part of the folder: mounted on itself, covered by an empty folder, or covered by the template's own mount
 of the same path, whose files the kernel already uses."""
-MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC = 0x1, 0x20, 0x1000, 0x4000
+MS_RDONLY, MS_BIND, MS_REC = 0x1, 0x1000, 0x4000
 PR_CAPBSET_DROP = 24
 CAPSET_VERSION_3 = 0x20080522
 
@@ -39,20 +43,18 @@ def show_folder(target: str, parts: list[tuple[str, str, int]]) -> None:
             pass
     for path, kind, changed in parts:
         _protect(path, kind, changed, os.path.join(target, path))
+    _mount("tmpfs", CARRIED_READ_ONLY, MS_RDONLY, "tmpfs", "mode=0700")
     os.makedirs(target, exist_ok=True)
     _mount(CARRIED, target, MS_BIND | MS_REC)
 
 
 def _protect(path: str, kind: str, changed: int, shown: str) -> None:
     """Mount a part of the carried folder. ``shown`` is its path in the sandbox."""
-    with _opened(path, changed) as part:
+    with _opened(path, changed) as part, _opened(path, changed, CARRIED_READ_ONLY) as same_part:
         if kind == EMPTY:
             _mount("tmpfs", part, 0, "tmpfs", "mode=0700")
         else:
-            _mount(shown if kind == MOUNTED else part, part, MS_BIND)
-    if kind == READ_ONLY:
-        with _opened(path, changed) as part:
-            _mount("", part, MS_REMOUNT | MS_BIND | MS_RDONLY)
+            _mount({MOUNTED: shown, READ_ONLY: same_part, WRITABLE: part}[kind], part, MS_BIND)
     if kind in (READ_ONLY, MOUNTED):
         with _opened(path, changed) as part:
             if not os.statvfs(part).f_flag & os.ST_RDONLY:
@@ -60,13 +62,13 @@ def _protect(path: str, kind: str, changed: int, shown: str) -> None:
 
 
 @contextmanager
-def _opened(path: str, changed: int) -> Iterator[str]:
+def _opened(path: str, changed: int, folder: str = CARRIED) -> Iterator[str]:
     """Open a part of the carried folder without following links, and yield a path that leads to exactly this part.
 
     Raises OSError with ESTALE if it is a link, is missing, or does not have the st_ctime_ns ``changed``.
     """
     stale = OSError(errno.ESTALE, "a protected part of the folder was replaced", path)
-    place = os.open(CARRIED, os.O_PATH | os.O_CLOEXEC)
+    place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
         for name in path.split("/"):
             try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError
-from ..guest.capabilities import CARRIED
+from ..guest.capabilities import CARRIED, CARRIED_READ_ONLY
 
 GUEST = Path(__file__).parents[1] / "guest"
 GUEST_INSIDE = "/.sandbox"
@@ -51,7 +51,8 @@ class BundleSpec:
     checkpoint it. ``carried`` is the kernel's folder in a template or a copy of one. A template cannot contain the path
     of a later kernel's folder, so the folder is mounted at the fixed path CARRIED. When a copy is activated, PID 1
     binds it to its destination, and receives ``outlives``. ``inner`` are the parts of the carried folder that are
-    hidden from the kernel or read-only: see ``carried.py``.
+    hidden from the kernel or read-only: see ``carried.py``. It is None in sandboxes of earlier versions, which do not
+    mount the folder a second time, at CARRIED_READ_ONLY.
     """
 
     python: str
@@ -62,7 +63,7 @@ class BundleSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     outlives: bool = False
     carried: Mount | None = None
-    inner: tuple[Mount, ...] = ()
+    inner: tuple[Mount, ...] | None = None
 
 
 def parse_mount(text: str) -> Mount:
@@ -163,12 +164,14 @@ def requested_mounts(spec: BundleSpec) -> list[Mount]:
 def _unordered(spec: BundleSpec) -> list[Mount]:
     private = [Mount("", place, True) for place in ("/tmp", spec.home, "/run", "/dev/shm")]
     carried = [spec.carried._replace(destination=CARRIED)] if spec.carried else []
+    if spec.carried and spec.inner is not None:
+        carried.append(Mount(spec.carried.source, CARRIED_READ_ONLY))
     return [*system_mounts(), *private, *spec.mounts, *carried]
 
 
 def carried_mounts(spec: BundleSpec) -> list[Mount]:
     """Return the carried folder, if any, and the mounts in it, as processes in the sandbox see them."""
-    return [spec.carried, *spec.inner] if spec.carried else []
+    return [spec.carried, *(spec.inner or ())] if spec.carried else []
 
 
 def config(spec: BundleSpec) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def covered(spec: BundleSpec) -> list[Mount]:
 
     An example is the source of a package, in the folder, that is installed editable in the environment.
     """
-    folder, shown = spec.carried, {mount.destination for mount in spec.inner}
+    folder, shown = spec.carried, {mount.destination for mount in carried_mounts(spec)}
     return [mount for mount in all_mounts(spec) if folder and _inside(mount, folder) and mount.destination not in shown]
 
 
@@ -66,7 +66,7 @@ def parts(spec: BundleSpec) -> list[Part]:
             _kind(mount, mounted),
             change_time(mount._replace(source=_source(mount, folder))),
         )
-        for mount in arrange([folder, *spec.inner])
+        for mount in arrange(carried_mounts(spec))
         if mount != folder
     ]
 

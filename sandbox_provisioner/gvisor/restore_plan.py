@@ -37,7 +37,7 @@ class Grant:
         """Return a grant of exactly the mounts in ``spec``, which must come from a trusted source."""
         if spec.carried is None:
             return cls(spec, platform)
-        shown = replace(spec, carried=None, inner=(), mounts=(*spec.mounts, *carried_mounts(spec)))
+        shown = replace(spec, carried=None, inner=None, mounts=(*spec.mounts, *carried_mounts(spec)))
         return cls(shown, platform, spec.carried, spec)
 
 
@@ -65,9 +65,9 @@ def derive(saved: BundleSpec, cwd: object, grant: Grant) -> tuple[BundleSpec, li
         )
     own, inner = (
         tuple(mounts[each.destination] for each in part if each.destination in mounts)
-        for part in (requested_mounts(saved), saved.inner)
+        for part in (requested_mounts(saved), saved.inner or ())
     )
-    spec = replace(inside, mounts=own, inner=inner)
+    spec = replace(inside, mounts=own, inner=None if saved.inner is None else inner)
     if not reasons:
         now = {mount.destination for mount in requested_mounts(spec)}
         reasons += [
@@ -87,7 +87,7 @@ def _at_saved_folder(given: BundleSpec, saved: BundleSpec, cwd: object, folder: 
     if given.carried and saved.carried:
         place, before = saved.carried.destination, given.carried.destination
         carried = given.carried._replace(destination=place)
-        mounts, inner = (_moved(each, before, place) for each in (given.mounts, given.inner))
+        mounts, inner = (_moved(each or (), before, place) for each in (given.mounts, given.inner))
         return replace(given, carried=carried, mounts=mounts, inner=inner)
     places = [mount.destination for mount in saved.mounts if mount.source and mount.writable]
     if folder is None or not isinstance(cwd, str) or cwd not in places or cwd == folder.destination:

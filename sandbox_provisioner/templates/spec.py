@@ -120,7 +120,9 @@ def recipe(
         argv=tuple(part.replace(start.connection_file, CONNECTION_FILE) for part in start.argv),
         env=frozen_part(start.env) | {"PATH": os.defpath},
         connection={name: value for name, value in connection.items() if name in _PUBLIC} | {"key": ""},
-        spec=replace(bare, carried=Mount("", CARRIED, True), environment={"PATH": os.defpath, "HOME": bare.home}),
+        spec=replace(
+            bare, carried=Mount("", CARRIED, True), inner=(), environment={"PATH": os.defpath, "HOME": bare.home}
+        ),
         platform=platform,
         runsc=runsc,
         preload=preload,
