@@ -64,7 +64,7 @@ def call_system(count):
 WORKS = (
     Work("compute in Python", "compute(500_000)"),
     Work("print 2,000 lines", "print_lines(2_000)"),
-    Work("import 60 modules", "import_modules()"),
+    Work("import modules of the standard library", "import_modules()"),
     Work("start 20 programs", "run_programs(20)"),
     Work("write, read and delete 200 small files", "small_files(200)"),
     Work("make 50,000 system calls", "call_system(50_000)"),
