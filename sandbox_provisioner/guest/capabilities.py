@@ -14,17 +14,30 @@ import struct
 
 CARRIED = "/.sandbox-folder"
 """The fixed path at which a template mounts the notebook's folder."""
+MS_RDONLY = 0x1
+MS_REMOUNT = 0x20
 MS_BIND = 0x1000
+MS_REC = 0x4000
 PR_CAPBSET_DROP = 24
 CAPSET_VERSION_3 = 0x20080522
 
 
-def bind(source: str, target: str) -> None:
-    """Make the folder ``source`` visible at ``target`` too. Raises OSError with ``target`` as its file name."""
+def bind(source: str, target: str, cover: str = "") -> None:
+    """Make the folder ``source`` visible at ``target`` too. ``cover``, a folder above ``target``, becomes read-only.
+
+    Mounts in ``cover`` stay as they are. Raises OSError with the path that could not be mounted as its file name.
+    """
     os.makedirs(target, exist_ok=True)
+    if cover:
+        _mount(cover, cover, MS_BIND | MS_REC)
+        _mount("", cover, MS_REMOUNT | MS_BIND | MS_RDONLY)
+    _mount(source, target, MS_BIND)
+
+
+def _mount(source: str, target: str, flags: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(MS_BIND), None):
-        raise OSError(ctypes.get_errno(), "the folder could not be bound", target)
+    if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(flags), None):
+        raise OSError(ctypes.get_errno(), "the folder could not be mounted", target)
 
 
 def drop_capabilities() -> None:

@@ -29,22 +29,23 @@ async def activate(
     identity: Mapping[str, Any],
     *,
     folder: str,
+    cover: str,
     files: Mapping[str, str],
     expect: Mapping[str, int],
     outlive: bool,
 ) -> None:
     """Give a copy of a template its ``identity``: key, folder and environment.
 
-    PID 1 writes ``files`` and binds ``folder``. Raises GuestError if that fails; its errno is ESTALE if a path in
-    ``expect`` no longer has the given st_ctime_ns. ``outlive`` is set last: a copy without an identity must end with
-    its server.
+    PID 1 writes ``files``, binds ``folder`` and makes ``cover``, a folder above it, read-only. Raises GuestError if
+    that fails; its errno is ESTALE if a path in ``expect`` no longer has the given st_ctime_ns. ``outlive`` is set
+    last: a copy without an identity must end with its server.
     """
     try:
         async with asyncio.timeout(ACTIVATING):
-            await connection.activate(folder=folder, files=dict(files), expect=dict(expect), outlive=False)
+            await connection.activate(folder=folder, cover=cover, files=dict(files), expect=dict(expect), outlive=False)
             answer = await tell(connection, op="activate", **identity)
             if outlive:
-                await connection.activate(folder="", files={}, expect={}, outlive=True)
+                await connection.activate(folder="", cover="", files={}, expect={}, outlive=True)
     except TimeoutError:
         raise GuestError(f"A copy of a template was not ready within {ACTIVATING:g} seconds.") from None
     if answer.get("trouble"):

@@ -79,10 +79,11 @@ def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> TemplateMat
 
 def grant_of(launch: Launch) -> Grant:
     """Return the mounts that a restore may use: the same that a start by ``launch`` would have."""
-    folder = launch.start.folder
-    bindable = folder is not None and recipes.suits(launch.bare, launch.spec, folder)
-    carrying = replace(launch.bare, carried=folder) if bindable else None
-    return Grant(launch.spec, launch.platform, folder, carrying, tuple(launch.start.watched))
+    start, folder = launch.start, launch.start.folder
+    trusted = tuple(mount for mount in launch.bare.mounts if mount in launch.spec.mounts)
+    carrying = replace(launch.bare, mounts=trusted, carried=folder) if folder else None
+    optional = frozenset(mount.source for mount in launch.guarded)
+    return Grant(launch.spec, launch.platform, folder, carrying, start.cwd, optional, tuple(start.watched))
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:

@@ -19,7 +19,7 @@ from typing import Any
 from .. import __version__
 from ..errors import MetadataError
 from ..guest.capabilities import CARRIED
-from ..gvisor.bundle import GUEST, BundleSpec, Mount, all_mounts
+from ..gvisor.bundle import GUEST, BundleSpec, Mount, all_mounts, cover
 from ..gvisor.interpreter import as_zygote
 from ..gvisor.mounts import within
 from ..gvisor.runsc import Runsc
@@ -107,9 +107,9 @@ def suits(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> bool:
     A copy gets its folder after the restore, so the folder would hide such mounts, for example those that protect
     files in it from the kernel.
     """
-    mounts, without = {*all_mounts(spec)} - {folder}, {*all_mounts(bare)}
+    mounts, without = {*all_mounts(spec)}, {*all_mounts(bare)}
     inside = any(within(mount.destination, folder.destination) for mount in without)
-    return mounts == without and not inside
+    return mounts == without | {folder, *filter(None, [cover(folder, without)])} and not inside
 
 
 def recipe(

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from ..errors import GuestError, SandboxError
 from ..guest.capabilities import CARRIED
-from ..gvisor.bundle import Mount
+from ..gvisor.bundle import Mount, folder_cover
 from ..gvisor.mounts import identity, replaced_error
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
@@ -171,7 +171,13 @@ class WarmPool:
         for _ in range(IDENTIFY_TRIES):
             expected = identity(folder._replace(destination=CARRIED))
             try:
-                await sandbox.connection.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
+                await sandbox.connection.activate(
+                    folder=folder.destination,
+                    cover=folder_cover(sandbox.spec),
+                    files={},
+                    expect=expected,
+                    outlive=False,
+                )
                 break
             except GuestError as error:
                 if error.errno != errno.ESTALE:  # ESTALE: a write of others changed the time that identifies the folder
