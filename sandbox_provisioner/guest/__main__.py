@@ -195,7 +195,7 @@ class Init:
             write_files(message["files"], message["expect"])
             if self.template:
                 if message["folder"]:
-                    show_folder(message["folder"], message["parts"])
+                    show_folder(message["folder"], message["parts"], message["cover"])
                 drop_capabilities()
                 self.template = False
             self.outlive = message["outlive"]

@@ -27,16 +27,17 @@ CARRIED_READ_ONLY = "/.sandbox-folder-read-only"
 READ_ONLY, WRITABLE, EMPTY, MOUNTED = "read-only", "writable", "empty", "mounted"
 """Kinds of a part of the folder: mounted on itself, covered by an empty folder, or covered by the template's own mount
 of the same path, whose files the kernel already uses."""
-MS_RDONLY, MS_BIND, MS_REC = 0x1, 0x1000, 0x4000
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC = 0x1, 0x20, 0x1000, 0x4000
 PR_CAPBSET_DROP = 24
 CAPSET_VERSION_3 = 0x20080522
 
 
-def show_folder(target: str, parts: list[tuple[str, str, int]]) -> None:
+def show_folder(target: str, parts: list[tuple[str, str, int]], cover: str = "") -> None:
     """Show the carried folder with its protected ``parts`` at ``target``.
 
-    Each part is a path in the folder, its kind, and its st_ctime_ns; outer parts come before inner ones. Raises OSError
-    with a path as its file name: ESTALE if a part was replaced. Then the folder is not shown.
+    Each part is a path in the folder, its kind, and its st_ctime_ns; outer parts come before inner ones. ``cover``, a
+    folder in memory above ``target``, becomes read-only; mounts in it stay as they are. Raises OSError with a path as
+    its file name: ESTALE if a part was replaced. Then the folder is not shown.
     """
     for path, _, changed in parts:  # in most cases, a replaced part is found before anything is mounted
         with _opened(path, changed):
@@ -45,6 +46,9 @@ def show_folder(target: str, parts: list[tuple[str, str, int]]) -> None:
         _protect(path, kind, changed, os.path.join(target, path))
     _mount("tmpfs", CARRIED_READ_ONLY, MS_RDONLY, "tmpfs", "mode=0700")
     os.makedirs(target, exist_ok=True)
+    if cover:
+        _mount(cover, cover, MS_BIND | MS_REC)
+        _mount("", cover, MS_REMOUNT | MS_BIND | MS_RDONLY)
     _mount(CARRIED, target, MS_BIND | MS_REC)
 
 

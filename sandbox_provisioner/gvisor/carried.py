@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..guest.capabilities import EMPTY, MOUNTED, READ_ONLY, WRITABLE
-from .bundle import BundleSpec, Mount, all_mounts, arrange, carried_mounts, requested_mounts
+from .bundle import BundleSpec, Mount, all_mounts, arrange, carried_mounts, cover, requested_mounts
 from .mounts import change_time, within
 
 Part = tuple[str, str, int]
@@ -24,16 +24,25 @@ def carry(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> BundleSpec | Non
     ``spec`` is ``bare``, the template's spec, plus ``folder``. Outside of the folder, both must have the same mounts.
     In the folder, ``spec`` may hide its parts or make them read-only, but not show other folders there.
     """
-    if _outside(all_mounts(bare), folder) != _outside(all_mounts(spec), folder) - {folder}:
+    without = all_mounts(bare)
+    if _outside(all_mounts(spec), folder) != _outside(without, folder) | {
+        folder,
+        *filter(None, [cover(folder, without)]),
+    }:
         return None
-    inner = [mount for mount in requested_mounts(spec) if _inside(mount, folder)]
-    copy = replace(bare, carried=folder, inner=tuple(inner))
+    copy = carrying_spec(bare, spec, folder)
     own = [mount for mount in all_mounts(bare) if _inside(mount, folder)]
     kept = [mount for mount in own if mount not in covered(copy)]
     suitable = all(mount.source for mount in own) and all(
-        _shows_itself(mount, folder) for mount in [*kept, *inner] if mount.source
+        _shows_itself(mount, folder) for mount in [*kept, *carried_mounts(copy)[1:]] if mount.source
     )
     return copy if suitable else None
+
+
+def carrying_spec(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> BundleSpec:
+    """Return ``bare`` with the carried ``folder`` and with the mounts that ``spec`` has in it."""
+    inner = tuple(mount for mount in requested_mounts(spec) if _inside(mount, folder))
+    return replace(bare, carried=folder, inner=inner)
 
 
 def covered(spec: BundleSpec) -> list[Mount]:

@@ -175,9 +175,9 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
 
 
 def _places(spec: BundleSpec) -> list[str]:
-    """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless mounted from the host."""
+    """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless read-only or from the host."""
     mounted = {mount.destination for mount in visible_mounts(spec) if mount.source}
-    places = {"/": "root", "/tmp": "tmp", spec.home: "home"}
+    places = {**({} if spec.read_only else {"/": "root"}), "/tmp": "tmp", spec.home: "home"}
     return [f"{name}={folder}" for folder, name in places.items() if folder not in mounted]
 
 

@@ -18,7 +18,7 @@ from traitlets.config import Config
 
 from ..errors import SandboxError
 from ..gvisor.bundle import BundleSpec
-from ..gvisor.carried import carry, covered
+from ..gvisor.carried import carry, carrying_spec, covered
 from ..gvisor.mounts import within
 from ..gvisor.restore_plan import Grant
 from ..gvisor.runsc import Runsc
@@ -84,9 +84,11 @@ def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> TemplateMat
 
 def grant_of(launch: Launch) -> Grant:
     """Return the mounts that a restore may use: the same that a start by ``launch`` would have."""
-    folder = launch.start.folder
-    carrying = carry(launch.bare, launch.spec, folder) if folder else None
-    return Grant(launch.spec, launch.platform, folder, carrying, tuple(launch.start.watched))
+    start, folder = launch.start, launch.start.folder
+    trusted = tuple(mount for mount in launch.bare.mounts if mount in launch.spec.mounts)
+    carrying = carrying_spec(replace(launch.bare, mounts=trusted), launch.spec, folder) if folder else None
+    optional = frozenset(mount.source for mount in launch.guarded)
+    return Grant(launch.spec, launch.platform, folder, carrying, start.cwd, optional, tuple(start.watched))
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from ..errors import GuestError, SandboxError
 from ..guest.capabilities import CARRIED
-from ..gvisor.bundle import Mount, carried_mounts
+from ..gvisor.bundle import Mount, carried_mounts, folder_cover
 from ..gvisor.carried import parts
 from ..gvisor.mounts import identity, replaced_error
 from ..gvisor.sandbox import GVisorSandbox
@@ -173,7 +173,12 @@ class WarmPool:
             expected = identity(folder._replace(destination=CARRIED))
             try:
                 await sandbox.connection.activate(
-                    folder=folder.destination, parts=parts(sandbox.spec), files={}, expect=expected, outlive=False
+                    folder=folder.destination,
+                    parts=parts(sandbox.spec),
+                    cover=folder_cover(sandbox.spec),
+                    files={},
+                    expect=expected,
+                    outlive=False,
                 )
                 break
             except GuestError as error:
