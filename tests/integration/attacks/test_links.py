@@ -43,7 +43,7 @@ def test_kernel_folder_behind_a_link_out_of_the_root(
     assert (notebook_folder / "data").is_symlink()
 
     status, body = server.open_notebook(kernel, "data/y.ipynb")
-    assert status == 400, body
+    assert status == 500, body
     assert str(notebook_folder / "data") in body["message"] and str(elsewhere) in body["message"]
     for path in ("data", "data/y.ipynb", "../elsewhere"):
         status, body = server.ask("POST", "kernels", {"name": kernel, "path": path})

@@ -62,8 +62,8 @@ def test_files_that_the_host_executes_cannot_be_changed(
     read_only = ("../.git/config", "../.git/hooks/pre-commit", "../.venv/bin/python", "../.vscode/tasks.json", ".envrc")
     assert attempts(kc, *(f"write, {path!r}" for path in read_only)) == ["Read-only file system"] * len(read_only)
     moves = ("../.git", "../.git/hooks", "../.git/config", "../.venv", "../.vscode", ".envrc")
-    busy = "Device or resource busy"
-    assert attempts(kc, *(f"os.rename, {path!r}, '../moved'" for path in moves)) == [busy] * len(moves)
+    places = ("../moved", "../.git/moved", "moved")
+    assert "done" not in attempts(kc, *(f"os.rename, {path!r}, {place!r}" for path in moves for place in places))
     assert "done" not in attempts(kc, *(f"shutil.rmtree, {path!r}" for path in moves[:5]), "os.unlink, '.envrc'")
     assert "done" not in attempts(kc, *(f"os.symlink, '/tmp', {path!r}" for path in moves))
     assert "attacked" not in (project / ".git" / "config").read_text()
@@ -75,7 +75,7 @@ def test_marker_gives_no_larger_folder(start_kernel: Start, sandboxed: Sandboxed
     beside = project.parent / "other"
     beside.mkdir()
     km, kc = start_kernel(sandboxed(), cwd=str(beside))
-    markers = ("../pyproject.toml", f"{project.parent}/.jupyter-sandbox", f"{project.parents[1]}/other/../.git")
+    markers = ("../pyproject.toml", f"{project.parent}/.jupyter-sandbox", "../.git")
     assert attempts(kc, *(f"write, {path!r}" for path in markers)) == ["Read-only file system"] * len(markers)
     assert attempts(kc, "write, 'pyproject.toml'", "os.symlink, '..', 'up'", "os.mkdir, 'up/x'")[:2] == ["done"] * 2
     km.shutdown_kernel(now=True)

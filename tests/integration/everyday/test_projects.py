@@ -89,7 +89,7 @@ def test_environment_beside_the_notebook_is_read_only(open_in: OpenIn, tmp_path:
     notebook = open_in(folder / "a.ipynb")
     for _ in range(2):
         notebook.run("open('result.txt', 'w').close()")
-        change = "try:\n    open('.venv/bin/python', 'a')\nexcept OSError as error:\n    print(error.strerror)"
+        change = "try:\n    open('.venv/pyvenv.cfg', 'a')\nexcept OSError as error:\n    print(error.strerror)"
         assert notebook.run(change) == "Read-only file system\n"
         notebook.hibernate()
 

@@ -17,9 +17,10 @@ from sandbox_provisioner.gvisor.sandbox import GVisorSandbox
 pytestmark = [pytest.mark.runsc, pytest.mark.debian, pytest.mark.user]
 
 WRITE = """
+import os
 def error(path):
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "w") as file:
             file.write("kept?")
     except OSError as error:
