@@ -183,6 +183,7 @@ async def test_part_replaced_before_it_is_bound_is_refused(
             await sandbox.connection.activate(
                 folder=spec.carried.destination,
                 parts=expected,
+                cover="",
                 files={},
                 expect=identity(Mount(str(project), CARRIED)),
                 outlive=False,
