@@ -155,3 +155,22 @@ def test_server_in_the_home_starts_the_first_notebook(
     status, refusal = server.open_notebook(sandboxed(home_folder=""), "Untitled1.ipynb")
     assert status == 400
     assert "Move the notebook into a folder of its own" in refusal["message"]
+
+
+@pytest.mark.templates
+def test_copy_of_a_template_works_in_a_folder_of_the_project(open_in: OpenIn, tmp_path: Path) -> None:
+    project = tmp_path / "work" / "project"
+    (project / "notebooks").mkdir(parents=True)
+    (project / "pyproject.toml").touch()
+    notebook = open_in(project / "notebooks" / "a.ipynb")
+    assert notebook.km.provisioner.sandbox.spec.carried == (str(project), str(project), True)
+    for step in range(2):
+        assert notebook.run("import os; print(os.getcwd())") == f"{project}/notebooks\n"
+        notebook.run(f"open('../{step}.txt', 'w').close()")
+        assert (project / f"{step}.txt").exists()
+        outside = "try:\n    open('../../beside.txt', 'w')\nexcept OSError as error:\n    print(error.strerror)"
+        assert notebook.run(outside) == "Read-only file system\n"
+        notebook.hibernate()
+    notebook.end(keep=True)
+    notebook = open_in(project / "notebooks" / "a.ipynb")
+    assert notebook.run("print(os.listdir('..'))").count("txt") == 2
