@@ -105,6 +105,8 @@ docs: .venv/.docs
 bench: .venv/.test .venv/.ready
 	@$(BIN)/python benchmarks/kernels.py $(BENCH)
 	@$(BIN)/python benchmarks/start.py $(BENCH)
+	@$(BIN)/python benchmarks/import_time.py $(BENCH)
+	@$(BIN)/python benchmarks/cost.py $(BENCH)
 	@$(BIN)/python benchmarks/persistence.py $(BENCH)
 	@$(BIN)/python benchmarks/wake.py $(BENCH)
 	@$(BIN)/python benchmarks/many_kernels.py $(BENCH)

@@ -34,6 +34,8 @@ class Contender:
     transport: str = "tcp"
     settings: Mapping[str, object] = field(default_factory=lambda: {"template": "none"}, hash=False)
     """Settings of SandboxProvisioner. The other provisioners have none."""
+    in_project: bool = False
+    """True if the kernel's interpreter is in the environment of the project folder, in which the kernel then works."""
 
 
 PLAIN = Contender("plain", "plain", "local-provisioner")
@@ -51,6 +53,10 @@ PRELOADED = Contender(
     "from a template with both",
     "sandbox-provisioner",
     settings={"template": "use", "preload": ["numpy", "pandas"]},
+)
+PLAIN_IN_PROJECT = Contender("plain-in-project", "plain", "local-provisioner", in_project=True)
+IN_PROJECT = Contender(
+    "in-project", "with .venv in the folder", "sandbox-provisioner", settings={"template": "use"}, in_project=True
 )
 CONTENDERS = (PLAIN, GVISOR, SANDBOXED)
 
@@ -134,7 +140,8 @@ class Bench:
         factory.provisioners[GVISOR.provisioner] = EntryPoint(
             GVISOR.provisioner, "host_sockets:HostSocketProvisioner", factory.GROUP_NAME
         )
-        for contender in (*CONTENDERS, PERSISTENT, TEMPLATE, WARM_POOL, PRELOADED):
+        make_environment(self.project / ".venv")
+        for contender in (*CONTENDERS, PERSISTENT, TEMPLATE, WARM_POOL, PRELOADED, PLAIN_IN_PROJECT, IN_PROJECT):
             folder = self._folder / "kernels" / contender.name
             folder.mkdir(parents=True)
             (folder / "kernel.json").write_text(json.dumps(self._kernelspec(contender)))
@@ -149,13 +156,19 @@ class Bench:
 
     def _kernelspec(self, contender: Contender) -> dict[str, object]:
         config = contender.settings if contender.provisioner == SANDBOXED.provisioner else {}
+        python = str(self.project / ".venv" / "bin" / "python") if contender.in_project else sys.executable
         return {
-            "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            "argv": [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             "display_name": contender.title,
             "language": "python",
-            "env": {"IPYTHONDIR": str(self._folder / "ipython")} if contender is PLAIN else {},
+            "env": {"IPYTHONDIR": str(self._folder / "ipython")} if contender in (PLAIN, PLAIN_IN_PROJECT) else {},
             "metadata": {"kernel_provisioner": {"provisioner_name": contender.provisioner, "config": config}},
         }
+
+    @property
+    def project(self) -> Path:
+        """The project folder, which holds its own environment."""
+        return self._folder / "project"
 
     @property
     def jupyter_path(self) -> Path:
@@ -163,9 +176,9 @@ class Bench:
         return self._folder
 
     def start(self, contender: Contender, folder_name: str = "") -> Session:
-        """Start a kernel of this kind in a new folder, or in the folder ``folder_name``."""
+        """Start a kernel of this kind in its project, in the folder ``folder_name``, or in a new folder."""
         self._count += 1
-        folder = self._folder / (folder_name or str(self._count))
+        folder = self.project if contender.in_project else self._folder / (folder_name or str(self._count))
         folder.mkdir(exist_ok=True)
         session = Session(contender, self._folder / "kernels", folder)
         self._open.append(session)
@@ -176,3 +189,16 @@ class Bench:
         """End a session's kernel and remove its files."""
         self._open.remove(session)
         session.stop()
+
+
+def make_environment(prefix: Path) -> None:
+    """Create a virtual environment that also finds the packages of this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
+    (own,) = (path for path in map(Path, sys.path) if path.name == "site-packages" and path.is_relative_to(sys.prefix))
+    (site_folder(prefix) / "borrowed.pth").write_text(f"{own}\n")
+
+
+def site_folder(prefix: Path) -> Path:
+    """Return the folder of an environment in which packages are installed."""
+    (found,) = prefix.glob("lib/python3*/site-packages")
+    return found

@@ -13,9 +13,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from common import readable, run_benchmark, temporary_storage, verdict
-from session import PLAIN, PRELOADED, SANDBOXED, TEMPLATE, WARM_POOL, Bench, Contender
+from session import (
+    IN_PROJECT,
+    PLAIN,
+    PLAIN_IN_PROJECT,
+    PRELOADED,
+    SANDBOXED,
+    TEMPLATE,
+    WARM_POOL,
+    Bench,
+    Contender,
+    site_folder,
+)
 from traitlets.config import Config
 from wake import IMPORTS, use_packages
 
@@ -27,7 +40,8 @@ from sandbox_provisioner.templates.store import TemplateShelf
 from sandbox_provisioner.templates.warm_pool import WARM_POOL as POOL
 
 ROUNDS = 21
-GOALS = {TEMPLATE.name: 0.75, WARM_POOL.name: 0.15, PRELOADED.name: 0.4}
+AFTER_INSTALL = replace(IN_PROJECT, title="after an unrelated pip install")
+GOALS = {TEMPLATE: 0.75, WARM_POOL: 0.15, PRELOADED: 0.4, IN_PROJECT: 0.75, AFTER_INSTALL: 0.8}
 """Times relative to the plain kernel."""
 TIMEOUT = 60.0
 POOL_FOLDER = "pool"
@@ -51,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
                 build_templates()
                 kinds = (PLAIN, SANDBOXED, TEMPLATE, WARM_POOL)
                 compare(bench, "start to first reply", kinds, seconds_to_ready, rounds)
+                kinds = (PLAIN_IN_PROJECT, IN_PROJECT, AFTER_INSTALL)
+                compare(bench, "start with .venv in the folder", kinds, seconds_to_ready, rounds)
                 compare(bench, "with numpy and pandas", (PLAIN, PRELOADED), seconds_to_use, rounds)
             finally:
                 asyncio.run(POOL.end())
@@ -60,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_templates() -> None:
     """Build the templates, and print their sizes."""
-    for contender in (TEMPLATE, WARM_POOL, PRELOADED):
+    for contender in (TEMPLATE, WARM_POOL, PRELOADED, IN_PROJECT):
         begun = time.perf_counter()
         template = asyncio.run(build(recipe_for(contender.name, Config()), TemplateShelf(), wait=True))
         if template is None or template.unfit or template.left_out:
@@ -70,18 +86,18 @@ def build_templates() -> None:
 
 
 def compare(bench: Bench, title: str, contenders: Sequence[Contender], measure: Measure, rounds: int) -> None:
-    """Measure and print one table."""
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    """Measure and print one table. The first of ``contenders`` is the plain kernel."""
+    seconds: dict[Contender, list[float]] = {contender: [] for contender in contenders}
     for contender in contenders:
         measure(bench, contender)  # not counted: work that is done only once in a process
     for _ in range(rounds):
         for contender in contenders:
-            seconds[contender.name].append(measure(bench, contender))
-    plain = statistics.median(seconds[PLAIN.name])
+            seconds[contender].append(measure(bench, contender))
+    plain = statistics.median(seconds[contenders[0]])
     print(f"\n{f'{title} (median of {rounds})':44}{'':>12}{'/plain':>10}")
     for contender in contenders:
-        median = statistics.median(seconds[contender.name])
-        goal = GOALS.get(contender.name)
+        median = statistics.median(seconds[contender])
+        goal = GOALS.get(contender)
         mark = f"  {verdict(median <= plain * goal)} (goal {goal}x)" if goal else ""
         print(f"{contender.title:44}{readable(median):>12}{f'{median / plain:.2f}x':>10}{mark}", flush=True)
 
@@ -90,14 +106,25 @@ def seconds_to_ready(bench: Bench, contender: Contender) -> float:
     """Return the seconds from ``start_kernel`` to the first ``kernel_info_reply``."""
     if contender is WARM_POOL:
         wait_for_warm_pool(bench)
+    if contender == AFTER_INSTALL:
+        install_package(site_folder(bench.project / ".venv"))
     session = bench.start(contender, POOL_FOLDER if contender is WARM_POOL else "")
     provisioner = session.provisioner
-    if contender not in (PLAIN, SANDBOXED):
+    if contender not in (PLAIN, PLAIN_IN_PROJECT, SANDBOXED):
         assert isinstance(provisioner, SandboxProvisioner) and provisioner.sandbox
         if provisioner.sandbox.spec.carried is None:
             raise SandboxError(f"The kernel {contender.name!r} was started without its template.")
     bench.stop(session)
     return session.seconds_to_ready
+
+
+def install_package(site: Path) -> None:
+    """Add a package that no kernel uses, with the files that pip writes."""
+    name = f"unrelated_{len(list(site.iterdir()))}"
+    for folder in (site / name, site / f"{name}-1.0.dist-info"):
+        folder.mkdir()
+    (site / name / "__init__.py").touch()
+    (site / f"{name}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
 
 
 def wait_for_warm_pool(bench: Bench) -> None:

@@ -53,10 +53,9 @@ class Clock:
 class DemoNotebook:
     """A notebook's kernel in several Jupyter servers, one after another. Its memory is checked after each change."""
 
-    def __init__(self, report: Report, folder: Path, notebooks: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, report: Report, folder: Path, notebooks: Path, kernel: str, stack: contextlib.ExitStack) -> None:
         self._report, self._stack = report, stack
-        self._folder, self._notebooks = folder, notebooks
-        self._kernel = install_kernel(IDLE)
+        self._folder, self._notebooks, self._kernel = folder, notebooks, kernel
         self._countdown, self._ticks = 9, 0
 
     def open_notebook(self, step: str, first: str = "") -> None:
@@ -121,15 +120,16 @@ def show_hibernation(report: Report, demo: DemoNotebook) -> None:
 
 
 def main() -> int:
-    print("Starting a plain and a sandboxed Python kernel ...", flush=True)
+    print("Installing a sandboxed Python kernel with its template ...", flush=True)
     report = Report()
     with tempfile.TemporaryDirectory(prefix="sandbox-demo-") as scratch, private_jupyter(Path(scratch)):
         notebooks = Path(scratch, "notebooks")
         notebooks.mkdir()
-        compare_kernels(report, notebooks)
+        kernel = install_kernel(IDLE)
+        compare_kernels(report, notebooks, kernel)
         print("\n  Now a notebook in a Jupyter server, whose sandboxed kernel keeps its state:\n", flush=True)
         with contextlib.ExitStack() as stack:
-            show_hibernation(report, DemoNotebook(report, Path(scratch), notebooks, stack))
+            show_hibernation(report, DemoNotebook(report, Path(scratch), notebooks, kernel, stack))
     print("\nEvery claim held." if report.held else "\nNot every claim held: see the lines marked ✗.")
     return 0 if report.held else 1
 

@@ -130,7 +130,7 @@ def setting(variable: str, trait: Trait) -> Trait:
 def _value(variable: str, trait: TraitType[Any, Any], unset: Any) -> object:
     match trait:
         case List():
-            return words(variable)
+            return words(variable) or list(unset)
         case Enum(values=[first, *others]):
             return choice(variable, (first, *others), first)
         case Bool():

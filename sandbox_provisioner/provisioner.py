@@ -18,7 +18,6 @@ from jupyter_client.connect import KernelConnectionInfo
 
 from ._text import printable
 from .errors import SandboxError, StateError, UnresponsiveError
-from .gvisor.bundle import Mount
 from .gvisor.runsc import Runsc, find
 from .gvisor.sandbox import GVisorSandbox
 from .io_thread import EXIT_DEADLINE, IO
@@ -64,7 +63,7 @@ class SandboxProvisioner(KernelOperations):
         self._releasing_lost: asyncio.Task[None] | None = None
         self._launched_before = False
         self._releasing = False
-        self._folder: Mount | None = None
+        self._workplace: folders.Workplace | None = None
 
     # -- the interface of KernelProvisionerBase; called by KernelManager -------------------------------------------
 
@@ -143,7 +142,7 @@ class SandboxProvisioner(KernelOperations):
         try:
             cwd = kwargs.get("cwd") or ""
             # First: if the folder is refused, no record is created, and programs in the folder stay trusted.
-            self._folder = await control(folders.choose_folder, self, self._root, cwd) if cwd else None
+            self._workplace = await control(folders.choose_folder, self, self._root, cwd) if cwd else None
             await control(self._find_runsc, cwd)
             request = start_request.requested(kwargs, self, self.parent.kernel_name)
             kwargs.pop(start_request.KEYWORD, None)
@@ -303,16 +302,16 @@ class SandboxProvisioner(KernelOperations):
 
     def _find_runsc(self, cwd: str) -> None:
         """Check that runsc is found outside the folders that kernels can write to. Raises SandboxError. Blocks."""
-        folders.distrust_programs(self, self._root, cwd)
+        folders.distrust_programs(self, self._root, cwd, self._workplace)
         find(self.runsc)
 
     def _plan(self, cmd: list[str], kwargs: dict[str, Any]) -> tuple[Runsc, Launch]:
         """Return runsc and the plan for the start. Blocks."""
         env = filtered(kwargs["env"], [*self.kernel_spec.env, *self.pass_environment])
-        folder = self._folder or folders.choose_folder(self, self._root, self._recorded_folder())
+        workplace = self._workplace or folders.choose_folder(self, self._root, self._recorded_folder())
         runsc = find(self.runsc)
-        folders.remember_shared(self, folder)
-        launch = plan(cmd, env, folder, self.parent.connection_file, self, runsc, self._root)
+        folders.remember_shared(self, workplace.folder if workplace else None)
+        launch = plan(cmd, env, workplace, self.parent.connection_file, self, runsc, self._root)
         folders.remember_protected(launch.spec)
         return runsc, launch
 

@@ -66,6 +66,12 @@ def details(found: Found) -> dict[str, str]:
         "created": moment(sandbox.created),
         "used": moment(sandbox.last_used),
     }
+    if sandbox.files:
+        lines |= {
+            "writable": ", ".join(sandbox.files.writable),
+            "read-only": ", ".join(sandbox.files.read_only),
+            "in memory": ", ".join(sandbox.files.in_memory),
+        }
     if record:
         lines["settings"] = json.dumps(record.settings)
     for name, stored in (("checkpoint", sandbox.checkpoint), ("previous checkpoint", sandbox.previous)):

@@ -15,8 +15,6 @@ from traitlets.config import Config
 from ..errors import SandboxError
 from ..setup import kernelspecs
 from ..setup.progress import Progress
-from ..templates import build as templatebuild
-from ..templates import match
 from ..templates.store import Template, TemplateShelf
 from .options import Commands
 from .output import ago, print_json, print_table, reported, say, size, warn
@@ -58,6 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def build(names: Iterable[str], progress: Progress) -> int:
     """Build the templates of these kernels and return the exit status. A failure does not stop the others."""
+    from ..templates import build as templatebuild  # imports the code of kernels, which other commands do not need
+    from ..templates import match
+
     config, failed = configuration(), []
     for name in names:
         try:
@@ -116,5 +117,5 @@ def _print(found: list[Template]) -> None:
 
 
 def _as_json(template: Template) -> dict[str, object]:
-    fields = {name: value for name, value in asdict(template).items() if name not in ("marks", "image")}
+    fields = {name: value for name, value in asdict(template).items() if name not in ("marks", "folders", "image")}
     return {**fields, "current": not template.changed}

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property, wraps
 from inspect import iscoroutinefunction
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from anyio.to_thread import run_sync
 from jupyter_core.paths import jupyter_config_path, jupyter_path
@@ -36,13 +36,14 @@ from .._text import one_line
 from ..errors import ConfigurationError
 from ..gvisor.bundle import parse_mount
 from ..gvisor.reserved_dirs import reserved_folders
-from ..kernel.folders import list_file, protected_file, recall, remember
-from ..provisioner import SandboxProvisioner
 from .beneath import Beneath
 from .file_functions import Refused, call, guard, is_hidden
 from .file_handler import GuardedFileHandler
 from .links import Area, LinkRules, one_request
 from .rebinding import REBOUND
+
+if TYPE_CHECKING:
+    from ..provisioner import SandboxProvisioner
 
 HASH_CHUNK = 1 << 20
 MAX_FILE_SIZE = 512 << 20
@@ -117,6 +118,8 @@ class GuardedContents(config.Settings, LoggingConfigurable):
 
     @cached_property
     def _kernel_settings(self) -> SandboxProvisioner:
+        from ..provisioner import SandboxProvisioner  # not at the server's start, which it would make longer
+
         return SandboxProvisioner(config=self.config)
 
     def _areas(self) -> Iterator[Area]:
@@ -147,16 +150,22 @@ class _BoundedReader:
 
 def _shared() -> Iterable[str]:
     """Return the folders that sandboxes can write to."""
+    from ..kernel.folders import list_file, recall
+
     return recall(list_file())
 
 
 def _share(folders: Iterable[str]) -> None:
     """Remember folders with links that a sandbox may have made."""
+    from ..kernel.folders import list_file, remember
+
     remember(folders, list_file())
 
 
 def _protected() -> list[str]:
     """Return the folders that the server and kernels load code or settings from; sandboxes see them as read-only."""
+    from ..kernel.folders import protected_file, recall
+
     return [sys.prefix, *jupyter_path(), *jupyter_config_path(), *recall(protected_file())]
 
 

@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from capabilities import CARRIED, bind, drop_capabilities
+from capabilities import drop_capabilities, show_folder
 from frames import CONTROL, MAX_PAYLOAD, OPEN, VERSION, Decoder, encode
 from hooks import call_hook
 from host_api import PATH, RESTORED, HostApi
@@ -190,12 +190,12 @@ class Init:
         self.quiesced = False
 
     def activate(self, message: dict[str, Any]) -> None:
-        """Turn this copy of a template into a normal sandbox: bind its folder and give up all capabilities."""
+        """Turn this copy of a template into a normal sandbox: show its folder and give up all capabilities."""
         try:
             write_files(message["files"], message["expect"])
             if self.template:
                 if message["folder"]:
-                    bind(CARRIED, message["folder"])
+                    show_folder(message["folder"], message["parts"], message["cover"])
                 drop_capabilities()
                 self.template = False
             self.outlive = message["outlive"]

@@ -231,6 +231,11 @@ def _status(status: dict[str, Any]) -> str:
         timeout = status.get("idle_timeout")
         lines["When idle"] = f"hibernates after {duration(timeout)}" if timeout else "keeps running"
     lines["Awake"] = status.get("awake")
+    files = status.get("files", {})
+    for label, kind in (("Writable", "writable"), ("Read-only", "read_only"), ("In memory", "in_memory")):
+        lines[label] = ", ".join(files.get(kind, []))
+    if files:
+        lines["Elsewhere"] = "files cannot be written. Files in memory are saved with the kernel, and deleted with it."
     return "".join(f"{label + ':':<12}{text}\n" for label, text in lines.items() if text)
 
 

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from importlib import import_module, invalidate_caches
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 PATH = "/run/jupyter/frozen"
@@ -31,8 +32,23 @@ HISTORY_DELAY = 1.0
 """Delay in seconds before the start time in the history is updated: a start does not wait for that."""
 
 
+class MissingModules(MetaPathFinder):
+    """Last finder on ``sys.meta_path``: record the names of the modules that no other finder has found."""
+
+    def __init__(self) -> None:
+        self.names = {"sitecustomize", "usercustomize"}  # looked for before this finder was added
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """Record the name."""
+        self.names.add(fullname)
+
+
+missing = MissingModules()
+
+
 def stop_at_start() -> None:
     """Patch ipykernel's application class to stop before it serves, and to apply no user files before that."""
+    sys.meta_path.append(missing)
     kind = import_module("ipykernel.kernelapp").IPKernelApp
     reseed_generators, environment = sys.modules["hooks"].reseed_generators, dict(os.environ)
     originals = {name: getattr(kind, name) for name in ("load_config_file", "init_extensions", "init_code", "start")}
@@ -52,6 +68,7 @@ def stop_at_start() -> None:
             _take_identity(app, request, environment)
             reseed_generators()
             _reset_random_state(app)
+            sys.meta_path.remove(missing)
 
         _serve_until_activated(app, activate)
         _apply_user_settings(app)
@@ -134,8 +151,8 @@ def _why_unfit(app: Any) -> str:
 
 
 def _files() -> set[str]:
-    """Return the program and library files that this process and PID 1 use, and the folders searched for modules."""
-    paths = {os.path.join(sys.prefix, "pyvenv.cfg"), *filter(None, sys.path)}
+    """Return the program, library and path files that this process and PID 1 use."""
+    paths = {os.path.join(sys.prefix, "pyvenv.cfg"), *filter(os.path.isfile, sys.path)}
     for folder in filter(os.path.isdir, sys.path):
         paths.update(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth"))
     for module in list(sys.modules.values()):
@@ -147,6 +164,21 @@ def _files() -> set[str]:
         with open(maps, errors="surrogateescape") as file:
             paths.update(MAPPED.findall(file.read()))
     return {os.path.realpath(path) for path in paths if os.path.isabs(path) and os.path.exists(path)}
+
+
+def _folders() -> dict[str, set[str]]:
+    """Return the folders searched for modules, each with the names that it was searched for, found or not.
+
+    An entry with another name, such as a package that is installed later, cannot change the modules in memory.
+    """
+    folders: dict[str, set[str]] = {}
+    for name in {*sys.modules, *missing.names}:
+        package, _, last = name.rpartition(".")
+        searched = list(getattr(sys.modules.get(package), "__path__", ())) if package else sys.path
+        for folder in searched:
+            if isinstance(folder, str) and os.path.isabs(folder) and os.path.isdir(folder):
+                folders.setdefault(os.path.realpath(folder), set()).add(last)
+    return folders
 
 
 def _serve_until_activated(app: Any, activate: Callable[[dict[str, Any]], None]) -> None:
@@ -180,7 +212,8 @@ def _preload(modules: list[str]) -> dict[str, Any]:
     left_out = {name: reason for name in modules if (reason := _import(name))}
     gc.collect()
     gc.freeze()  # These objects are permanent, so no copy needs to scan them again.
-    return {"left_out": left_out, "files": sorted(_files())}
+    folders = {folder: sorted(names) for folder, names in _folders().items()}
+    return {"left_out": left_out, "files": sorted(_files()), "folders": folders}
 
 
 # -- after the restore -------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Build the OCI bundle of a sandbox: its mounts and the command line of PID 1.
 
 A sandbox sees only the system's programs and libraries and its interpreters' folders, all read-only; the configured
-folders; a private home and /tmp in memory; and an /etc with a few harmless files.
+folders; a private home and /tmp in memory; and an /etc with a few harmless files. Everything else is read-only, so that
+a file that nobody would keep is refused with EROFS instead of being lost with the sandbox.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError
-from ..guest.capabilities import CARRIED
+from ..guest.capabilities import CARRIED, CARRIED_READ_ONLY
 
 GUEST = Path(__file__).parents[1] / "guest"
 GUEST_INSIDE = "/.sandbox"
@@ -32,11 +33,18 @@ ETC_FILES = (
     "/etc/locale.alias",
     "/etc/ssl/openssl.cnf",
 )
+MEMORY = ("/tmp", "/run", "/dev/shm")
+"""Folders in memory that every sandbox has, besides its home."""
+SHARED_MEMORY = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders in memory with the mode of /tmp."""
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/gai.conf", "/etc/services", "/etc/protocols")
 
 
 class Mount(NamedTuple):
-    """A host folder or file at a path in the sandbox. An empty source means a new folder in memory."""
+    """A host folder or file at a path in the sandbox. An empty source means a new folder in memory.
+
+    A folder in memory that is not writable is empty, and only contains the mount points of other mounts.
+    """
 
     source: str
     destination: str
@@ -50,7 +58,12 @@ class BundleSpec:
     A sandbox that ``outlives`` its server keeps running when the server is killed, so that another process can
     checkpoint it. ``carried`` is the kernel's folder in a template or a copy of one. A template cannot contain the path
     of a later kernel's folder, so the folder is mounted at the fixed path CARRIED. When a copy is activated, PID 1
-    binds it to its destination, and receives ``outlives``.
+    binds it to its destination, and receives ``outlives``. ``inner`` are the parts of the carried folder that are
+    hidden from the kernel or read-only: see ``carried.py``. It is None in sandboxes of earlier versions, which do not
+    mount the folder a second time, at CARRIED_READ_ONLY.
+
+    In a ``read_only`` sandbox, nothing can be written outside of the writable mounts. Sandboxes of earlier versions are
+    not ``read_only``, and an image can only be restored as it was saved.
     """
 
     python: str
@@ -61,6 +74,8 @@ class BundleSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     outlives: bool = False
     carried: Mount | None = None
+    inner: tuple[Mount, ...] | None = None
+    read_only: bool = False
 
 
 def parse_mount(text: str) -> Mount:
@@ -134,6 +149,19 @@ def innermost(path: str, mounts: Iterable[Mount]) -> Mount | None:
     return max(outer, key=lambda mount: len(mount.destination), default=None)
 
 
+def cover(mount: Mount, mounts: Iterable[Mount]) -> Mount | None:
+    """Return a read-only folder in memory for the folders above ``mount`` in a writable folder in memory; else None.
+
+    Without it, a kernel that works in /home/me/project/notebooks could write to /home/me/project: to its private home
+    in memory instead of the folder of that name on the host. Hidden folders such as ~/.cache stay writable.
+    """
+    around = innermost(mount.destination, mounts)
+    if not (mount.source and mount.writable and around and around.writable) or around.source:
+        return None
+    first, *below = Path(mount.destination).relative_to(around.destination).parts
+    return None if not below or first.startswith(".") else Mount("", os.path.join(around.destination, first))
+
+
 def _shows(outer: Mount, inner: Mount) -> bool:
     """Return True if ``outer`` already shows the source of ``inner`` at its destination, with the same access."""
     if not outer.source or not inner.source or outer.writable != inner.writable:
@@ -159,14 +187,24 @@ def requested_mounts(spec: BundleSpec) -> list[Mount]:
 
 
 def _unordered(spec: BundleSpec) -> list[Mount]:
-    private = [Mount("", place, True) for place in ("/tmp", spec.home, "/run", "/dev/shm")]
+    places = [*MEMORY, spec.home, *(["/var/tmp"] if spec.read_only else [])]
     carried = [spec.carried._replace(destination=CARRIED)] if spec.carried else []
-    return [*system_mounts(), *private, *spec.mounts, *carried]
+    if spec.carried and spec.inner is not None:
+        carried.append(Mount(spec.carried.source, CARRIED_READ_ONLY))
+    mounts = [*system_mounts(), *(Mount("", place, True) for place in places), *spec.mounts, *carried]
+    covers = [cover(mount, mounts) for mount in mounts] if spec.read_only else []
+    return [*filter(None, covers), *mounts]
 
 
-def visible_mounts(spec: BundleSpec) -> list[Mount]:
-    """Return every mount as processes in the sandbox see it: the carried folder also at its own destination."""
-    return [*all_mounts(spec), *([spec.carried] if spec.carried else [])]
+def folder_cover(spec: BundleSpec) -> str:
+    """Return the path of the ``cover`` that PID 1 makes above the carried folder when it binds it; empty for none."""
+    found = cover(spec.carried, all_mounts(spec)) if spec.read_only and spec.carried else None
+    return found.destination if found else ""
+
+
+def carried_mounts(spec: BundleSpec) -> list[Mount]:
+    """Return the carried folder, if any, and the mounts in it, as processes in the sandbox see them."""
+    return [spec.carried, *(spec.inner or ())] if spec.carried else []
 
 
 def config(spec: BundleSpec) -> dict[str, Any]:
@@ -188,7 +226,7 @@ def config(spec: BundleSpec) -> dict[str, Any]:
             "capabilities": capabilities,
             "noNewPrivileges": True,
         },
-        "root": {"path": "rootfs"},
+        "root": {"path": "rootfs", "readonly": spec.read_only},
         "hostname": "sandbox",
         "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}, *map(_oci, all_mounts(spec))],
         "linux": {"namespaces": [{"type": kind} for kind in namespaces]},
@@ -197,8 +235,9 @@ def config(spec: BundleSpec) -> dict[str, Any]:
 
 def _oci(mount: Mount) -> dict[str, Any]:
     if not mount.source:
-        mode = "mode=1777" if mount.destination in ("/tmp", "/dev/shm") else "mode=0700"
-        return {"destination": mount.destination, "type": "tmpfs", "source": "tmpfs", "options": [mode]}
+        mode = "mode=1777" if mount.destination in SHARED_MEMORY else "mode=0700"
+        options = [mode] if mount.writable else [mode, "ro"]
+        return {"destination": mount.destination, "type": "tmpfs", "source": "tmpfs", "options": options}
     options = ["rbind", "rw" if mount.writable else "ro"]
     return {"destination": mount.destination, "type": "bind", "source": mount.source, "options": options}
 
@@ -233,8 +272,24 @@ def write(folder: Path, spec: BundleSpec) -> None:
     for path in ETC_FILES + (NETWORK_FILES if spec.network != "none" else ()):
         if os.path.isfile(path):
             shutil.copyfile(path, root / path[1:])
+    if spec.read_only:
+        _make_mount_points(root, spec)
     guest = root / GUEST_INSIDE[1:]
     guest.mkdir()
     for source in GUEST.glob("*.py"):
         shutil.copyfile(source, guest / source.name)
     (folder / "config.json").write_text(json.dumps(config(spec)))
+
+
+def _make_mount_points(root: Path, spec: BundleSpec) -> None:
+    """Make the folders above the mounts that no other mount contains, and the place to which PID 1 binds the folder.
+
+    runsc makes missing ones, but then a write there fails with EPERM, which does not tell why. PID 1 can make none.
+    """
+    mounts = all_mounts(spec)
+    places = [os.path.dirname(mount.destination) for mount in mounts if innermost(mount.destination, mounts) is None]
+    if spec.carried and innermost(spec.carried.destination, mounts) is None:
+        places.append(spec.carried.destination)
+    for place in places:
+        if place.lstrip("/") and not (root / Path(place).parts[1]).is_symlink():
+            (root / place[1:]).mkdir(parents=True, exist_ok=True)

@@ -149,10 +149,11 @@ def identity(*mounts: Mount | None) -> dict[str, int]:
     runsc follows links when it mounts: a guest that can write to a folder above may replace the source by a link after
     our check, but cannot choose a change time. Raises ConfigurationError if a source was already replaced.
     """
-    return {mount.destination: _change_time(mount) for mount in mounts if mount}
+    return {mount.destination: change_time(mount) for mount in mounts if mount}
 
 
-def _change_time(mount: Mount) -> int:
+def change_time(mount: Mount) -> int:
+    """Return the st_ctime_ns of a mount's source. Raises ConfigurationError if a link leads to it now."""
     try:
         place = os.open(mount.source, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import own_folder
 from ..errors import ConfigurationError
 from ..gvisor.bundle import BundleSpec, Mount, parse_mount
-from ..gvisor.mounts import require_below_root, unlinked, within, working_folder
+from ..gvisor.mounts import homes, require_below_root, unlinked, within, working_folder
 from ..gvisor.programs import note_writable
 from ..gvisor.reserved_dirs import reserved_folders
+from .scope import project_folder
 from .settings import SandboxSettings
 
 _read: dict[Path, tuple[tuple[int, int], frozenset[str]]] = {}
@@ -30,19 +31,28 @@ def server_root(kernel_manager: Any) -> str:
     return str(getattr(getattr(kernel_manager, "parent", None), "root_dir", "") or "")
 
 
-def distrust_programs(settings: SandboxSettings, root: str, cwd: str) -> None:
+class Workplace(NamedTuple):
+    """The ``folder`` that a kernel can write to, and in it, as the kernel sees it, the folder in which it works."""
+
+    folder: Mount
+    cwd: str
+
+
+def distrust_programs(settings: SandboxSettings, root: str, cwd: str, chosen: Workplace | None) -> None:
     """Exclude the folders that kernels can write to from all searches for programs."""
     shared = [mount.source for mount in map(parse_mount, settings.mounts) if mount.writable]
-    note_writable(root, cwd, settings.working_folder, *shared)
+    note_writable(root, cwd, settings.working_folder, chosen.folder.source if chosen else "", *shared)
 
 
-def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Mount | None:
-    """Return the folder that the kernel works in and can write to; None if it gets only its private home.
+def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Workplace | None:
+    """Return the folder that the kernel can write to, and its working folder; None if it gets only its private home.
 
     Raises ConfigurationError if the requested folder is not allowed.
     """
     wanted, allowed = settings.working_folder or cwd, settings.allow_home
     try:
+        if not settings.working_folder and cwd:
+            cwd = wanted = _outside_home(settings, cwd)
         folder = working_folder(wanted or os.getcwd(), allowed, reserved_folders(settings.storage_dir))
         if settings.working_folder and root:
             folder = unlinked(folder._replace(source=folder.destination), [root], "working_folder")
@@ -53,12 +63,39 @@ def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Moun
             raise
         settings.log.warning("The kernel gets an empty home of its own, not the server's folder. %s", error)
         return None
-    if folder.source in map(os.path.realpath, sys.path):
+    kind = "notebook" if settings.working_folder or not cwd else settings.folder_scope
+    scope = project_folder(folder, kind, root, settings.project_markers)
+    if scope.source in map(os.path.realpath, sys.path):
         settings.log.warning(
             "The server imports Python modules from %s, which this kernel can write to: it could change the "
             "server's code. Remove the folder from the server's PYTHONPATH, or start the server in another folder.",
-            folder.source,
+            scope.source,
         )
+    return Workplace(scope, folder.destination)
+
+
+def _outside_home(settings: SandboxSettings, cwd: str) -> str:
+    """Return ``cwd``, or the setting ``home_folder`` if it is a home: a kernel must not see, or write to, all of it.
+
+    Raises ConfigurationError if that folder does not exist and cannot be created.
+    """
+    if settings.allow_home or not settings.home_folder or os.path.realpath(cwd) not in homes():
+        return cwd
+    folder = os.path.join(cwd, os.path.expanduser(settings.home_folder))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            "home_folder",
+            f"The notebook lies directly in your home {cwd}, and the folder {folder}, in which its sandboxed kernel "
+            f"would work, cannot be created: {error.strerror}.",
+            "Move the notebook into a folder of its own, or set SandboxProvisioner.home_folder to another folder.",
+        ) from error
+    settings.log.warning(
+        "The notebook lies directly in your home, so its sandboxed kernel works in %s: it does not see the files "
+        "beside the notebook. Move the notebook into a folder of its own to use them.",
+        folder,
+    )
     return folder
 
 

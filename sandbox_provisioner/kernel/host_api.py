@@ -17,16 +17,21 @@ from jupyter_client.session import Session
 
 from ..errors import ConfigurationError, SandboxError
 from ..errors.redaction import without_paths
+from ..gvisor.bundle import BundleSpec
 from ..mux.connection import GuestConnection
 from ..persistence.metadata import Checkpoint
 from ..persistence.names import SANDBOX_ID
 from ..sandbox.handle import SandboxHandle
+from ..sandbox.visible import visible_files
 from .kernel import INTERNAL, SandboxedKernel
 from .synthetic_replies import Cell, end_cell
 
 log = logging.getLogger(__name__)
 
 MAX_ANSWER = 1 << 14
+MOST_PATHS = 20
+"""Paths of each kind that ``%sandbox status`` lists at most; each has MAX_PATH characters at most."""
+MAX_PATH = 200
 MAX_PROBLEM = 2000
 MAX_FIELD = 200
 MAX_AWAKE = 10_000_000
@@ -52,7 +57,7 @@ class NotebookActions:
         """Return the fields that ``%sandbox status`` shows; ``idle_timeout`` is in seconds, 0 without hibernation.
 
         ``awake`` states how long the kernel is kept awake, and is empty if it is not kept awake. ``ephemeral`` states
-        why the kernel's state is not saved, and is empty if it is saved.
+        why the kernel's state is not saved, and is empty if it is saved. ``files`` has the paths that the kernel sees.
         """
         assert self._kernel.handle is not None
         handle = self._kernel.handle
@@ -63,6 +68,7 @@ class NotebookActions:
             "idle_timeout": handle.idle_timeout or 0.0,
             "awake": self._kernel.activity.awake_for(),
             "ephemeral": "" if handle.persistent else EPHEMERAL,
+            "files": _files(handle.instance.spec),
         }
 
     async def savepoints(self) -> Mapping[str, Checkpoint]:
@@ -102,6 +108,12 @@ class NotebookActions:
         if handle is None or not handle.persistent:
             raise SandboxError(EPHEMERAL)
         return handle
+
+
+def _files(spec: BundleSpec) -> dict[str, list[str]]:
+    """Return the first paths of each kind that a sandbox with this spec sees."""
+    kinds = vars(visible_files(spec))
+    return {kind: [path[:MAX_PATH] for path in paths[:MOST_PATHS]] for kind, paths in kinds.items()}
 
 
 def attend(connection: GuestConnection, actions: NotebookActions) -> None:

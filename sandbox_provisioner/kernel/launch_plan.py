@@ -6,13 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jupyter_core.paths import jupyter_config_path, jupyter_path, jupyter_runtime_dir
 
-from ..gvisor.bundle import BundleSpec, Mount, parse_mount
+from ..gvisor.bundle import BundleSpec, Mount, all_mounts, parse_mount
 from ..gvisor.interpreter import (
     NeededPath,
     environment_parts,
@@ -26,7 +26,9 @@ from ..gvisor.mounts import homes, masks, shields, unlinked, within
 from ..gvisor.reserved_dirs import hide, require_unreserved, reserved_folders
 from ..gvisor.runsc import Runsc
 from ..gvisor.runtime_dir import runtime_roots
+from .folders import Workplace
 from .relay import CHANNELS
+from .scope import protected
 from .settings import SandboxSettings
 from .starting import Start
 
@@ -52,18 +54,20 @@ class Launch:
     env: Mapping[str, str]
     """The kernel's variables, without those that this module adds."""
     platform: str
+    guarded: tuple[Mount, ...] = ()
+    """Read-only mounts in the kernel's folder that a sandbox which was saved without them does not need."""
 
 
 def plan(
     cmd: list[str],
     env: dict[str, str],
-    folder: Mount | None,
+    workplace: Workplace | None,
     connection_file: str,
     settings: SandboxSettings,
     runsc: Runsc,
     root: str = "",
 ) -> Launch:
-    """Return the plan to start ``cmd`` in a sandbox that shows ``folder``, if given, and the mounts of ``settings``.
+    """Return the plan to start ``cmd`` in a sandbox with ``workplace``, if given, and the mounts of ``settings``.
 
     ``root`` is the server's root folder; kernels may have written to anything below it. Raises CommandNotFoundError,
     and ConfigurationError for an invalid mount.
@@ -72,10 +76,15 @@ def plan(
     inside = f"{GUEST_RUNTIME}/{os.path.basename(connection)}"
     argv = [part.replace(connection, inside) for part in cmd]
     argv[0] = resolve(argv[0], env)
-    cwd = folder.destination if folder else env["HOME"]
+    folder, cwd = workplace or (None, env["HOME"])
+    guarded = protected(folder, cwd, settings.protected_paths) if folder else []
     info = json.loads(Path(connection).read_text()) | _guest_endpoints(settings.guest_transport)
     packages, variables = pip_target(argv[0], env)
     configured, watched = _configured(folder, settings, root)
+    needed = needed_paths(argv, env) + (needed_paths([sys.executable], env) if argv[0] != sys.executable else [])
+    spec, bare = (_bundle(needed, env, shown, configured, settings, runsc) for shown in (folder, None))
+    guarded = [mount for mount in guarded if mount.destination not in {given.destination for given in spec.mounts}]
+    spec = replace(spec, mounts=(*guarded, *spec.mounts))
     start = Start(
         argv=with_entrypoint(argv),
         env=_pip_variables(settings.network) | env | variables | {NETWORK: settings.network},
@@ -83,12 +92,19 @@ def plan(
         connection_file=inside,
         folder=folder,
         files={inside: json.dumps(info), **({f"{packages}/README": PACKAGES} if packages else {})},
-        watched=watched,
+        watched=(*watched, *_inside(folder, spec)),
         remember={"connection": {name: info[name] for name in CONNECTION if name in info}, "cwd": cwd},
     )
-    needed = needed_paths(argv, env) + (needed_paths([sys.executable], env) if argv[0] != sys.executable else [])
-    spec, bare = (_bundle(needed, env, shown, configured, settings, runsc) for shown in (folder, None))
-    return Launch(spec, start, targets(info), bare, env, settings.platform)
+    return Launch(spec, start, targets(info), bare, env, settings.platform, tuple(guarded))
+
+
+def _inside(folder: Mount | None, spec: BundleSpec) -> list[Mount]:
+    """Return the mounts of host files in ``folder``, which a kernel that runs there could replace by links."""
+    if folder is None:
+        return []
+    mounts = [mount for mount in all_mounts(spec) if mount.source and mount != folder]
+    inner = [mount for mount in mounts if within(mount.source, folder.source)]
+    return [mount for mount in inner if os.path.realpath(mount.source) == mount.source]
 
 
 def _configured(
@@ -136,6 +152,7 @@ def _bundle(
         mounts=(*mounts, *hidden),
         network=settings.network,
         environment={"PATH": env.get("PATH", os.defpath), "HOME": env["HOME"]},
+        read_only=True,
     )
 
 

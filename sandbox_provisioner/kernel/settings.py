@@ -12,6 +12,7 @@ from traitlets import Bool, Enum, Float, Int, List, Unicode
 from .. import config
 from ..gvisor.runsc import PLATFORMS
 from .relay import MAX_MESSAGE
+from .scope import PROTECTED
 
 TWIN_MARK = "sandbox_twin_of"
 """The key in the metadata of a kernelspec that `jupyter sandbox setup` made: the name of the original."""
@@ -84,6 +85,39 @@ class SandboxSettings(config.Settings, LocalProvisioner):  # type: ignore[metacl
     working_folder = config.setting(
         "SANDBOX_WORKING_FOLDER",
         Unicode(help="Working folder of the kernel, which it can write to; empty means the notebook's folder."),
+    )
+    folder_scope = config.setting(
+        "SANDBOX_FOLDER_SCOPE",
+        Enum(
+            ("project", "notebook", "root"),
+            help="The folder that the kernel can write to. 'project': the nearest folder at or above the notebook's "
+            "that contains .git, pyproject.toml, setup.py, environment.yml, requirements.txt, .jupyter-sandbox or one "
+            "of project_markers; without one, the notebook's folder. 'notebook': the notebook's folder. 'root': the "
+            "server's root folder. It is never above the root folder, and never a home. The working folder stays the "
+            "notebook's folder.",
+        ),
+    )
+    project_markers = config.setting(
+        "SANDBOX_PROJECT_MARKERS",
+        List(Unicode(), help="Further names of files and folders that mark the folder of a project."),
+    )
+    protected_paths = config.setting(
+        "SANDBOX_PROTECTED_PATHS",
+        List(
+            Unicode(),
+            list(PROTECTED),
+            help="Files and folders that stay read-only in a folder that the kernel can write to, because programs on "
+            "the host would execute them. Paths, or patterns for names, in the folder itself, the notebook's folder "
+            "and the folders in between. Environments, which contain pyvenv.cfg or conda-meta, are always read-only.",
+        ),
+    )
+    home_folder = config.setting(
+        "SANDBOX_HOME_FOLDER",
+        Unicode(
+            "notebooks",
+            help="Working folder of the kernel of a notebook that lies directly in your home, below the home. It is "
+            "created if it does not exist. Empty refuses such a notebook.",
+        ),
     )
     allow_home = config.setting(
         "SANDBOX_ALLOW_HOME",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import config
 from ..sandbox.start_request import StartRequest
-from .settings import SandboxSettings
+
+if TYPE_CHECKING:
+    from .settings import SandboxSettings
 
 KEYWORD = "start_request"
 """Keyword of jupyter_client's ``start_kernel`` that passes a StartRequest; jupyter_client repeats it at a restart."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..errors import GuestError
 from ..guest.capabilities import CARRIED
-from ..gvisor.bundle import Mount
-from ..gvisor.mounts import identity, replaced_error
+from ..gvisor.bundle import Mount, folder_cover
+from ..gvisor.carried import parts
+from ..gvisor.mounts import identity, replaced_error, within
 from ..gvisor.sandbox import GVisorSandbox
 from ..mux.activation import activate
 from ..mux.process import GuestProcess
@@ -78,8 +79,16 @@ async def _activate(sandbox: GVisorSandbox, start: Start) -> GuestProcess:
         sandbox.connection,
         settings,
         folder=folder.destination,
+        parts=await control(parts, sandbox.spec),
+        cover=folder_cover(sandbox.spec),
         files=start.files,
-        expect=await control(identity, folder._replace(destination=CARRIED), *start.watched),
+        expect=await control(identity, *(_carried(mount, folder.destination) for mount in (folder, *start.watched))),
         outlive=sandbox.spec.outlives,
     )
     return process
+
+
+def _carried(mount: Mount, folder: str) -> Mount:
+    """Return ``mount`` with the destination that it has before the activation, if it lies in ``folder``."""
+    inside = within(mount.destination, folder)
+    return mount._replace(destination=CARRIED + mount.destination[len(folder) :]) if inside else mount

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._text import printable
@@ -29,22 +29,25 @@ async def activate(
     identity: Mapping[str, Any],
     *,
     folder: str,
+    parts: Sequence[tuple[str, str, int]],
+    cover: str,
     files: Mapping[str, str],
     expect: Mapping[str, int],
     outlive: bool,
 ) -> None:
     """Give a copy of a template its ``identity``: key, folder and environment.
 
-    PID 1 writes ``files`` and binds ``folder``. Raises GuestError if that fails; its errno is ESTALE if a path in
-    ``expect`` no longer has the given st_ctime_ns. ``outlive`` is set last: a copy without an identity must end with
-    its server.
+    PID 1 writes ``files``, binds ``folder`` with its protected ``parts``, and makes ``cover``, a folder above it,
+    read-only. Raises GuestError if that fails, with the errno ESTALE if a part, or a path in ``expect``, no longer has
+    the given st_ctime_ns. ``outlive`` is set last: a copy without an identity must end with its server.
     """
+    shown = {"folder": folder, "parts": parts, "cover": cover}
     try:
         async with asyncio.timeout(ACTIVATING):
-            await connection.activate(folder=folder, files=dict(files), expect=dict(expect), outlive=False)
+            await connection.activate(**shown, files=dict(files), expect=dict(expect), outlive=False)
             answer = await tell(connection, op="activate", **identity)
             if outlive:
-                await connection.activate(folder="", files={}, expect={}, outlive=True)
+                await connection.activate(folder="", parts=[], cover="", files={}, expect={}, outlive=True)
     except TimeoutError:
         raise GuestError(f"A copy of a template was not ready within {ACTIVATING:g} seconds.") from None
     if answer.get("trouble"):

@@ -9,7 +9,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import CorruptObjectError, MetadataError, ObjectNotFoundError
-from ..gvisor.bundle import BundleSpec, visible_mounts
+from ..gvisor.bundle import BundleSpec
+from ..gvisor.carried import visible_mounts
 from ..gvisor.runsc import Runsc
 from ..storage.base import Advance, ObjectStore
 from . import compatibility

@@ -21,7 +21,8 @@ from threading import Event, Lock
 from typing import Any, TypeVar
 
 from ..errors import GuestError, MetadataError
-from ..gvisor.bundle import BundleSpec, Mount, visible_mounts
+from ..gvisor.bundle import BundleSpec, Mount
+from ..gvisor.carried import visible_mounts
 from ..gvisor.guest_tool import GuestTool
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox

@@ -24,7 +24,7 @@ SCHEMA = 3
 """Version of the document. 2 added savepoints, which programs for schema 1 would delete as garbage. 3 added the
 signature: programs for schema 2 would write unsigned documents, which others refuse."""
 
-ADDED = frozenset({"shared_with", "digests", "carried"})
+ADDED = frozenset({"shared_with", "digests", "carried", "inner", "read_only"})
 """Members that documents of earlier versions do not have."""
 
 

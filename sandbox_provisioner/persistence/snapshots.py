@@ -27,7 +27,8 @@ from ..errors import (
     SnapshotError,
     SnapshotNotFoundError,
 )
-from ..gvisor.bundle import BundleSpec, visible_mounts
+from ..gvisor.bundle import BundleSpec
+from ..gvisor.carried import visible_mounts
 from ..gvisor.guest_tool import GuestTool
 from ..gvisor.sandbox import GVisorSandbox
 from ..storage.base import NEW, Advance, ObjectStore
@@ -167,9 +168,9 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
 
 
 def _places(spec: BundleSpec) -> list[str]:
-    """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless mounted from the host."""
+    """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless read-only or from the host."""
     mounted = {mount.destination for mount in visible_mounts(spec) if mount.source}
-    places = {"/": "root", "/tmp": "tmp", spec.home: "home"}
+    places = {**({} if spec.read_only else {"/": "root"}), "/tmp": "tmp", spec.home: "home"}
     return [f"{name}={folder}" for folder, name in places.items() if folder not in mounted]
 
 

@@ -8,5 +8,6 @@
 - ``recovery``: save sandboxes whose server was killed, and remove files and objects that such servers left
 - ``detached``: operations on sandboxes that no server has open; ``listing``: their state in storage
 - ``sandboxed_notebooks``: which notebooks ran in a sandbox, and which plain kernels the user allowed for them
-- ``model``: a sandbox as users see it in REST, command line and client; ``lookup``: find one by id or notebook
+- ``model``: a sandbox as users see it in REST, command line and client; ``visible``: the files that its kernel sees
+- ``lookup``: find one by id or notebook
 """

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import CorruptObjectError, IncompatibleError, SandboxError, SavepointExistsError, StateError
 from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec, Mount
-from ..gvisor.mounts import require_itself
+from ..gvisor.mounts import require_itself, within
 from ..gvisor.restore_plan import Grant, derive
 from ..gvisor.runsc import Runsc
 from ..gvisor.runtime_dir import RuntimeFolder
@@ -301,7 +301,7 @@ class SandboxMemory:
         return self._grant
 
     def _working_folder(self) -> Mount | None:
-        """Return the mount of the kernel's working folder; None if the folder exists only inside the sandbox."""
-        spec, cwd = self.instance.spec, self.contents.get("cwd")
-        shown = (mount for mount in spec.mounts if mount.source and mount.writable and mount.destination == cwd)
-        return spec.carried or next(shown, None)
+        """Return the mount that contains the kernel's working folder; None if that exists only inside the sandbox."""
+        spec, cwd = self.instance.spec, str(self.contents.get("cwd"))
+        shown = [mount for mount in spec.mounts if mount.source and mount.writable and within(cwd, mount.destination)]
+        return spec.carried or max(shown, key=lambda mount: len(mount.destination), default=None)

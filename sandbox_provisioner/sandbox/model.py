@@ -31,10 +31,20 @@ class NamedState:
 
 
 @dataclass(frozen=True)
+class VisibleFiles:
+    """The paths that a kernel sees, as it names them. All files that are in none of these lists are read-only too."""
+
+    writable: tuple[str, ...]
+    read_only: tuple[str, ...]
+    in_memory: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Sandbox:
     """A sandbox. ``size`` is in bytes; ``problem`` is the reason why its stored state is unknown.
 
-    ``busy`` and ``busy_reasons`` report why its kernel is not idle; servers of older versions do not send them.
+    ``busy`` and ``busy_reasons`` report why its kernel is not idle, ``files`` which files it sees. Servers of older
+    versions do not send them.
     """
 
     id: str
@@ -54,6 +64,7 @@ class Sandbox:
     problem: str | None
     busy: bool = False
     busy_reasons: tuple[str, ...] = ()
+    files: VisibleFiles | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from ..persistence import decoding
 from ..storage.base import NEW
 from ..storage.disk import closing
 from ..storage.local import LocalStore
-from .user_sandboxes import registry
 
 FOLDER = "sandboxed-notebooks"
 MOST_ENTRIES = 10_000
@@ -160,6 +159,8 @@ class SandboxedNotebooks:
         An earlier version recorded sandboxes, but did not write entries here.
         """
         if not self._folder.exists():
+            from .user_sandboxes import registry  # rarely needed, and a server imports this module when it starts
+
             self.record(record.notebook_path for record in registry().list().records if record.notebook_path)
         self.prune(time.time())
 

@@ -12,8 +12,9 @@ import os
 import resource
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jupyter_core.utils import ensure_async
 from jupyter_server.serverapp import ServerApp
@@ -22,18 +23,18 @@ from .._text import printable_lines
 from ..config import own_folder
 from ..contents.managers import CLASSES, GuardedContents
 from ..gvisor.mounts import within
-from ..kernel.settings import unknown_settings
-from ..provisioner import SandboxProvisioner
 from ..setup.kernelspecs import Kernel, without_twin
 from . import drives, jupyter_handlers, telemetry
 from .exporters import guard_exporters
 from .handlers import handlers
 from .kernel_manager import SandboxKernelManager, is_sandboxed
 from .kernel_websocket import SandboxWebsocketConnection
-from .kernels import ServerKernels
 from .plain_kernels import PlainKernelGuard
-from .service import Sandboxes
-from .settings import ServerSettings
+
+if TYPE_CHECKING:
+    from .kernels import ServerKernels
+    from .service import Sandboxes
+    from .settings import ServerSettings
 
 FORMATTER = logging.Formatter()
 FILES = 1 << 16
@@ -118,6 +119,14 @@ def _keep_log_printable(serverapp: ServerApp) -> None:
             handler.addFilter(_make_printable)
 
 
+def _warn_of_unknown_settings(serverapp: ServerApp) -> None:
+    if configured := serverapp.config.SandboxProvisioner:
+        from ..kernel.settings import unknown_settings
+
+        for warning in unknown_settings(configured, "The server's configuration or command line"):
+            serverapp.log.warning(warning)
+
+
 async def _report_new_kernels(serverapp: ServerApp) -> None:
     """Log the names of kernels that were installed after the last `jupyter sandbox setup`."""
     assert serverapp.kernel_spec_manager is not None
@@ -141,9 +150,7 @@ def _make_printable(record: logging.LogRecord) -> bool:
 def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     """Add the REST API and telemetry. Called by Jupyter Server once its managers exist."""
     _keep_log_printable(serverapp)
-    place = "The server's configuration or command line"
-    for warning in unknown_settings(serverapp.config.SandboxProvisioner, place):
-        serverapp.log.warning(warning)
+    _warn_of_unknown_settings(serverapp)
     manager = serverapp.contents_manager
     if not isinstance(manager, GuardedContents):
         serverapp.log.warning(
@@ -151,9 +158,6 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
             "of Jupyter Server's own contents managers.",
             type(manager).__name__,
         )
-    kernels = ServerKernels(
-        serverapp.kernel_manager, serverapp.session_manager, serverapp.contents_manager, serverapp.root_dir
-    )
     guard = PlainKernelGuard(parent=serverapp)
     if not serverapp.gateway_config.gateway_enabled:  # a gateway's kernels do not run on this machine
         drives.attach(serverapp)
@@ -161,7 +165,35 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
         replaced = jupyter_handlers.handlers(serverapp.base_url, guard)
         serverapp.web_app.add_handlers(".*$", replaced)  # type: ignore[no-untyped-call]
         serverapp.io_loop.add_callback(_report_new_kernels, serverapp)
-    settings, shown = SandboxProvisioner(config=serverapp.config), ServerSettings(serverapp, kernels, guard)
-    sandboxes = Sandboxes(kernels, settings.storage_dir, settings.runsc)
-    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, sandboxes, guard, shown))  # type: ignore[no-untyped-call]
+    kernels = cache(lambda: _kernels(serverapp))
+    service, settings = (
+        cache(lambda: _service(serverapp, kernels())),
+        cache(lambda: _settings(serverapp, kernels(), guard)),
+    )
+    serverapp.web_app.add_handlers(".*$", handlers(serverapp.base_url, service, guard, settings))  # type: ignore[no-untyped-call]
     telemetry.attach(serverapp, serverapp.kernel_manager)
+
+
+def _kernels(serverapp: ServerApp) -> ServerKernels:
+    """Return the server's kernels. Called at the first request, because it imports most of this package."""
+    from .kernels import ServerKernels
+
+    return ServerKernels(
+        serverapp.kernel_manager, serverapp.session_manager, serverapp.contents_manager, serverapp.root_dir
+    )
+
+
+def _service(serverapp: ServerApp, kernels: ServerKernels) -> Sandboxes:
+    """Return the operations of the REST API. Called at the first request."""
+    from ..provisioner import SandboxProvisioner
+    from .service import Sandboxes
+
+    settings = SandboxProvisioner(config=serverapp.config)
+    return Sandboxes(kernels, settings.storage_dir, settings.runsc)
+
+
+def _settings(serverapp: ServerApp, kernels: ServerKernels, guard: PlainKernelGuard) -> ServerSettings:
+    """Return the report of the server's settings. Called at the first request."""
+    from .settings import ServerSettings
+
+    return ServerSettings(serverapp, kernels, guard)

@@ -6,9 +6,9 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
@@ -19,12 +19,14 @@ from tornado.iostream import StreamClosedError
 from .._text import printable
 from ..errors import SandboxError
 from ..sandbox.model import encode
-from . import models, openapi, problem_details
+from . import openapi, problem_details
 from .event_stream import Subscription
-from .execution import Execution
 from .plain_kernels import PlainKernelGuard
-from .service import Sandboxes
-from .settings import ServerSettings
+
+if TYPE_CHECKING:  # imported with the first request, to keep the server's start short
+    from .execution import Execution
+    from .service import Sandboxes
+    from .settings import ServerSettings
 
 AUTH_RESOURCE = "sandboxes"
 METHODS = ("GET", "POST", "PUT", "DELETE")
@@ -37,7 +39,13 @@ class SandboxHandler(APIHandler):
 
     auth_resource = AUTH_RESOURCE
 
-    def initialize(self, sandboxes: Sandboxes, guard: PlainKernelGuard, settings: ServerSettings, path: str) -> None:
+    def initialize(
+        self,
+        sandboxes: Callable[[], Sandboxes],
+        guard: PlainKernelGuard,
+        settings: Callable[[], ServerSettings],
+        path: str,
+    ) -> None:
         """Set the attributes. Called by tornado for each request."""
         self.sandboxes = sandboxes
         self.guard = guard
@@ -105,7 +113,7 @@ class OperationHandler(SandboxHandler):
     @property
     def operations(self) -> Any:
         """The object with the methods."""
-        return self.sandboxes
+        return self.sandboxes()
 
     async def run(self, **parts: str) -> None:
         """Call the method with the variable parts of the path, the query parameters and the fields of the body.
@@ -170,7 +178,7 @@ class SettingsHandler(OperationHandler):
     @property
     def operations(self) -> Any:
         """The object with the method."""
-        return self.server_settings
+        return self.server_settings()
 
     @web.authenticated
     @authorized(action="execute")  # type: ignore[untyped-decorator]
@@ -220,6 +228,8 @@ class EventsHandler(StreamHandler):
         await self.stream("text/event-stream", self._events())
 
     async def _events(self) -> AsyncIterator[str]:
+        from . import models
+
         with Subscription() as subscription:
             yield ": events of this server's sandboxes\n\n"
             while True:
@@ -236,7 +246,7 @@ class ExecuteHandler(StreamHandler):
     async def post(self, id: str) -> None:
         """Execute a command in a sandbox and stream its output (operation ``execute_in_sandbox``)."""
         body = self.body()
-        execution = await self.sandboxes.execute_in_sandbox(id, body["command"], body.get("cwd"))
+        execution = await self.sandboxes().execute_in_sandbox(id, body["command"], body.get("cwd"))
         try:
             await self.stream("application/x-ndjson", self._lines(execution))
         finally:
@@ -275,9 +285,9 @@ def routes() -> list[tuple[str, type[SandboxHandler]]]:
 
 
 def handlers(
-    base_url: str, sandboxes: Sandboxes, guard: PlainKernelGuard, settings: ServerSettings
+    base_url: str, sandboxes: Callable[[], Sandboxes], guard: PlainKernelGuard, settings: Callable[[], ServerSettings]
 ) -> list[tuple[str, type[SandboxHandler], dict[str, Any]]]:
-    """Return the handlers to add to Jupyter Server's web application."""
+    """Return the handlers to add to Jupyter Server's web application. They call ``sandboxes`` at each request."""
     base, operations = re.escape(base_url.rstrip("/")), {"sandboxes": sandboxes, "guard": guard, "settings": settings}
     return [
         *(

@@ -13,7 +13,7 @@ from jupyter_server.services.kernels.handlers import MainKernelHandler
 from jupyter_server.services.sessions.handlers import SessionHandler, SessionRootHandler
 from tornado import web
 
-from ..errors import PlainKernelError, SandboxError
+from ..errors import ConfigurationError, PlainKernelError, SandboxError
 from . import problem_details
 from .plain_kernels import PlainKernelGuard
 
@@ -26,7 +26,7 @@ NO_BREAK = "\0"
 class StartHandler(APIHandler):
     """Base class of the handlers. ``message`` in an error is the text that JupyterLab shows."""
 
-    answered: type[SandboxError] = PlainKernelError
+    answered: tuple[type[SandboxError], ...] = (PlainKernelError, ConfigurationError)
     """The errors that this class sends; Jupyter Server sends the others."""
 
     def initialize(self, guard: PlainKernelGuard) -> None:
@@ -63,7 +63,7 @@ def _in_lines(text: str) -> str:
 class KernelsHandler(StartHandler, MainKernelHandler):
     """Handler of ``/api/kernels``."""
 
-    answered = SandboxError
+    answered = (SandboxError,)
 
 
 class SessionsHandler(StartHandler, SessionRootHandler):

@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
@@ -31,19 +31,16 @@ from zmq.asyncio import Context
 from .. import config
 from ..errors import SandboxError, UnresponsiveError
 from ..gvisor.programs import note_writable
-from ..gvisor.runsc import find
-from ..kernel.kernel import AWAKE
 from ..kernel.start_request import KEYWORD
-from ..provisioner import SandboxProvisioner
-from ..sandbox import user_sandboxes
-from ..sandbox.manager import SandboxManager
-from ..sandbox.recovery import Recovered
 from ..sandbox.start_request import StartRequest
 from ..setup.kernelspecs import PROVISIONER
-from ..templates.warm_pool import WARM_POOL
 from ..workers import bulk
 from .drives import notebook_file
 from .kernel_messages import OfflineMessages, tolerant
+
+if TYPE_CHECKING:  # code that only kernels need is imported with the first of them, to keep the server's start short
+    from ..provisioner import SandboxProvisioner
+    from ..sandbox.recovery import Recovered
 
 CHECK_EVERY = 5.0
 """Seconds between two checks for renamed notebooks and for kernels that moved to another server."""
@@ -196,6 +193,9 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
 
     async def _async_shutdown_all(self, now: bool = False) -> None:
         """Hibernate the persistent kernels within the deadline and end all others. Called when the server stops."""
+        from ..kernel.kernel import AWAKE
+        from ..templates.warm_pool import WARM_POOL
+
         if self._checking:
             self._checking.stop()
         persistent_kernels = {name: found for name in self.list_kernel_ids() if (found := self.persistent(name))}
@@ -263,18 +263,15 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
         cell was running.
         """
         kernel = self._kernels.get(kernel_id)
-        provisioner = getattr(kernel, "provisioner", None)
-        if not isinstance(provisioner, SandboxProvisioner):
-            return None
-        if kernel and provisioner.activity.executing:
+        provisioner = provisioner_of(kernel)
+        if kernel and provisioner and provisioner.activity.executing:
             kernel.execution_state = "busy"
         return provisioner
 
     def persistent(self, kernel_id: str) -> SandboxProvisioner | None:
         """Return the provisioner of a persistent kernel; None for other kernels."""
-        kernel = self._kernels.get(kernel_id)
-        provisioner = getattr(kernel, "provisioner", None)
-        return provisioner if isinstance(provisioner, SandboxProvisioner) and provisioner.handle else None
+        provisioner = provisioner_of(self._kernels.get(kernel_id))
+        return provisioner if provisioner and provisioner.handle else None
 
     def _sandboxed(self, kernel_name: str | None) -> bool:
         assert self.kernel_spec_manager is not None
@@ -309,8 +306,8 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
 
     async def _check_kernels(self) -> None:
         for kernel_id in self.list_kernel_ids():
-            provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
-            if isinstance(provisioner, SandboxProvisioner) and provisioner.moved:
+            provisioner = provisioner_of(self._kernels.get(kernel_id))
+            if provisioner and provisioner.moved:
                 self._report_moved(kernel_id)
         await self._follow_notebooks()
 
@@ -362,10 +359,16 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
 
 async def _recover(kernel_manager: SandboxKernelManager) -> None:
     """Save the sandboxes of killed servers, in a thread with its own loop to keep the server's loop free."""
+    from ..provisioner import SandboxProvisioner
+
     settings, log = SandboxProvisioner(config=kernel_manager.config), kernel_manager.log
     note_writable(kernel_manager.root_dir)
 
     def work() -> list[Recovered]:
+        from ..gvisor.runsc import find
+        from ..sandbox import user_sandboxes
+        from ..sandbox.manager import SandboxManager
+
         manager = SandboxManager(
             user_sandboxes.settings(settings.storage_dir), find(settings.runsc), user_sandboxes.server()
         )
@@ -383,14 +386,22 @@ async def _recover(kernel_manager: SandboxKernelManager) -> None:
         log.exception("The search for sandboxes of killed servers failed")
 
 
+def provisioner_of(kernel: Any) -> SandboxProvisioner | None:
+    """Return the provisioner of a sandboxed kernel; None for other kernels, and if ``kernel`` is None."""
+    found = getattr(kernel, "provisioner", None)
+    if found is None:
+        return None
+    from ..provisioner import SandboxProvisioner
+
+    return found if isinstance(found, SandboxProvisioner) else None
+
+
 def sandboxed_kernels(kernel_manager: Any) -> dict[str, SandboxProvisioner]:
     """Return the provisioners of a server's started sandboxed kernels by kernel id, for any class of kernel manager."""
     found = {}
     for kernel_id, kernel in list(getattr(kernel_manager, "_kernels", {}).items()):
-        provisioner = getattr(kernel, "provisioner", None)
-        if not isinstance(provisioner, SandboxProvisioner) or not _is_started(kernel):
-            continue
-        if provisioner.has_process and not provisioner.moved:
+        provisioner = provisioner_of(kernel)
+        if provisioner and _is_started(kernel) and provisioner.has_process and not provisioner.moved:
             found[kernel_id] = provisioner
     return found
 

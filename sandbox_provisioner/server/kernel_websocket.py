@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
 
 from .._text import excerpt
-from ..provisioner import SandboxProvisioner
+from .kernel_manager import provisioner_of
 from .kernel_messages import MOST_KEPT
 
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,3}")
@@ -95,8 +95,7 @@ class SandboxWebsocketConnection(ZMQChannelsWebsocketConnection):
     def nudge(self) -> asyncio.Future[None]:
         """Return a future that completes once iopub delivers messages. Called by Jupyter Server for a new websocket."""
         kernel = self.kernel_manager
-        sandboxed = isinstance(getattr(kernel, "provisioner", None), SandboxProvisioner)
-        if not sandboxed or getattr(kernel, "execution_state", None) == "busy":
+        if not provisioner_of(kernel) or getattr(kernel, "execution_state", None) == "busy":
             return super().nudge()
         iopub, received = self.channels["iopub"], asyncio.Event()
 

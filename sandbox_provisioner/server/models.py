@@ -12,6 +12,7 @@ from ..events import Entry
 from ..persistence.records import SandboxRecord
 from ..sandbox.listing import StoredSandbox
 from ..sandbox.model import Sandbox
+from ..sandbox.visible import visible_files
 from ..templates.warm_pool import Copy
 from .kernels import Live
 
@@ -80,6 +81,7 @@ def describe(subject: Subject, stored: StoredSandbox | None, relative: Relative)
         state=state(subject, stored),
         busy=bool(reasons) and state(subject, stored) == "running",
         busy_reasons=reasons,
+        files=visible_files(live.provisioner.sandbox.spec) if live and live.provisioner.sandbox else None,
         kernel_id=live.kernel_id if live else None,
         kernel_name=subject.kernel_name,
         notebook_path=relative(subject.notebook_path),

@@ -26,11 +26,10 @@ from .. import config
 from .._text import printable
 from ..errors import BadRequestError, PlainKernelError, SandboxError
 from ..gvisor.mounts import within
-from ..provisioner import SandboxProvisioner
 from ..sandbox.model import PlainNotebook, PlainNotebooks
 from ..sandbox.sandboxed_notebooks import Replaced, SandboxedNotebooks
 from .drives import DRIVE, server_path
-from .kernel_manager import is_sandboxed
+from .kernel_manager import is_sandboxed, provisioner_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -146,8 +145,7 @@ class PlainKernelGuard(config.Settings, LoggingConfigurable):
         if kernel_id not in self._kernels:
             return
         kernel, files = self._kernels.get_kernel(kernel_id), self._files(path, *earlier)
-        provisioner = getattr(kernel, "provisioner", None)
-        if isinstance(provisioner, SandboxProvisioner) or await self._require_allowed(kernel.kernel_name, files):
+        if provisioner_of(kernel) or await self._require_allowed(kernel.kernel_name, files):
             await self._record(self._files(path))
 
     async def _require_allowed(self, kernel_name: str | None, files: Iterable[str]) -> bool:

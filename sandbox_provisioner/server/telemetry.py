@@ -21,8 +21,6 @@ from tornado.ioloop import IOLoop
 
 from ..errors import subclasses
 from ..events import EVENT_BUS, Entry, EventKind
-from ..kernel.kernel import KernelState
-from ..templates.warm_pool import WARM_POOL
 from .kernel_manager import sandboxed_kernels
 
 EVENTS = (EventKind.CREATED, EventKind.HIBERNATED, EventKind.WOKEN, EventKind.HANDED_OFF, EventKind.FAILED)
@@ -103,19 +101,29 @@ class _Sandboxes(Collector):
 
     Runs in the thread of the server that received Prometheus's request."""
 
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Return the gauges without values. Called by prometheus_client at the registration."""
+        return [
+            GaugeMetricFamily(
+                "jupyter_sandbox_sandboxes", "Sandboxes of this server's kernels, by state.", labels=["state"]
+            ),
+            GaugeMetricFamily("jupyter_sandbox_busy", "Sandboxes whose kernel is not idle."),
+        ]
+
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges. Called by prometheus_client for each scrape."""
-        family = GaugeMetricFamily(
-            "jupyter_sandbox_sandboxes", "Sandboxes of this server's kernels, by state.", labels=["state"]
-        )
+        from ..kernel.kernel import KernelState
+        from ..templates.warm_pool import WARM_POOL
+
+        family, busy = self.describe()
         kernels = [kernel for manager in _attached for kernel in sandboxed_kernels(manager).values()]
         asleep = [kernel.asleep for kernel in kernels if kernel.state != KernelState.GONE]
         family.add_metric(["running"], asleep.count(False))
         family.add_metric(["hibernated"], asleep.count(True))
         family.add_metric(["standby"], len(WARM_POOL.copies))
         yield family
-        busy = sum(kernel.busy and not kernel.asleep for kernel in kernels)
-        yield GaugeMetricFamily("jupyter_sandbox_busy", "Sandboxes whose kernel is not idle.", value=busy)
+        busy.add_metric([], sum(kernel.busy and not kernel.asleep for kernel in kernels))
+        yield busy
 
 
 @cache

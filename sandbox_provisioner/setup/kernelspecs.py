@@ -13,15 +13,17 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from jupyter_core.paths import jupyter_data_dir
 
 from .._text import json_object
 from ..errors import SandboxError
 from ..kernel.settings import TWIN_MARK, TWIN_VERSION, own_config
 from .logo import sandbox_logo
+
+if TYPE_CHECKING:
+    from jupyter_client.kernelspec import KernelSpecManager
 
 PROVISIONER = "sandbox-provisioner"
 LOCAL = ("", "local-provisioner")
@@ -87,6 +89,8 @@ def _stanza(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def kernels() -> dict[str, Kernel]:
     """Return every readable kernelspec that Jupyter finds, by name."""
+    from jupyter_client.kernelspec import KernelSpecManager  # imports ZeroMQ, which other commands do not need
+
     manager = KernelSpecManager()
     found = {}
     for name, folder in sorted(manager.find_kernel_specs().items()):
@@ -110,7 +114,7 @@ def _built_in(manager: KernelSpecManager, name: str) -> dict[str, Any] | None:
     """Return the kernelspec that jupyter_client makes for ipykernel where no kernel.json is installed, or None."""
     try:
         return dict(manager.get_kernel_spec(name).to_dict())
-    except NoSuchKernel:
+    except KeyError:  # NoSuchKernel
         return None
 
 

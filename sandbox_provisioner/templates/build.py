@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any
 from .._text import printable
 from ..errors import GuestError, LinkClosedError, SandboxError, UnsettledError
 from ..guest.capabilities import CARRIED
-from ..gvisor.bundle import BundleSpec, Mount, visible_mounts
+from ..gvisor.bundle import BundleSpec, Mount
+from ..gvisor.carried import visible_mounts
 from ..gvisor.interpreter import as_zygote
 from ..gvisor.mounts import within
 from ..gvisor.sandbox import GVisorSandbox
@@ -31,7 +32,7 @@ from ..kernel.starting import FIRST_PROCESS
 from ..mux.activation import tell
 from ..persistence.checkpoints import now
 from .spec import CONNECTION_FILE, Recipe
-from .store import Template, TemplateShelf, mark
+from .store import FolderMark, Mark, Template, TemplateShelf, mark
 
 STARTING = 120.0
 """Longest time, in seconds, until a kernel must have stopped for the checkpoint."""
@@ -126,6 +127,7 @@ async def build(recipe: Recipe, shelf: TemplateShelf, wait: bool, say: Say = lam
             left_out=left_out,
             unfit=report["unfit"],
             marks=report["marks"],
+            folders=report["folders"],
         )
         return shelf.publish(template, None if report["unfit"] else draft)
 
@@ -149,25 +151,29 @@ async def _freeze(recipe: Recipe, modules: list[str], draft: Path, say: Say) -> 
     try:
         await sandbox.start()
         found = await _report(sandbox, recipe, modules)
-        found["marks"] = {}
+        report = {**found, "marks": {}, "folders": {}}
         if not found["left_out"] and not found["unfit"]:
-            read = list(_host_files(found["files"], spec))
-            writable = [path for path, mount in read if mount.writable]
+            places = _host_places([*found["files"], *found["folders"]], spec)
+            writable = [path for path, mount in places.values() if mount.writable]
             if writable:
-                return {**found, "unfit": f"it reads {writable[0]}, which kernels can write to"}
-            found["marks"] = _marks((path for path, _ in read), begun)
+                return {**report, "unfit": f"it reads {writable[0]}, which kernels can write to"}
+            report["marks"] = _marks((places[path][0] for path in found["files"] if path in places), begun)
+            report["folders"] = _folder_marks(
+                {places[path][0]: names for path, names in found["folders"].items() if path in places}, begun
+            )
             say("checkpoint")
             await sandbox.checkpoint(draft)
     finally:
         await sandbox.delete()
-    return found
+    return report
 
 
 async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) -> dict[str, Any]:
     """Start the kernel, make it import ``modules``, and return its report.
 
     ``unfit``: why the kernel cannot have a template; ``left_out``: the modules that cannot be part of the template,
-    with the reasons; ``files``: the files that the kernel and PID 1 use.
+    with the reasons; ``files``: the files that the kernel and PID 1 use; ``folders``: those in which they searched
+    for modules, each with the names.
     """
     files = {CONNECTION_FILE: json.dumps(dict(recipe.connection))}
     process = await sandbox.execute(as_zygote(recipe.argv), env=recipe.env, cwd=CARRIED, stdin=False, files=files)
@@ -177,20 +183,25 @@ async def _report(sandbox: GVisorSandbox, recipe: Recipe, modules: list[str]) ->
     try:
         unfit = await _unfit(sandbox, recipe, end)
         if unfit:
-            return {"unfit": unfit, "left_out": {}, "files": []}
+            return {"unfit": unfit, "left_out": {}, "files": [], "folders": {}}
         left_out = {}
         for name in modules:
             if reason := await _preload(sandbox, name):
                 left_out[name] = reason
             if end.done() and left_out:
-                return {"unfit": "", "left_out": left_out, "files": []}
+                return {"unfit": "", "left_out": left_out, "files": [], "folders": {}}
         found = await tell(sandbox.connection, op="preload", modules=[])
     finally:
         end.cancel()
         await asyncio.gather(end, return_exceptions=True)
-    if not isinstance(found.get("files"), list):
+    used, searched = found.get("files"), found.get("folders")
+    if not isinstance(used, list) or not isinstance(searched, dict) or not all(map(_is_names, searched.values())):
         raise GuestError("The template's kernel sent an invalid report. No template was built.")
-    return {"unfit": "", "left_out": left_out, "files": found["files"]}
+    return {"unfit": "", "left_out": left_out, "files": list(map(str, used)), "folders": searched}
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 async def _preload(sandbox: GVisorSandbox, name: str) -> str:
@@ -244,25 +255,39 @@ async def _serves(sandbox: GVisorSandbox, recipe: Recipe) -> None:
         stream.reset()
 
 
-def _host_files(paths: Iterable[Any], spec: BundleSpec) -> Iterator[tuple[str, Mount]]:
-    """Yield the host path and the mount of each of the sandbox's ``paths`` that ``spec`` mounts from the host."""
+def _host_places(paths: Iterable[str], spec: BundleSpec) -> dict[str, tuple[str, Mount]]:
+    """Return the host path and the mount of each of the sandbox's ``paths`` that ``spec`` mounts from the host."""
     views = sorted(visible_mounts(spec), key=lambda mount: len(mount.destination), reverse=True)
-    for path in map(str, paths):
+    places = {}
+    for path in paths:
         view = next((mount for mount in views if within(path, mount.destination)), None)
         if view and view.source and view.destination != CARRIED:
-            yield view.source + path[len(view.destination) :], view
+            places[path] = view.source + path[len(view.destination) :], view
+    return places
 
 
-def _marks(paths: Iterable[str], begun: float) -> dict[str, list[int]]:
+def _marks(paths: Iterable[str], begun: float) -> dict[str, Mark]:
     """Return the mark of each file. Raises UnsettledError if a file may have changed while it was read."""
     marks = {path: found for path in paths if (found := mark(path))}
     for path, found in marks.items():
-        if found[-1] > (begun - SETTLED) * 1e9:
-            raise UnsettledError(
-                f"{path} was changed while the template was built, or just before.",
-                "The next start builds the template again; so does `jupyter sandbox template build`.",
-            )
+        _require_settled(path, found, begun)
     return marks
+
+
+def _folder_marks(searched: Mapping[str, list[str]], begun: float) -> dict[str, FolderMark]:
+    """Return the mark of each folder in which names were ``searched``. Raises UnsettledError if one was changed."""
+    marks = {path: found for path, names in searched.items() if (found := FolderMark.of(path, names))}
+    for path, found in marks.items():
+        _require_settled(path, found.mark, begun)
+    return marks
+
+
+def _require_settled(path: str, found: Mark, begun: float) -> None:
+    if found[-1] > (begun - SETTLED) * 1e9:
+        raise UnsettledError(
+            f"{path} was changed while the template was built, or just before.",
+            "The next start builds the template again; so does `jupyter sandbox template build`.",
+        )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from traitlets.config import Config
 
 from ..errors import SandboxError
 from ..gvisor.bundle import BundleSpec
+from ..gvisor.carried import carry, carrying_spec, covered
+from ..gvisor.mounts import within
 from ..gvisor.restore_plan import Grant
 from ..gvisor.runsc import Runsc
 from ..gvisor.runsc import find as find_runsc
@@ -60,15 +62,18 @@ def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> TemplateMat
     """Return the match for ``launch``; None if this start cannot use a template, even a new one. Blocks."""
     recipe = recipe_of(launch, runsc, settings)
     folder = launch.start.folder
-    if recipe is None or folder is None or not recipes.suits(launch.bare, launch.spec, folder):
+    spec = carry(launch.bare, launch.spec, folder) if folder else None
+    if recipe is None or spec is None:
         return None
     shelf = TemplateShelf()
     template = shelf.get(recipe.kernel_name)
-    without = TemplateMatch(recipe, replace(launch.bare, carried=folder), None, shelf)
+    without = TemplateMatch(recipe, spec, None, shelf)
     if template is None or template.key != recipe.key:
         return without
     if template.unfit:
         return None if template.age < (FAILED_FOR if template.failed else UNFIT_FOR) else without
+    if any(within(path, mount.source) for mount in covered(spec) for path in template.marks):
+        return None  # the template uses files that the folder would cover
     found = replace(without, template=template)
     if changed := template.changed:
         log.info("The template of %s is built again: %s has changed", recipe.kernel_name, changed)
@@ -79,10 +84,11 @@ def find(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> TemplateMat
 
 def grant_of(launch: Launch) -> Grant:
     """Return the mounts that a restore may use: the same that a start by ``launch`` would have."""
-    folder = launch.start.folder
-    bindable = folder is not None and recipes.suits(launch.bare, launch.spec, folder)
-    carrying = replace(launch.bare, carried=folder) if bindable else None
-    return Grant(launch.spec, launch.platform, folder, carrying, tuple(launch.start.watched))
+    start, folder = launch.start, launch.start.folder
+    trusted = tuple(mount for mount in launch.bare.mounts if mount in launch.spec.mounts)
+    carrying = carrying_spec(replace(launch.bare, mounts=trusted), launch.spec, folder) if folder else None
+    optional = frozenset(mount.source for mount in launch.guarded)
+    return Grant(launch.spec, launch.platform, folder, carrying, start.cwd, optional, tuple(start.watched))
 
 
 def recipe_of(launch: Launch, runsc: Runsc, settings: SandboxSettings) -> Recipe | None:

@@ -29,7 +29,7 @@ from ..persistence import decoding, metadata
 from ..persistence.compatibility import cpu_features
 from .store import mark
 
-FORMAT = 1
+FORMAT = 2
 FROZEN = {
     "LANG", "LANGUAGE", "TZ", "HOME", "USER", "LOGNAME", "TMPDIR", "JPY_PARENT_PID", "IPYTHONDIR", "MPLBACKEND",
     "MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME",
@@ -101,17 +101,6 @@ def frozen_part(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name in FROZEN or name.startswith(FROZEN_PREFIXES)}
 
 
-def suits(bare: BundleSpec, spec: BundleSpec, folder: Mount) -> bool:
-    """Return True if ``spec`` is ``bare``, the template's spec, plus ``folder``, and no other mount lies in ``folder``.
-
-    A copy gets its folder after the restore, so the folder would hide such mounts, for example those that protect
-    files in it from the kernel.
-    """
-    mounts, without = {*all_mounts(spec)} - {folder}, {*all_mounts(bare)}
-    inside = any(within(mount.destination, folder.destination) for mount in without)
-    return mounts == without and not inside
-
-
 def recipe(
     kernel_name: str,
     start: Start,
@@ -131,7 +120,9 @@ def recipe(
         argv=tuple(part.replace(start.connection_file, CONNECTION_FILE) for part in start.argv),
         env=frozen_part(start.env) | {"PATH": os.defpath},
         connection={name: value for name, value in connection.items() if name in _PUBLIC} | {"key": ""},
-        spec=replace(bare, carried=Mount("", CARRIED, True), environment={"PATH": os.defpath, "HOME": bare.home}),
+        spec=replace(
+            bare, carried=Mount("", CARRIED, True), inner=(), environment={"PATH": os.defpath, "HOME": bare.home}
+        ),
         platform=platform,
         runsc=runsc,
         preload=preload,

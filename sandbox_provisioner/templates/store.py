@@ -13,11 +13,13 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from ..config import own_folder
@@ -31,7 +33,39 @@ POLL = 0.1
 EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 Mark = list[int]
-"""Values that show if a file has changed: device, inode, size, mtime and ctime; for a folder device, inode, mtime."""
+"""Values that show if a file has changed: device, inode, size, mtime, number of hard links, and ctime; for a folder
+device, inode and mtime."""
+
+
+class FolderMark(NamedTuple):
+    """A folder in which modules were searched for: its mark, the names, and the entries that belong to them.
+
+    Path files (``.pth``) always belong to them, because Python reads each one when it starts.
+    """
+
+    mark: Mark
+    names: list[str]
+    entries: list[str]
+
+    @classmethod
+    def of(cls, path: str, names: Iterable[str]) -> FolderMark | None:
+        """Return the present mark of a folder; None if it is not a folder or cannot be read."""
+        found, searched = mark(path), sorted(names)
+        entries = _entries(path, searched)
+        return None if found is None or entries is None else cls(found, searched, entries)
+
+    def changed(self, path: str) -> bool:
+        """Return True if an entry was added or removed that could change which modules are imported."""
+        return mark(path) != self.mark and _entries(path, self.names) != self.entries
+
+
+def _entries(path: str, names: Iterable[str]) -> list[str] | None:
+    searched = {*names}
+    try:
+        found = os.listdir(path)
+    except OSError:
+        return None
+    return sorted(name for name in found if name.endswith(".pth") or name.partition(".")[0] in searched)
 
 
 @dataclass(frozen=True)
@@ -52,11 +86,15 @@ class Template:
     """True if the build failed; another attempt may succeed."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """Marks of the host files that the template depends on, including those of the image."""
+    folders: Mapping[str, FolderMark] = field(default_factory=dict)
+    """Marks of the host folders in which modules were searched for."""
 
     @property
     def changed(self) -> str:
-        """Path of the first file that has changed; empty if none has. Blocks for some milliseconds."""
-        return next((path for path, before in self.marks.items() if mark(path) != before), "")
+        """Path of the first file or folder that has changed; empty if none has. Blocks for some milliseconds."""
+        files = (path for path, before in self.marks.items() if not _same(before, mark(path)))
+        folders = (path for path, before in self.folders.items() if before.changed(path))
+        return next(chain(files, folders), "")
 
     @property
     def age(self) -> timedelta:
@@ -72,7 +110,15 @@ def mark(path: str) -> Mark | None:
         return None
     if stat.S_ISDIR(found.st_mode):
         return [found.st_dev, found.st_ino, found.st_mtime_ns]
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_nlink, found.st_ctime_ns]
+
+
+def _same(before: Mark, found: Mark | None) -> bool:
+    """Return True if a file has not changed. A new ctime is ignored if the number of hard links explains it.
+
+    uv installs a package into several environments as hard links to one file.
+    """
+    return found is not None and (found == before or (found[:4] == before[:4] and found[4:5] != before[4:5]))
 
 
 class TemplateShelf:
@@ -85,8 +131,9 @@ class TemplateShelf:
         """Return the kernelspec's template, even if outdated; None if it has none or the document is invalid."""
         try:
             document = json.loads((self.folder / kernel_name / DOCUMENT).read_bytes())
+            document["folders"] = {path: FolderMark(*each) for path, each in document.get("folders", {}).items()}
             found = Template(**document)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
         return found if found.kernel_name == kernel_name and os.path.basename(found.image) == found.image else None
 

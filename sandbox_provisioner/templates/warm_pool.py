@@ -19,7 +19,8 @@ from uuid import uuid4
 
 from ..errors import GuestError, SandboxError
 from ..guest.capabilities import CARRIED
-from ..gvisor.bundle import Mount
+from ..gvisor.bundle import Mount, carried_mounts, folder_cover
+from ..gvisor.carried import parts
 from ..gvisor.mounts import identity, replaced_error
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
@@ -60,8 +61,8 @@ class Copy:
         template, own = match.template, self.match.template
         if template is None or own is None or template.image != own.image:
             return False
-        same_folder = match.spec.carried == self.match.spec.carried and _folder_ids(match) == self.folder_ids
-        return same_folder and self.sandbox.state == State.RUNNING
+        same_folder = carried_mounts(match.spec) == carried_mounts(self.match.spec)
+        return same_folder and _folder_ids(match) == self.folder_ids and self.sandbox.state == State.RUNNING
 
 
 class WarmPool:
@@ -171,7 +172,14 @@ class WarmPool:
         for _ in range(IDENTIFY_TRIES):
             expected = identity(folder._replace(destination=CARRIED))
             try:
-                await sandbox.connection.activate(folder=folder.destination, files={}, expect=expected, outlive=False)
+                await sandbox.connection.activate(
+                    folder=folder.destination,
+                    parts=parts(sandbox.spec),
+                    cover=folder_cover(sandbox.spec),
+                    files={},
+                    expect=expected,
+                    outlive=False,
+                )
                 break
             except GuestError as error:
                 if error.errno != errno.ESTALE:  # ESTALE: a write of others changed the time that identifies the folder
@@ -189,9 +197,9 @@ class WarmPool:
 
 def _folder_ids(match: TemplateMatch) -> FolderIds | None:
     """Return the device and inode of each folder that ``match`` mounts now; None if one is gone."""
-    mounts = [match.spec.carried, *match.spec.mounts]
+    mounts = [*carried_mounts(match.spec), *match.spec.mounts]
     try:
-        found = [os.stat(mount.source) for mount in mounts if mount and mount.source]
+        found = [os.stat(mount.source) for mount in mounts if mount.source]
     except OSError:
         return None
     return tuple((status.st_dev, status.st_ino) for status in found)

@@ -203,7 +203,7 @@ def test_home_is_refused_as_notebook_folder(
         monkeypatch.setenv("HOME", str(home))
         for folder in (real, link, other):
             with pytest.raises(ConfigurationError):
-                start_kernel(sandboxed(), cwd=str(folder))
+                start_kernel(sandboxed(home_folder=""), cwd=str(folder))
 
 
 @pytest.mark.debian
@@ -311,9 +311,9 @@ def test_guest_files_do_not_run_on_host(
     start_kernel: Start, sandboxed: Sandboxed, notebook_folder: Path, tmp_path: Path
 ) -> None:
     ran = tmp_path / "ran-on-the-host"
-    python = environment(notebook_folder / "venv")
     evil = f"open({str(ran)!r}, 'w')"
     _, kc = start_kernel(sandboxed())
+    python = environment(notebook_folder / "venv")  # not read-only for a kernel that was started before
     modules = [f"{name}.py" for name in ("json", "site", "sitecustomize", "usercustomize", "ast", "shutil", "runsc")]
     ask(kc, f"[pathlib.Path(name).write_text({evil!r}) for name in {modules}]")
     assert ask(

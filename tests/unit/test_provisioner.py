@@ -411,9 +411,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_notebook_in_the_home_folder_is_refused(start_kernel: Start, sandboxed: Sandboxed, home: Path) -> None:
+def test_notebook_in_the_home_folder_can_be_refused(start_kernel: Start, sandboxed: Sandboxed, home: Path) -> None:
     with pytest.raises(ConfigurationError) as refusal:
-        start_kernel(sandboxed(), cwd=str(home))
+        start_kernel(sandboxed(home_folder=""), cwd=str(home))
     assert str(refusal.value) == (
         f"A sandboxed kernel for a notebook in {home} would see and could change everything in it, keys and start-up "
         "files included. Move the notebook into a folder of its own, or set SandboxProvisioner.allow_home."
@@ -494,6 +494,10 @@ def test_every_setting_has_an_environment_variable_that_its_help_names(
         "guest_transport": ("tcp", "tcp"),
         "working_folder": ("/work", "/work"),
         "allow_home": ("yes", True),
+        "folder_scope": ("root", "root"),
+        "project_markers": ("dvc.yaml, a", ["dvc.yaml", "a"]),
+        "protected_paths": (".git, .envrc", [".git", ".envrc"]),
+        "home_folder": ("work", "work"),
         "persistent": ("no", False),
         "enable_handoff": ("yes", True),
         "enable_checkpoint_at_idle": ("yes", True),
@@ -760,7 +764,7 @@ def test_server_reports_and_logs_why_a_kernel_did_not_start(
     bad, good = sandboxed("bad", spec=NEVER_STARTED, mounts=[f"{tmp_path}/nowhere"]), sandboxed()
     sentence = f"The mount '{tmp_path}/nowhere' cannot be made: {tmp_path}/nowhere does not exist. Create it"
     status, response = server.open_notebook(bad)
-    assert status == 500
+    assert status == 400
     assert sentence in response["message"]
     assert sentence in server.log.read_text()
     status, response = server.ask("POST", "kernels", {"name": bad})

@@ -59,10 +59,36 @@ subprocess.Popen([sys.executable, "/tmp/stall.py"], start_new_session=True)
 import time; time.sleep(3)
 """
 
+MEDDLE = """
+import subprocess, sys
+open('/tmp/meddle.py', 'w').write('''
+import os, signal, time
+def find():
+    while True:
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) not in (1, os.getpid()):
+                try:
+                    if "open_files" in open(f"/proc/{entry}/cmdline").read():
+                        yield int(entry)
+                except OSError:
+                    pass
+        time.sleep(0.005)
+for tool in find():
+    try:
+        ACTION
+    except OSError:
+        pass
+''')
+subprocess.Popen([sys.executable, "/tmp/meddle.py"], start_new_session=True)
+import time; time.sleep(3)
+"""
+"""Start a program that does something to the tool which lists the files in use. The tool itself is read-only."""
+FORGE = "os.write(os.open(f'/proc/{tool}/fd/1', os.O_WRONLY), b'nonsense' * 100); os.kill(tool, signal.SIGKILL)"
+
 REFUSALS = {
     "savepoints that never end": STALLED_SAVEPOINTS,
-    "no list of files": "open('/.sandbox/open_files.py', 'w').write('import time; time.sleep(1000)')",
-    "forged list of files": "open('/.sandbox/open_files.py', 'w').write('print(\"nonsense\" * 100)')",
+    "no list of files": MEDDLE.replace("ACTION", "os.kill(tool, signal.SIGSTOP)"),
+    "forged list of files": MEDDLE.replace("ACTION", FORGE),
 }
 
 Sandboxed = Callable[..., str]

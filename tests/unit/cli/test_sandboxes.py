@@ -142,6 +142,7 @@ def test_list_as_json(keep: Keep, ask: Ask) -> None:
         "problem": None,
         "busy": False,
         "busy_reasons": [],
+        "files": None,
         "storage": "local",
         "where": record.where,
         "settings": {"network": "none"},

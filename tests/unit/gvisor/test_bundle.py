@@ -270,3 +270,37 @@ def test_resolver_files_only_with_a_network(tmp_path: Path, network: str, there:
     write(tmp_path, BundleSpec("/usr/bin/python3", "/home/me", "me", network=network))
     resolver = tmp_path / "rootfs" / "etc" / "resolv.conf"
     assert resolver.exists() is (there and os.path.isfile("/etc/resolv.conf"))
+
+
+# -- a read-only sandbox -----------------------------------------------------------------------------------------------
+
+
+def read_only(*mounts: Mount) -> BundleSpec:
+    return BundleSpec("/usr/bin/python3", "/home/me", "me", mounts, read_only=True)
+
+
+def test_folders_between_home_and_kernel_folder_are_covered() -> None:
+    spec = read_only(Mount("/usr", "/home/me/work/project/notebooks", True), Mount("/usr", "/home/me/.cache/a/b", True))
+    assert Mount("", "/home/me/work") in all_mounts(spec)
+    made = {mount["destination"]: mount for mount in config(spec)["mounts"]}
+    assert "ro" in made["/home/me/work"]["options"]
+    assert "/home/me/.cache" not in made
+    assert config(spec)["root"]["readonly"]
+
+
+def test_folder_directly_in_the_home_needs_no_cover() -> None:
+    spec = read_only(Mount("/usr", "/home/me/project", True), Mount("/usr", "/srv/a/b", True))
+    assert [mount for mount in all_mounts(spec) if not mount.source and not mount.writable] == []
+
+
+def test_sandbox_of_an_earlier_version_is_not_read_only() -> None:
+    spec = BundleSpec("/usr/bin/python3", "/home/me", "me", (Mount("/usr", "/home/me/work/project", True),))
+    assert not config(spec)["root"]["readonly"]
+    assert "/var/tmp" not in {mount.destination for mount in all_mounts(spec)}
+    assert Mount("", "/home/me/work") not in all_mounts(spec)
+
+
+def test_root_contains_the_folders_above_mounts(tmp_path: Path) -> None:
+    write(tmp_path, read_only(Mount("/usr", "/srv/a/b", True), Mount("/usr", "/home/me/work/project", True)))
+    assert (tmp_path / "rootfs" / "srv" / "a").is_dir()
+    assert not (tmp_path / "rootfs" / "home" / "me").exists()

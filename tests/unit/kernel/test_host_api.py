@@ -127,6 +127,17 @@ async def test_status_lists_the_savepoints_oldest_first(clerk: Clerk) -> None:
     )
 
 
+def test_status_lists_the_files_that_the_kernel_sees() -> None:
+    files = {"writable": ["/p"], "read_only": ["/p/.git/config", "/usr"], "in_memory": ["/home/me", "/tmp"]}
+    text = answer_text("status", "", {"status": {"sandbox_id": "nb-1", "state": "running", "files": files}})
+    assert text.endswith(
+        "Writable:   /p\n"
+        "Read-only:  /p/.git/config, /usr\n"
+        "In memory:  /home/me, /tmp\n"
+        "Elsewhere:  files cannot be written. Files in memory are saved with the kernel, and deleted with it.\n"
+    )
+
+
 async def test_status_of_ephemeral_sandbox_gives_reason() -> None:
     words = answer_text(
         "status", "", await serve({"op": "status"}, Clerk(ephemeral="Nothing is kept: it has no notebook."))

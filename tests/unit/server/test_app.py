@@ -124,3 +124,30 @@ def test_log_names_kernels_without_a_twin(serve: Callable[..., Server], tmp_path
     until(lambda: "Kernels without a sandboxed twin: " in server.log.read_text())
     listed = server.log.read_text().split("Kernels without a sandboxed twin: ")[1].split(". ")[0].split(", ")
     assert "new" in listed and "old" not in listed
+
+
+LATER = (
+    "provisioner",
+    "sandbox.manager",
+    "kernel.kernel",
+    "persistence.snapshots",
+    "templates.warm_pool",
+    "server.service",
+)
+
+
+def test_server_starts_without_the_code_of_kernels(tmp_path: Path) -> None:
+    places = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}
+    options = ["--allow-root", "--port=0", f"--ServerApp.root_dir={tmp_path}"]
+    program = f"""
+import sys
+from jupyter_server.serverapp import ServerApp
+app = ServerApp()
+app.initialize({options}, new_httpserver=False)
+print(type(app.kernel_manager).__name__)
+print([name for name in {LATER} if "sandbox_provisioner." + name in sys.modules])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **places}, capture_output=True, text=True
+    )
+    assert ended.stdout.splitlines() == ["SandboxKernelManager", "[]"], ended.stderr

@@ -11,10 +11,10 @@ import pytest
 
 from sandbox_provisioner.errors import MetadataError
 from sandbox_provisioner.guest.capabilities import CARRIED
-from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts, config, visible_mounts
+from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount, all_mounts, config
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.kernel.kernel import Start
-from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, frozen_part, recipe, suits
+from sandbox_provisioner.templates.spec import CONNECTION_FILE, Recipe, frozen_part, recipe
 
 INSIDE = "/run/jupyter/kernel-1.json"
 ARGV = ["/usr/bin/python3", "/.sandbox/entrypoint.py", "ipykernel_launcher", "-f", INSIDE]
@@ -125,33 +125,10 @@ def test_invalid_recipe_is_refused(value: dict[str, Any]) -> None:
         Recipe.from_json(value)
 
 
-@pytest.mark.parametrize(
-    ("more", "suitable"),
-    [
-        ((), True),
-        ((Mount("/opt", "/opt"),), True),
-        ((Mount("/w/.venv/lib", "/w/.venv/lib"),), False),
-        ((Mount("", "/w/hidden", True),), False),
-    ],
-)
-def test_folder_with_mounts_inside_does_not_suit_copies(
-    bare: BundleSpec, more: tuple[Mount, ...], suitable: bool
-) -> None:
-    folder = Mount("/srv/w", "/w", True)
-    bare = replace(bare, mounts=more)
-    assert suits(bare, replace(bare, mounts=(*more, folder)), folder) is suitable
-
-
-def test_folder_with_protected_part_does_not_suit_copies(bare: BundleSpec) -> None:
-    folder = Mount("/srv/w", "/w", True)
-    assert not suits(bare, replace(bare, mounts=(folder, Mount("/srv/w/etc", "/w/etc"))), folder)
-
-
 def test_carried_folder_is_mounted_at_the_place_for_all_copies(bare: BundleSpec) -> None:
     folder = Mount("/srv/w", "/w", True)
     spec = replace(bare, carried=folder)
     assert Mount("/srv/w", CARRIED, True) in all_mounts(spec) and folder not in all_mounts(spec)
-    assert folder in visible_mounts(spec)
     process = config(spec)["process"]
     assert process["args"][-1] == "template"
     assert set(process["capabilities"]["bounding"]) == {"CAP_SYS_ADMIN", "CAP_SETPCAP"}
