@@ -220,10 +220,12 @@ class SandboxProvisioner(KernelOperations):
         await self._close(delete_state=False)
 
     def abandon(self) -> None:
-        """Leave a persistent kernel running when the server ends. The next server saves it.
+        """Leave a persistent kernel running when the server ends. The next server saves it, so none is started here.
 
         Does not wait for an upload in progress, which ends with this process.
         """
+        self.parent.stop_restarter()
+        self._moved = "it was left running, and the next server saves it"
         IO.drop(self)
         self._handle = None
         self._launched = False

@@ -158,8 +158,9 @@ class KernelOperations(SandboxSettings):
         return self._moved
 
     def keep_state(self) -> None:
-        """Never delete the saved state when the kernel ends, and do not wake the kernel for clients.
+        """Never delete the saved state when the kernel ends. Do not wake the kernel for clients, or restart it.
 
         Called by the server before it stops, culls the kernel, or ends it with its state kept.
         """
         self._keeps_state = True
+        self.parent.stop_restarter()
