@@ -242,7 +242,7 @@ class SandboxProvisioner(KernelOperations):
         """Serve the guest's requests and watch the activity of a new or restored kernel. Called in the I/O thread."""
         attend(connection, NotebookActions(self._kernel, self._client_side.session))
         if self._handle:
-            self._client_side.watch(self._handle.touch)
+            self._client_side.watch(self._handle)
 
     @property
     def _resumes(self) -> bool:

@@ -25,6 +25,8 @@ DELIMITER = b"<IDS|MSG>"
 MAX_SIGNATURE = 256
 MAX_HEADER = 1 << 16
 MAX_IDENTITIES = 8
+MAX_CONTENT = 1 << 16
+"""Bytes of a content that are kept to find its options."""
 SIGNED_FRAMES = 4
 """Header, parent header, metadata and content. Buffers follow and are not signed."""
 
@@ -42,7 +44,8 @@ class MessageTracker:
         self._channel = channel
         self._checked = relay.knows_key
         self._signed = 0
-        self._requests = Position(sink=relay.reader(self._requested) if channel in CALLS else None)
+        self._reader = relay.reader(self._requested) if channel in CALLS else None
+        self._requests = Position(sink=self._reader)
         replies = relay.reader(self._replied) if channel == "shell" else None
         self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
 
@@ -86,6 +89,8 @@ class MessageTracker:
         self._signed += 1
         if self._channel == "shell":
             self._relay.activity.requested(header)
+            if kind == "execute_request" and self._reader:
+                self._relay.note_cell(header, self._reader.content)
             if isinstance(msg_id, str) and isinstance(kind, str) and kind.endswith("_request"):
                 self.unanswered.add(msg_id)
         elif self._channel == "control":
@@ -100,7 +105,7 @@ class MessageReader:
     """A ``zmtp.Sink`` that calls ``on_message(header, parent_header)`` for each message with a valid signature.
 
     Reads one direction of a connection. ``key`` and ``scheme`` come from the connection file; with an empty key,
-    messages are not signed and all are reported.
+    messages are not signed and all are reported. ``content`` is the beginning of the reported message's content.
     """
 
     def __init__(self, key: bytes, scheme: str, on_message: Callable[[Header, Header], None]) -> None:
@@ -109,7 +114,7 @@ class MessageReader:
         self._begin()
 
     def _begin(self) -> None:
-        self._kept = b""
+        self._kept = self.content = b""
         self._identities = 0
         self._frame = -2
         """-2 before the delimiter, -1 in the signature, then the index of a signed frame."""
@@ -129,6 +134,8 @@ class MessageReader:
             self._kept += data[: largest + 1 - len(self._kept)]
             if len(self._kept) > largest and self._frame > -2:
                 self._valid = False
+        elif self._frame == SIGNED_FRAMES - 1:
+            self.content += data[: MAX_CONTENT - len(self.content)]
 
     def end_frame(self, more: bool) -> None:
         """End the current frame, and the message if ``more`` is False."""

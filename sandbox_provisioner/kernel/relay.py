@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from ..errors import GuestError, SandboxError
 from ..mux.connection import GuestConnection
@@ -44,7 +45,8 @@ class ChannelRelay:
     ``sent`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``answered``
     is the value of ``sent`` when the kernel last began a message. ``activity`` gets all requests and replies.
     ``on_call`` is called when a client's request has to wake the kernel, ``on_oversized`` with the channel of a message
-    that was refused because it exceeds ``max_message_size`` bytes.
+    that was refused because it exceeds ``max_message_size`` bytes. ``on_cell``, if set, is called once, with the header
+    of the next request that executes a user's cell.
     """
 
     def __init__(self, activity: KernelActivity | None = None) -> None:
@@ -52,6 +54,7 @@ class ChannelRelay:
         self.max_message_size = MAX_MESSAGE
         self.on_call: Callable[[], None] = lambda: None
         self.on_oversized: Callable[[str], None] = lambda channel: None
+        self.on_cell: Callable[[Header], None] | None = None
         self.sent = self.answered = 0
         self.lingering: set[LingeringStream] = set()
         self._signing: tuple[bytes, str] | None = None
@@ -185,6 +188,11 @@ class ChannelRelay:
                 listener.inject("shell", private)
                 listener.inject("iopub", public)
 
+    def publish(self, message: bytes) -> None:
+        """Send a message to all clients on iopub on the kernel's behalf, between two messages of the kernel."""
+        for client in self._clients:
+            client.publish(message)
+
     @property
     def called(self) -> bool:
         """True while the kernel has not received a client's request: at least one client is ``calling``."""
@@ -234,6 +242,12 @@ class ChannelRelay:
         """Record that the kernel began a message: it has reacted to the messages that were sent before."""
         self.answered = self.sent
 
+    def note_cell(self, header: Header, content: bytes) -> None:
+        """Call ``on_cell`` if it is set and the execute request, with this ``content``, is for a user's cell."""
+        if self.on_cell and not _is_hidden(content):
+            on_cell, self.on_cell = self.on_cell, None
+            on_cell(header)
+
     def remove(self, client: ClientConnection) -> None:
         """Remove a closed connection."""
         self._clients.discard(client)
@@ -271,6 +285,15 @@ class ChannelRelay:
             return self._connection.open(self._targets[channel])
         except GuestError as error:
             raise ConnectionError(errno.EMFILE, str(error)) from error
+
+
+def _is_hidden(content: bytes) -> bool:
+    """Return True for an execute request of a program, such as an extension of JupyterLab, which shows no output."""
+    try:
+        options: Any = json.loads(content)
+        return bool(options.get("silent")) or options.get("store_history") is False
+    except (ValueError, AttributeError, RecursionError):  # a long cell is cut off
+        return False
 
 
 def _bind(listener: socket.socket, address: str | tuple[str, int]) -> None:

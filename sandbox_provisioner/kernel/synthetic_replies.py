@@ -1,4 +1,4 @@
-"""Make replies on behalf of a kernel that cannot send them: it could not be woken, or its own cell rewound it.
+"""Make messages on behalf of a kernel: replies if it could not be woken or its own cell rewound it, and notices.
 
 The requests are bytes that were held for the kernel; the replies are sent on the same connections. Requests on
 encrypted connections cannot be answered.
@@ -15,6 +15,7 @@ from . import zmtp
 
 ENAME = "KernelNotWoken"
 NOT_REWOUND = "KernelNotRewound"
+HEADER = frozenset({"msg_id", "msg_type", "session", "username", "date", "version"})
 
 
 class Replies(NamedTuple):
@@ -38,6 +39,12 @@ def error_replies(held: bytes, session: Session, reason: str) -> Replies:
             public += _published(session, "error", error, request)
         public += _published(session, "status", {"execution_state": "idle"}, request)
     return Replies(private, public)
+
+
+def notice(text: str, session: Session, request: Mapping[str, Any]) -> bytes:
+    """Return a message for all clients on iopub that adds ``text`` to the output of the cell with this header."""
+    header = {name: value for name, value in request.items() if name in HEADER and isinstance(value, str)}
+    return _published(session, "stream", {"name": "stderr", "text": f"{text}\n"}, header)
 
 
 class Cell(NamedTuple):

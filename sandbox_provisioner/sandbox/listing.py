@@ -52,6 +52,7 @@ def describe(record: SandboxRecord, summary: Summary, snapshots: Mapping[str, me
     try:
         checkpoint, previous = _stored(summary.checkpoint), _stored(summary.previous)
         savepoints, files = _named(summary.savepoints), _named(snapshots)
+        lost_since = _time(summary.lost_since) if summary.lost_since else None
     except ValueError as error:
         raise MetadataError(f"A time in the document of sandbox {record.sandbox_id} is invalid: {error}.") from error
     sizes = [item.size for item in (checkpoint, previous, *savepoints, *files) if item]
@@ -63,6 +64,7 @@ def describe(record: SandboxRecord, summary: Summary, snapshots: Mapping[str, me
         previous=previous,
         savepoints=savepoints,
         snapshots=files,
+        lost_since=lost_since,
     )
 
 

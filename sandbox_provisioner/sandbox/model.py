@@ -34,7 +34,9 @@ class NamedState:
 class Sandbox:
     """A sandbox. ``size`` is in bytes; ``problem`` is the reason why its stored state is unknown.
 
-    ``busy`` and ``busy_reasons`` report why its kernel is not idle; servers of older versions do not send them.
+    ``busy`` and ``busy_reasons`` report why its kernel is not idle. ``lost_since`` is the time of its checkpoint if all
+    later changes are lost, because it ended without being saved, and its user has not been told yet. Servers of older
+    versions do not send these three.
     """
 
     id: str
@@ -54,6 +56,7 @@ class Sandbox:
     problem: str | None
     busy: bool = False
     busy_reasons: tuple[str, ...] = ()
+    lost_since: datetime | None = None
 
 
 @dataclass(frozen=True)

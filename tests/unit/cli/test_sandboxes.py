@@ -139,6 +139,7 @@ def test_list_as_json(keep: Keep, ask: Ask) -> None:
         "problem": None,
         "busy": False,
         "busy_reasons": [],
+        "lost_since": None,
         "storage": "local",
         "where": record.where,
         "settings": {"network": "none"},
