@@ -63,7 +63,6 @@ class SandboxProvisioner(KernelOperations):
         """Set when another server has taken over the kernel; done when this server has released all its resources."""
         self._releasing_lost: asyncio.Task[None] | None = None
         self._launched_before = False
-        self._releasing = False
         self._folder: Mount | None = None
 
     # -- the interface of KernelProvisionerBase; called by KernelManager -------------------------------------------
@@ -104,17 +103,18 @@ class SandboxProvisioner(KernelOperations):
         await IO.run(self._kernel.signal(signum))
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Kill a hibernated kernel instead of waking it. Called by KernelManager when it has sent a shutdown request.
+        """Kill a hibernated kernel. Called by KernelManager when it has sent a shutdown request.
 
         If the kernel moved to another server, automatic restarts here are refused until a user requests a restart or a
         shutdown.
         """
-        self._moved = ""
+        self._moved, self._final = "", not restart
         if self._launched and self._kernel.asleep:
             await self.kill(restart)
 
     async def kill(self, restart: bool = False) -> None:
-        """End the kernel and its sandbox immediately."""
+        """End the kernel and its sandbox; before a restart, keep the files in its home folder."""
+        await self.keep_home()
         await self.send_signal(signal.SIGKILL)
 
     async def terminate(self, restart: bool = False) -> None:
@@ -139,7 +139,7 @@ class SandboxProvisioner(KernelOperations):
         await self._wait_until_released()
         self._lost = None
         IO.hold(self, self._at_exit)
-        self._releasing = False
+        self._releasing = self._final = False
         try:
             cwd = kwargs.get("cwd") or ""
             # First: if the folder is refused, no record is created, and programs in the folder stay trusted.

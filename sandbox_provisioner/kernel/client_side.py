@@ -135,6 +135,7 @@ class ClientSide:
         if self._kernel.restored:
             self._watch.probe(km._make_url("shell"), self.session(), curve)
         self._report_losses(handle)
+        self._kernel.home.settled = False
 
     def stop_watching(self) -> None:
         """Close the connection to the iopub channel."""
@@ -145,13 +146,14 @@ class ClientSide:
     def _report_losses(self, handle: SandboxHandle) -> None:
         """Log that the state is older than the lost one, or that files were lost. The first cell tells it, too."""
         since = handle.metadata.lost_since
-        texts = [_loss(since)] if since else []
+        texts = [text for text in (_loss(since) if since else "", self._kernel.home.notice()) if text]
         for text in texts:
             self._log.warning("Kernel %s: %s", self._km.kernel_id, text)
         self._kernel.relay.on_cell = partial(self._tell, handle, "\n".join(texts)) if texts else None
 
     def _tell(self, handle: SandboxHandle, text: str, cell: Mapping[str, Any]) -> None:
         self._kernel.relay.publish(notice(text, self.session(), cell))
+        self._kernel.home.problem = ""
         if handle.metadata.lost_since:
             self._recording = asyncio.create_task(handle.memory.stored.record_told())
 

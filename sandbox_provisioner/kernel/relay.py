@@ -24,7 +24,7 @@ from ..mux.connection import GuestConnection
 from ..mux.stream import GuestStream
 from ..workers import control, finished
 from .activity import KernelActivity
-from .messages import Header, MessageReader
+from .messages import CALLS, Header, MessageReader
 from .relay_client import ClientConnection, LingeringStream
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
@@ -43,7 +43,8 @@ class ChannelRelay:
     """The listeners and client connections of one SandboxedKernel, which owns it. I/O loop only.
 
     ``sent`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``answered``
-    is the value of ``sent`` when the kernel last began a message. ``activity`` gets all requests and replies.
+    is the value of ``sent`` when the kernel last began a message; ``heard`` is True if it has sent any on one of these
+    channels. ``activity`` gets all requests and replies.
     ``on_call`` is called when a client's request has to wake the kernel, ``on_oversized`` with the channel of a message
     that was refused because it exceeds ``max_message_size`` bytes. ``on_cell``, if set, is called once, with the header
     of the next request that executes a user's cell.
@@ -56,6 +57,7 @@ class ChannelRelay:
         self.on_oversized: Callable[[str], None] = lambda channel: None
         self.on_cell: Callable[[Header], None] | None = None
         self.sent = self.answered = 0
+        self.heard = False
         self.lingering: set[LingeringStream] = set()
         self._signing: tuple[bytes, str] | None = None
         self._servers: list[asyncio.Server] = []
@@ -122,7 +124,7 @@ class ChannelRelay:
         ``signing`` is the kernel's key and signature scheme; without it, all messages count as requests, unchecked.
         """
         self._connection, self._targets, self._signing = connection, targets, signing
-        self.sent = self.answered = 0
+        self.sent, self.answered, self.heard = 0, 0, False
         for client in list(self._clients):
             client.join()
 
@@ -238,9 +240,9 @@ class ChannelRelay:
         self._clients.add(client)
         return True
 
-    def note_reaction(self) -> None:
+    def note_reaction(self, channel: str) -> None:
         """Record that the kernel began a message: it has reacted to the messages that were sent before."""
-        self.answered = self.sent
+        self.answered, self.heard = self.sent, self.heard or channel in CALLS
 
     def note_cell(self, header: Header, content: bytes) -> None:
         """Call ``on_cell`` if it is set and the execute request, with this ``content``, is for a user's cell."""

@@ -72,7 +72,7 @@ class LingeringStream:
         self._stream.consumed(len(data))
         try:
             if self._messages.to_client(data):
-                self._relay.note_reaction()
+                self._relay.note_reaction(self.channel)
         except MessageTooLargeError:
             self._messages.unanswered.clear()
         if not self._messages.unanswered:
@@ -327,7 +327,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_large()
             return
         if messages and self.channel != "hb":
-            self._relay.note_reaction()
+            self._relay.note_reaction(self.channel)
         self._uncredited += len(data)
         if self._congested:
             self._to_client += data
