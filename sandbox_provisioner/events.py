@@ -50,6 +50,7 @@ class Entry:
     """An event of the kind ``what``. ``size`` is in bytes; ``doing`` is the kind of the failed or unfinished work.
 
     ``reason`` is the class name of the exception that caused a failure, not its text, which may contain a user's data.
+    ``lost_since`` is set if a restored state is older than the lost one: the time of the restored checkpoint.
     """
 
     sandbox_id: str
@@ -63,6 +64,7 @@ class Entry:
     notebook: str = ""
     """Path of the notebook, for the log only; not published."""
     time: str = field(default_factory=lambda: _now())
+    lost_since: str = ""
 
 
 Listener = Callable[[Entry], None]
@@ -112,7 +114,8 @@ class EventBus:
         except Exception as error:
             self.fail(replace(entry, seconds=_since(began), time=_now()), error)
             raise
-        self.write(replace(entry, seconds=_since(began), size=work.size, time=_now()))
+        lost_since = work.lost_since
+        self.write(replace(entry, seconds=_since(began), size=work.size, lost_since=lost_since, time=_now()))
 
     def _publish(self, entry: Entry) -> None:
         for listener in self._listeners:
@@ -120,10 +123,11 @@ class EventBus:
 
 
 class Work:
-    """Work in progress, from ``EventBus.doing``. The block sets ``size``, the size in bytes for the final event."""
+    """Work in progress, from ``EventBus.doing``. The block sets ``size`` and ``lost_since`` for the final event."""
 
     def __init__(self, bus: EventBus, entry: Entry) -> None:
         self.size: int | None = None
+        self.lost_since = ""
         self._bus = bus
         self._entry = entry
         self._guard = threading.Lock()
@@ -156,6 +160,8 @@ def _sentence(entry: Entry) -> str:
         words.append(f"in {entry.seconds:.3f} s")
     if entry.size is not None:
         words.append(f"({entry.size} bytes)")
+    if entry.lost_since:
+        words.append(f"with its state of {entry.lost_since}; later changes are lost, because it ended unsaved")
     return " ".join(words)
 
 

@@ -62,7 +62,6 @@ class SandboxProvisioner(KernelOperations):
         """Set when another server has taken over the kernel; done when this server has released all its resources."""
         self._releasing_lost: asyncio.Task[None] | None = None
         self._launched_before = False
-        self._releasing = False
         self._workplace: folders.Workplace | None = None
 
     # -- the interface of KernelProvisionerBase; called by KernelManager -------------------------------------------
@@ -103,17 +102,18 @@ class SandboxProvisioner(KernelOperations):
         await IO.run(self._kernel.signal(signum))
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Kill a hibernated kernel instead of waking it. Called by KernelManager when it has sent a shutdown request.
+        """Kill a hibernated kernel. Called by KernelManager when it has sent a shutdown request.
 
         If the kernel moved to another server, automatic restarts here are refused until a user requests a restart or a
         shutdown.
         """
-        self._moved = ""
+        self._moved, self._final = "", not restart
         if self._launched and self._kernel.asleep:
             await self.kill(restart)
 
     async def kill(self, restart: bool = False) -> None:
-        """End the kernel and its sandbox immediately."""
+        """End the kernel and its sandbox; before a restart, keep the files in its home folder."""
+        await self.keep_home()
         await self.send_signal(signal.SIGKILL)
 
     async def terminate(self, restart: bool = False) -> None:
@@ -138,7 +138,7 @@ class SandboxProvisioner(KernelOperations):
         await self._wait_until_released()
         self._lost = None
         IO.hold(self, self._at_exit)
-        self._releasing = False
+        self._releasing = self._final = False
         try:
             cwd = kwargs.get("cwd") or ""
             # First: if the folder is refused, no record is created, and programs in the folder stay trusted.
@@ -219,10 +219,12 @@ class SandboxProvisioner(KernelOperations):
         await self._close(delete_state=False)
 
     def abandon(self) -> None:
-        """Leave a persistent kernel running when the server ends. The next server saves it.
+        """Leave a persistent kernel running when the server ends. The next server saves it, so none is started here.
 
         Does not wait for an upload in progress, which ends with this process.
         """
+        self.parent.stop_restarter()
+        self._moved = "it was left running, and the next server saves it"
         IO.drop(self)
         self._handle = None
         self._launched = False
@@ -239,7 +241,7 @@ class SandboxProvisioner(KernelOperations):
         """Serve the guest's requests and watch the activity of a new or restored kernel. Called in the I/O thread."""
         attend(connection, NotebookActions(self._kernel, self._client_side.session))
         if self._handle:
-            self._client_side.watch(self._handle.touch)
+            self._client_side.watch(self._handle)
 
     @property
     def _resumes(self) -> bool:

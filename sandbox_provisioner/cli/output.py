@@ -79,6 +79,8 @@ def details(found: Found) -> dict[str, str]:
             lines[name] = f"{size(stored.size)}, {moment(stored.created)}"
     lines |= {f"savepoint {each.name}": f"{size(each.size)}, {moment(each.created)}" for each in sandbox.savepoints}
     lines |= {f"snapshot {each.name}": f"{size(each.size)}, {moment(each.created)}" for each in sandbox.snapshots}
+    if sandbox.lost_since:
+        lines["lost"] = f"all changes after {moment(sandbox.lost_since)}: it ended without being saved"
     return lines | ({"problem": sandbox.problem} if sandbox.problem else {})
 
 

@@ -33,7 +33,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a sandbox; ``id`` is its ``sandbox_id``."""
+    """An event of a sandbox; ``id`` is its ``sandbox_id``. ``lost_since`` is explained at ``Sandbox``."""
 
     id: str
     what: str
@@ -42,6 +42,7 @@ class Event:
     size: int | None = None
     doing: str = ""
     reason: str = ""
+    lost_since: datetime | None = None
 
 
 class Reference(TypedDict):

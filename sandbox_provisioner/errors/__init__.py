@@ -255,6 +255,10 @@ class SnapshotError(SandboxError, kind=Kind.SNAPSHOT):
     """A file snapshot could not be made, or is invalid."""
 
 
+class SnapshotTooLargeError(SnapshotError):
+    """The files of a sandbox are larger than a snapshot may be."""
+
+
 class SnapshotNotFoundError(SnapshotError, kind=Kind.NOT_FOUND):
     """No file snapshot has this name."""
 

@@ -1,12 +1,13 @@
 """Pack the files that the sandbox wrote into a tar on stdout, or unpack such a tar from stdin into a new sandbox.
 
-    archive.py create NAME=FOLDER...     archive.py extract NAME=FOLDER...
+    archive.py create NAME=FOLDER...     archive.py extract NAME=FOLDER...     archive.py add NAME=FOLDER...
 
-Runs in the sandbox as a process of its own. Each place, such as home=/home/ada, is a folder that is not mounted from
-the host. Its members in the tar are named NAME/..., so that it can be unpacked where the folder has another path.
-Mounts inside a place are neither packed nor written to. Of an overlay, only the upper layer is packed: unchanged files
-of the lower layer and deletions are not recorded. A folder follows its contents in the tar, so that its mode and time
-are set when it is complete.
+``extract`` replaces existing files, ``add`` does not: a running program may have them open. Runs in the sandbox as a
+process of its own. Each place, such as home=/home/ada, is a folder that is not mounted from the host. Its members in
+the tar are named NAME/..., so that it can be unpacked where the folder has another path. Mounts inside a place are
+neither packed nor written to. Of an overlay, only the upper layer is packed: unchanged files of the lower layer and
+deletions are not recorded. A folder follows its contents in the tar, so that its mode and time are set when it is
+complete.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ class Packer:
 class Unpacker:
     """Unpacks the members of a tar, opening one folder at a time without following links or entering mounts."""
 
-    def __init__(self, places: dict[str, str]) -> None:
+    def __init__(self, places: dict[str, str], replace: bool) -> None:
+        self._replace = replace
         self._places = {name: Place(folder) for name, folder in places.items()}
 
     def unpack(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
@@ -202,7 +204,8 @@ class Unpacker:
                     os.chmod(folder, member.mode & 0o7777)
                     os.utime(folder, (member.mtime, member.mtime))
                 return
-            self._remove_existing(place, parent, name)
+            if not self._remove_existing(place, parent, name):
+                return
             if member.issym():
                 os.symlink(member.linkname, name, dir_fd=parent)
                 os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
@@ -243,14 +246,17 @@ class Unpacker:
         finally:
             os.close(folder)
 
-    def _remove_existing(self, place: Place, parent: int, name: str) -> None:
+    def _remove_existing(self, place: Place, parent: int, name: str) -> bool:
+        """Remove an existing file if it may be replaced. Return False if it stays. Raises Refused if it is a mount."""
         try:
             found = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
-            return
+            return True
         if not place.has(found):
             raise Refused("is a file or folder of the host")
-        os.unlink(name, dir_fd=parent)
+        if self._replace:
+            os.unlink(name, dir_fd=parent)
+        return self._replace
 
     def _file(self, tar: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
         content = tar.extractfile(member)
@@ -276,9 +282,9 @@ def create(places: dict[str, str], notes: Notes) -> None:
             packer.pack(name, folder, Place(folder))
 
 
-def extract(places: dict[str, str], notes: Notes) -> None:
-    """Unpack stdin into ``places``."""
-    unpacker = Unpacker(places)
+def extract(places: dict[str, str], notes: Notes, replace: bool) -> None:
+    """Unpack stdin into ``places``; with ``replace``, replace existing files."""
+    unpacker = Unpacker(places, replace)
     options = {"encoding": "utf-8", "errors": "surrogateescape"}
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|", bufsize=BUFFER, **options) as tar:  # type: ignore[call-overload]
         while member := tar.next():
@@ -294,10 +300,14 @@ def extract(places: dict[str, str], notes: Notes) -> None:
 
 
 def main(command: str, *places: str) -> None:
-    """Run ``command``, "create" or "extract", on places of the form NAME=FOLDER."""
+    """Run ``command``, "create", "extract" or "add", on places of the form NAME=FOLDER."""
     sys.setrecursionlimit(RECURSION_LIMIT)
     notes = Notes()
-    {"create": create, "extract": extract}[command](dict(place.split("=", 1) for place in places), notes)
+    folders = dict(place.split("=", 1) for place in places)
+    if command == "create":
+        create(folders, notes)
+    else:
+        extract(folders, notes, replace={"extract": True, "add": False}[command])
     notes.end()
 
 

@@ -28,8 +28,16 @@ USAGE = """\
 %sandbox rewind NAME      go back to a savepoint; first save the present state as another one
 %sandbox keep-awake [on|off|DURATION]
                           do not hibernate while threads or subprocesses work; DURATION: for example 90s, 30m, 2h
+%sandbox reset-home       at the next restart of the kernel, do not keep the files in its home folder
 """
-OPERATIONS = {"status": (0, 0), "savepoint": (1, 1), "savepoints": (0, 0), "rewind": (1, 1), "keep-awake": (0, 1)}
+OPERATIONS = {
+    "status": (0, 0),
+    "savepoint": (1, 1),
+    "savepoints": (0, 0),
+    "rewind": (1, 1),
+    "keep-awake": (0, 1),
+    "reset-home": (0, 0),
+}
 """The operations, each with the minimum and maximum number of arguments."""
 NAMED = {
     "savepoint": "a name for the savepoint",
@@ -220,6 +228,8 @@ def answer_text(op: str, name: str, answer: dict[str, Any]) -> str:
         return f"Rewound to {name}; the state before is kept as savepoint {answer['kept']}.\n"
     if op == "keep-awake":
         return f"{answer['awake']}.\n"
+    if op == "reset-home":
+        return "The next restart of the kernel empties its home folder.\n"
     return (_status(answer["status"]) if op == "status" else "") + _savepoints(answer)
 
 

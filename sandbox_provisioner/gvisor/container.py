@@ -25,6 +25,7 @@ from . import bundle
 from .bundle import BundleSpec
 from .runsc import SETUP_HINT, Runsc, checked, clean_output, explain
 from .runtime_dir import RuntimeFolder, kill_processes
+from .zombies import hold_children, reap
 
 START_TIMEOUT = 120.0
 COMMAND_TIMEOUT = 30.0
@@ -49,6 +50,7 @@ class Container:
         self._runsc = runsc
         self._settings = runsc.settings(spec.network, platform)
         self._output = bytearray()
+        self._children: list[int] = []
 
     @property
     def ended(self) -> bool:
@@ -111,6 +113,7 @@ class Container:
             if answer.done():
                 error = answer.exception()
                 if error is None:
+                    self._children = await control(hold_children, self.main.pid)
                     return
                 if isinstance(error, ProtocolError):
                     raise error
@@ -158,9 +161,10 @@ class Container:
 
     async def remove(self) -> None:
         """Kill the container's processes and remove its folder. May be called more than once."""
-        folder, main = self.folder, self.main
-        self.folder = self.main = None
+        folder, main, children = self.folder, self.main, self._children
+        self.folder, self.main, self._children = None, None, []
         if main:
+            children = children or hold_children(main.pid)
             main.send_signal(SIGKILL)
         if folder:
             try:
@@ -170,6 +174,9 @@ class Container:
         if main:
             await main.stop(grace=0)
             main.close()
+        if children:
+            with suppress(RuntimeError):  # the interpreter is exiting
+                await control(reap, children)
 
     def _argv(self, *arguments: str) -> list[str]:
         assert self.folder is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from ..errors import ConfigurationError, SandboxError
 from ..io_thread import IO
+from ..sandbox.handle import SandboxHandle
 from ..workers import control
 from .activity import ActivityWatch
 from .kernel import SandboxedKernel
 from .relay import CHANNELS
-from .synthetic_replies import error_replies
+from .synthetic_replies import error_replies, notice
 
 LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 MAX_SOCKET_PATH = 107
@@ -39,6 +42,7 @@ class ClientSide:
         self._log = log
         self._tcp_address: str | None = None
         self._watch: ActivityWatch | None = None
+        self._recording: asyncio.Task[None] | None = None
 
     # -- addresses -----------------------------------------------------------------------------------------------------
 
@@ -118,15 +122,20 @@ class ClientSide:
         km.curve_publickey, km.curve_secretkey = saved["curve_publickey"].encode(), saved["curve_secretkey"].encode()
         return {}
 
-    def watch(self, on_news: Callable[[], None]) -> None:
-        """Listen to the kernel's iopub channel, to record when it is used and when its requests end."""
+    def watch(self, handle: SandboxHandle) -> None:
+        """Listen to the kernel's iopub channel, to record when it is used and when its requests end.
+
+        Also report if the kernel's state is older than the one that was lost, or files were lost.
+        """
         self.stop_watching()
         km = self._km
-        self._watch = ActivityWatch(self._kernel.activity, on_news, self._kernel.relay.max_message_size)
+        self._watch = ActivityWatch(self._kernel.activity, handle.touch, self._kernel.relay.max_message_size)
         curve = (km.curve_publickey, km.curve_secretkey) if getattr(km, "curve_publickey", None) else None
         self._watch.listen(km._make_url("iopub"), self.session(), curve)
         if self._kernel.restored:
             self._watch.probe(km._make_url("shell"), self.session(), curve)
+        self._report_losses(handle)
+        self._kernel.home.settled = False
 
     def stop_watching(self) -> None:
         """Close the connection to the iopub channel."""
@@ -134,10 +143,32 @@ class ClientSide:
             self._watch.close()
             self._watch = None
 
+    def _report_losses(self, handle: SandboxHandle) -> None:
+        """Log that the state is older than the lost one, or that files were lost. The first cell tells it, too."""
+        since = handle.metadata.lost_since
+        texts = [text for text in (_loss(since) if since else "", self._kernel.home.notice()) if text]
+        for text in texts:
+            self._log.warning("Kernel %s: %s", self._km.kernel_id, text)
+        self._kernel.relay.on_cell = partial(self._tell, handle, "\n".join(texts)) if texts else None
+
+    def _tell(self, handle: SandboxHandle, text: str, cell: Mapping[str, Any]) -> None:
+        self._kernel.relay.publish(notice(text, self.session(), cell))
+        self._kernel.home.problem = ""
+        if handle.metadata.lost_since:
+            self._recording = asyncio.create_task(handle.memory.stored.record_told())
+
     def refuse_held(self, error: SandboxError) -> None:
         """Answer the held requests with the reason why the kernel was not woken; the next cell retries."""
         reason = f"The kernel could not be woken; its saved state is unchanged. {error}"
         self._kernel.relay.answer(lambda held: error_replies(held, self.session(), reason))
+
+
+def _loss(since: str) -> str:
+    """Return the notice about a state that is older than the lost one; ``since`` is its time in UTC."""
+    return (
+        f"This is the kernel's state of {since[:19].replace('T', ' ')} UTC. Any later changes are lost: the sandbox "
+        "ended without being saved, for example because its container or machine was stopped."
+    )
 
 
 def _socket_paths(prefix: str) -> dict[str, str]:

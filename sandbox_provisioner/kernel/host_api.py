@@ -23,6 +23,7 @@ from ..persistence.metadata import Checkpoint
 from ..persistence.names import SANDBOX_ID
 from ..sandbox.handle import SandboxHandle
 from ..sandbox.visible import visible_files
+from .home import RESET
 from .kernel import INTERNAL, SandboxedKernel
 from .synthetic_replies import Cell, end_cell
 
@@ -103,6 +104,11 @@ class NotebookActions:
         """Prevent hibernation for idleness; return a sentence that states for how long."""
         return await self._kernel.keep_awake(name, seconds)
 
+    async def reset_home(self) -> None:
+        """Let the next restart of the kernel empty its home folder."""
+        handle = self._require_persistent()
+        handle.describe({**handle.contents, RESET: True})
+
     def _require_persistent(self) -> SandboxHandle:
         handle = self._kernel.handle
         if handle is None or not handle.persistent:
@@ -160,6 +166,9 @@ async def _run(request: Mapping[str, Any], actions: NotebookActions) -> dict[str
             return {"kept": await actions.rewind(_valid_name(name), _cell(request))}
         case {"op": "keep-awake", "name": name, "seconds": seconds}:
             return {"awake": await actions.keep_awake(_valid_name(name), _valid_seconds(seconds))}
+        case {"op": "reset-home"}:
+            await actions.reset_home()
+            return {}
     raise ConfigurationError(
         "op", f"{str(request.get('op'))!r:.100} is not an operation on a sandbox.", "`%sandbox` lists the operations."
     )

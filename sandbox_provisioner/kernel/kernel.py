@@ -23,6 +23,7 @@ from ..persistence.metadata import Checkpoint
 from ..sandbox.handle import HandleObserver, SandboxHandle
 from ..workers import bulk
 from .activity import KernelActivity
+from .home import HomeFiles
 from .output import Ending, copy_output
 from .relay import ChannelRelay
 from .starting import FIRST_PROCESS, Start, start_process
@@ -73,6 +74,7 @@ class SandboxedKernel(HandleObserver):
         self.on_connected: Callable[[GuestConnection], None] = lambda connection: None
         self.on_gone: Callable[[str], None] = lambda reason: None
         self.may_wake: Callable[[], bool] = lambda: True
+        self.home = HomeFiles()  # the files of a kernel that has ended, for the next launch
         self.handle: SandboxHandle | None = None
         self._waking: asyncio.Task[None] | None = None
         self._starting = self._restoring = False
@@ -84,12 +86,7 @@ class SandboxedKernel(HandleObserver):
         self._rewinds = 0  # rewinds in progress: each holds the handle's lock, or waits for it
 
     async def launch(
-        self,
-        handle: SandboxHandle,
-        start: Start,
-        targets: Mapping[str, str],
-        ending: Ending,
-        template: Path | None = None,
+        self, handle: SandboxHandle, start: Start, targets: Mapping[str, str], ending: Ending, template: Path | None
     ) -> None:
         """Start the sandbox and its kernel, and connect the clients to its ``targets``.
 
@@ -100,7 +97,9 @@ class SandboxedKernel(HandleObserver):
             contents = {"targets": dict(targets), **start.remember}
             handle.describe({"process": FIRST_PROCESS, **contents})  # before the start: it may outlive this server
             await handle.start(template)
+            await self.home.place(handle, activated=False)
             self._process = await start_process(handle.instance, start)
+            await self.home.place(handle, activated=True)
             handle.describe({"process": self._process.number, **contents})
         self._connect(handle, ending, restored=False)
 
@@ -314,6 +313,7 @@ class SandboxedKernel(HandleObserver):
 
     async def kill(self) -> None:
         """End the kernel and its sandbox now. If a rewind is in progress, also end its new instance."""
+        self.home.settled = True
         if self.handle:
             await self.handle.instance.delete()  # operations in progress fail
             if self._rewinds:
@@ -334,6 +334,7 @@ class SandboxedKernel(HandleObserver):
         """End the kernel, if one runs, and close the listeners."""
         await self.kill()
         await self.ended()
+        await self.home.discard()
         await self.relay.close()
 
     async def _run(self, handle: SandboxHandle, process: GuestProcess, ending: Ending) -> None:
@@ -349,6 +350,7 @@ class SandboxedKernel(HandleObserver):
         await asyncio.wait({copying}, timeout=LAST_OUTPUT)
         copying.cancel()
         await asyncio.gather(copying, return_exceptions=True)
+        await self.home.take_at_end(handle, self.relay.heard)
         ending.close()
         ending.tell(status)
         self.status = status

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .known_answers import COMM_INFO, OBSERVING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .relay import ChannelRelay
 
 COMM_INFO_REPLY = "comm_info_reply"
+EXECUTE = "execute_request"
 CALLS = ("shell", "stdin", "control")
 """The channels on which clients send requests."""
 DELIMITER = b"<IDS|MSG>"
@@ -49,13 +50,11 @@ class MessageTracker:
         self._channel = channel
         self._checked = relay.knows_key
         self._signed = 0
-        known = relay.known
-        requests = relay.reader(
-            self._requested, COMM_INFO, lambda header, parent, content: known.asked(header, content)
-        )
+        requests = relay.reader(self._requested, (COMM_INFO, EXECUTE), self._received_content)
         self._requests = Position(sink=requests if channel in CALLS else None)
+        known = relay.known
         comms = relay.reader(
-            self._replied, COMM_INFO_REPLY, lambda header, parent, content: known.replied(parent, content)
+            self._replied, (COMM_INFO_REPLY,), lambda header, parent, content: known.replied(parent, content)
         )
         replies = comms if channel == "shell" else None
         self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
@@ -112,6 +111,12 @@ class MessageTracker:
         elif self._channel == "control":
             self._relay.activity.requested_on_control(header)
 
+    def _received_content(self, header: Header, parent: Header, content: bytes) -> None:
+        if header["msg_type"] == COMM_INFO:
+            self._relay.known.asked(header, content)
+        elif self._channel == "shell":
+            self._relay.note_cell(header, content)
+
     def _replied(self, header: Header, parent: Header) -> None:
         self._relay.activity.replied(parent)
         self.unanswered.discard(str(parent.get("msg_id", "")))
@@ -121,8 +126,8 @@ class MessageReader:
     """A ``zmtp.Sink`` that calls ``on_message(header, parent_header)`` for each message with a valid signature.
 
     Reads one direction of a connection. ``key`` and ``scheme`` come from the connection file; with an empty key,
-    messages are not signed and all are reported. For messages of the type ``kind``, ``on_content`` is then called with
-    the content, too.
+    messages are not signed and all are reported. For messages of the types ``kinds``, ``on_content`` is then called
+    with the content, too.
     """
 
     def __init__(
@@ -130,12 +135,12 @@ class MessageReader:
         key: bytes,
         scheme: str,
         on_message: Callable[[Header, Header], None],
-        kind: str = "",
+        kinds: Sequence[str] = (),
         on_content: OnContent | None = None,
     ) -> None:
         self._base = hmac.new(key, digestmod=scheme.partition("-")[2]) if key else None
         self._on_message = on_message
-        self._kind = kind
+        self._kinds = kinds
         self._on_content = on_content
         self._begin()
 
@@ -178,7 +183,7 @@ class MessageReader:
         else:
             if self._frame < 2:
                 self._parts.append(kept)
-            if self._frame == 0 and self._on_content and self._kind.encode() in kept:
+            if self._frame == 0 and self._on_content and any(kind.encode() in kept for kind in self._kinds):
                 self._content = b""
             self._frame += 1
         if not more:
@@ -198,7 +203,7 @@ class MessageReader:
 
     def _report_content(self, header: Header, parent: Header) -> None:
         content = self._content
-        whole = content is not None and len(content) <= MAX_CONTENT and header.get("msg_type") == self._kind
+        whole = content is not None and len(content) <= MAX_CONTENT and header.get("msg_type") in self._kinds
         if self._on_content and content is not None and whole:
             self._on_content(header, parent, content)
 

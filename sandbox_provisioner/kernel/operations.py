@@ -39,7 +39,11 @@ class KernelOperations(SandboxSettings):
         self._handle: SandboxHandle | None = None
         self._launched = False
         self._keeps_state = False
+        self._releasing = False
+        self._final = False  # True after a request to shut down without a restart
         self._moved = ""
+        self._kernel.home.limit = self.home_limit
+        self._kernel.home.wanted = self._may_restart
 
     @property
     def handle(self) -> SandboxHandle | None:
@@ -111,6 +115,14 @@ class KernelOperations(SandboxSettings):
         """Restore a hibernated kernel now."""
         await IO.run(self._kernel.wake())
 
+    async def keep_home(self) -> None:
+        """If a restart may follow, keep the files in the kernel's home folder for the next kernel, before a kill."""
+        if self._handle and self._launched and self._kernel.status is None:
+            await IO.run(self._kernel.home.take_before_kill(self._handle, self._kernel.wake))
+
+    def _may_restart(self) -> bool:
+        return self._handle is not None and not (self._final or self._keeps_state or self._releasing)
+
     async def keep_awake(self, seconds: float | None) -> None:
         """Prevent hibernation and culling for idleness for ``seconds``: None for no limit, 0 to stop."""
         await IO.run(self._kernel.keep_awake(USER_HOLD, seconds))
@@ -168,8 +180,9 @@ class KernelOperations(SandboxSettings):
         return self._moved
 
     def keep_state(self) -> None:
-        """Never delete the saved state when the kernel ends, and do not wake the kernel for clients.
+        """Never delete the saved state when the kernel ends. Do not wake the kernel for clients, or restart it.
 
         Called by the server before it stops, culls the kernel, or ends it with its state kept.
         """
         self._keeps_state = True
+        self.parent.stop_restarter()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from jupyter_client.session import Session
 
@@ -26,7 +27,7 @@ from ..mux.stream import GuestStream
 from ..workers import control, finished
 from .activity import KernelActivity
 from .known_answers import KnownAnswers
-from .messages import Header, MessageReader, OnContent
+from .messages import CALLS, Header, MessageReader, OnContent
 from .relay_client import ClientConnection, LingeringStream
 from .synthetic_replies import observer_replies
 
@@ -46,9 +47,11 @@ class ChannelRelay:
     """The listeners and client connections of one SandboxedKernel, which owns it. I/O loop only.
 
     ``sent`` counts the messages that clients have sent to the current kernel on shell, stdin and control; ``answered``
-    is the value of ``sent`` when the kernel last began a message. ``activity`` gets all requests and replies.
+    is the value of ``sent`` when the kernel last began a message; ``heard`` is True if it has sent any on one of these
+    channels. ``activity`` gets all requests and replies.
     ``on_call`` is called when a client's request has to wake the kernel, ``on_oversized`` with the channel of a message
-    that was refused because it exceeds ``max_message_size`` bytes.
+    that was refused because it exceeds ``max_message_size`` bytes. ``on_cell``, if set, is called once, with the header
+    of the next request that executes a user's cell.
     """
 
     def __init__(self, activity: KernelActivity | None = None) -> None:
@@ -56,8 +59,10 @@ class ChannelRelay:
         self.max_message_size = MAX_MESSAGE
         self.on_call: Callable[[], None] = lambda: None
         self.on_oversized: Callable[[str], None] = lambda channel: None
+        self.on_cell: Callable[[Header], None] | None = None
         self.sent = self.answered = 0
         self.known = KnownAnswers()
+        self.heard = False
         self.lingering: set[LingeringStream] = set()
         self._signing: tuple[bytes, str] | None = None
         self._servers: list[asyncio.Server] = []
@@ -124,7 +129,7 @@ class ChannelRelay:
         ``signing`` is the kernel's key and signature scheme; without it, all messages count as requests, unchecked.
         """
         self._connection, self._targets, self._signing = connection, targets, signing
-        self.sent = self.answered = 0
+        self.sent, self.answered, self.heard = 0, 0, False
         self.known.forget()
         for client in list(self._clients):
             client.join()
@@ -211,6 +216,11 @@ class ChannelRelay:
                 listener.inject("shell", private)
                 listener.inject("iopub", public)
 
+    def publish(self, message: bytes) -> None:
+        """Send a message to all clients on iopub on the kernel's behalf, between two messages of the kernel."""
+        for client in self._clients:
+            client.publish(message)
+
     @property
     def called(self) -> bool:
         """True while the kernel has not received a client's request: at least one client is ``calling``."""
@@ -256,9 +266,15 @@ class ChannelRelay:
         self._clients.add(client)
         return True
 
-    def note_reaction(self) -> None:
+    def note_reaction(self, channel: str) -> None:
         """Record that the kernel began a message: it has reacted to the messages that were sent before."""
-        self.answered = self.sent
+        self.answered, self.heard = self.sent, self.heard or channel in CALLS
+
+    def note_cell(self, header: Header, content: bytes) -> None:
+        """Call ``on_cell`` if it is set and the execute request, with this ``content``, is for a user's cell."""
+        if self.on_cell and not _is_hidden(content):
+            on_cell, self.on_cell = self.on_cell, None
+            on_cell(header)
 
     def remove(self, client: ClientConnection) -> None:
         """Remove a closed connection."""
@@ -286,10 +302,10 @@ class ChannelRelay:
         return self._signing is not None
 
     def reader(
-        self, on_message: Callable[[Header, Header], None], kind: str, on_content: OnContent
+        self, on_message: Callable[[Header, Header], None], kinds: Sequence[str], on_content: OnContent
     ) -> MessageReader | None:
         """Return a reader for the messages of one direction; None if they cannot be checked."""
-        return MessageReader(*self._signing, on_message, kind, on_content) if self._signing else None
+        return MessageReader(*self._signing, on_message, kinds, on_content) if self._signing else None
 
     def open(self, channel: str) -> GuestStream | None:
         """Return a new stream to a channel; None without a kernel. Raises ConnectionError if too many are open."""
@@ -299,6 +315,15 @@ class ChannelRelay:
             return self._connection.open(self._targets[channel])
         except GuestError as error:
             raise ConnectionError(errno.EMFILE, str(error)) from error
+
+
+def _is_hidden(content: bytes) -> bool:
+    """Return True for an execute request of a program, such as an extension of JupyterLab, which shows no output."""
+    try:
+        options: Any = json.loads(content)
+        return bool(options.get("silent")) or options.get("store_history") is False
+    except (ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _bind(listener: socket.socket, address: str | tuple[str, int]) -> None:

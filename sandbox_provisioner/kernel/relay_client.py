@@ -72,7 +72,7 @@ class LingeringStream:
         self._stream.consumed(len(data))
         try:
             if self._messages.to_client(data):
-                self._relay.note_reaction()
+                self._relay.note_reaction(self.channel)
         except MessageTooLargeError:
             self._messages.unanswered.clear()
         if not self._messages.unanswered:
@@ -95,6 +95,7 @@ class ClientConnection(asyncio.Protocol):
         self._messages = MessageTracker(relay, channel)
         self._early = b""  # from the client, received before the kernel ran
         self._to_client = bytearray()  # waits until the client reads
+        self._to_publish = b""  # from this server, waits until a message to the client can begin
         self._uncredited = 0  # bytes that were sent to the client, but the guest has no credit for them yet
         self._congested = False  # True while the client does not read fast enough
         self._client_sent = self._kernel_sent = self._has_request = False
@@ -148,6 +149,7 @@ class ClientConnection(asyncio.Protocol):
         if self._to_client:
             data, self._to_client = bytes(self._to_client), bytearray()
             self._transport.write(data)
+        self._send_published()
         if not self._congested:
             self._grant_credit()
             if self.channel == "hb":
@@ -257,6 +259,17 @@ class ClientConnection(asyncio.Protocol):
         if self.channel == channel and self.interruptible:
             self._send(message)
 
+    def publish(self, message: bytes) -> None:
+        """Send a message on the kernel's behalf, if the connection is to iopub, as soon as a message can begin."""
+        if self.channel == "iopub":
+            self._to_publish += message
+            self._send_published()
+
+    def _send_published(self) -> None:
+        if self._to_publish and self.interruptible:
+            message, self._to_publish = self._to_publish, b""
+            self._send(message)
+
     def end_own_heartbeats(self) -> None:
         """Close a connection whose heartbeats were answered here, so that the client connects to the woken kernel."""
         if self._heart:
@@ -326,12 +339,13 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_large()
             return
         if messages and self.channel != "hb":
-            self._relay.note_reaction()
+            self._relay.note_reaction(self.channel)
         self._uncredited += len(data)
         if self._congested:
             self._to_client += data
         else:
             self._transport.write(data)
+        self._send_published()
         if not self._congested:
             self._grant_credit()
 

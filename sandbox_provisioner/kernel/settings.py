@@ -221,6 +221,16 @@ class SandboxSettings(config.Settings, LocalProvisioner):  # type: ignore[metacl
             "from the same checkpoint produce different numbers."
         ),
     )
+    home_limit = config.setting(
+        "SANDBOX_HOME_LIMIT",
+        Int(
+            1 << 30,
+            min=0,
+            help="Maximum bytes of the files in a persistent kernel's home folder, such as packages installed with "
+            "%pip, that are carried over a restart of the kernel. If there are more, or with 0, the home folder is "
+            "empty after a restart.",
+        ),
+    )
     storage_dir = config.setting(
         "SANDBOX_STORAGE_DIR",
         Unicode(

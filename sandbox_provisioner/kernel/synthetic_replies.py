@@ -1,4 +1,4 @@
-"""Make replies on behalf of a kernel that cannot send them.
+"""Make messages on behalf of a kernel: replies to requests that it cannot answer, and notices in a cell's output.
 
 It is hibernated and was only observed, it could not be woken, or its own cell rewound it.
 
@@ -20,6 +20,7 @@ ENAME = "KernelNotWoken"
 CONTENT = 4
 """Index of the content among the frames after the identities."""
 NOT_REWOUND = "KernelNotRewound"
+HEADER = frozenset({"msg_id", "msg_type", "session", "username", "date", "version"})
 
 
 class Replies(NamedTuple):
@@ -61,6 +62,12 @@ def observer_replies(held: bytes, session: Session, known: KnownAnswers) -> Repl
         for state in ("busy", "idle"):
             public += _published(session, "status", {"execution_state": state}, request)
     return Replies(private, public)
+
+
+def notice(text: str, session: Session, request: Mapping[str, Any]) -> bytes:
+    """Return a message for all clients on iopub that adds ``text`` to the output of the cell with this header."""
+    header = {name: value for name, value in request.items() if name in HEADER and isinstance(value, str)}
+    return _published(session, "stream", {"name": "stderr", "text": f"{text}\n"}, header)
 
 
 class Cell(NamedTuple):

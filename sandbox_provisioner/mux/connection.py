@@ -314,8 +314,12 @@ class GuestConnection:
     # -- receiving ---------------------------------------------------------------------------------------------
 
     def _disconnected(self) -> None:
-        """Close the connection because the pipe broke, except during a restore, which reports its own failure."""
-        if not self._restoring:
+        """Close the connection because the pipe broke, except during a restore, which reports its own failure.
+
+        Once a guest is quiesced, its image may be complete. The checkpoint then succeeds, or reports the failure.
+        """
+        quiesced = self.state is ConnectionState.QUIESCED and not self._quiesce_waits
+        if not self._restoring and not quiesced:
             self.close(LinkClosedError("its PID 1 has ended."))
 
     def _data_received(self, data: bytes) -> None:

@@ -64,7 +64,7 @@ class Document:
         cls, store: ObjectStore, signer: Signer, name: str, lease: Lease, first: GCSSandboxMetadata
     ) -> Document:
         """Write the first document, with the lease's token, and return it. Raises SandboxExistsError."""
-        with_token = replace(first, tenancy=_tenancy(lease))
+        with_token = first.taken_over(lease.token, str(lease.owner), runs_on=False)
 
         def encode_and_write() -> ObjectInfo:
             return store.write(name, signer.sign(name, metadata.encode(with_token)), NEW)
@@ -82,10 +82,14 @@ class Document:
         current, info = await asyncio.to_thread(load, store, signer, name, sandbox_id)
         return cls(store, signer, name, lease, current, info)
 
-    async def sign(self) -> None:
-        """Write this lease's token into the document, so that earlier owners can no longer change it."""
+    async def sign(self, runs_on: bool = False) -> None:
+        """Write this lease's token into the document, so that earlier owners can no longer change it.
+
+        The document then says that the sandbox has ended, unless it ``runs_on`` although its server was killed.
+        """
+        token, owner = self.lease.token, str(self.lease.owner)
         async with self._swapping:
-            await self._swap(lambda document: replace(document, tenancy=_tenancy(self.lease)), take_over=True)
+            await self._swap(lambda document: document.taken_over(token, owner, runs_on), take_over=True)
 
     async def change(self, change: Change, most: int = MOST_DOCUMENT) -> None:
         """Replace the document with the result of ``change``, which may be called several times.
@@ -172,7 +176,3 @@ def _read(store: ObjectStore, signer: Signer, name: str, sandbox_id: str) -> tup
         raise SandboxNotFoundError(sandbox_id, store.where) from error
     signer.verify(name, store.where, sandbox_id, data)
     return data, info
-
-
-def _tenancy(lease: Lease) -> Tenancy:
-    return Tenancy(lease.token, str(lease.owner), running=False)

@@ -24,7 +24,7 @@ SCHEMA = 3
 """Version of the document. 2 added savepoints, which programs for schema 1 would delete as garbage. 3 added the
 signature: programs for schema 2 would write unsigned documents, which others refuse."""
 
-ADDED = frozenset({"shared_with", "digests", "carried", "inner", "read_only"})
+ADDED = frozenset({"shared_with", "digests", "carried", "inner", "read_only", "lost_since"})
 """Members that documents of earlier versions do not have."""
 
 
@@ -103,6 +103,9 @@ class GCSSandboxMetadata:
     checkpoint: Checkpoint | None = None
     previous: Checkpoint | None = None
     savepoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    lost_since: str = ""
+    """Time of the checkpoint, as ISO 8601, if the sandbox ran after it and ended without being saved; else empty. The
+    user is told so after the restore, and then it is empty again."""
 
     @property
     def title(self) -> str:
@@ -131,7 +134,7 @@ class GCSSandboxMetadata:
 
     def saved(self, checkpoint: Checkpoint, time: str) -> GCSSandboxMetadata:
         """Return the document after a save: ``checkpoint`` is the current one, and the old one is ``previous``."""
-        return replace(self.stopped(), checkpoint=checkpoint, previous=self.checkpoint, last_used=time)
+        return replace(self._runs(False), checkpoint=checkpoint, previous=self.checkpoint, last_used=time)
 
     def started(self, checkpoint: Checkpoint | None, previous: Checkpoint | None, time: str) -> GCSSandboxMetadata:
         """Return the document after a start or a restore, with these two checkpoints instead of the recorded ones."""
@@ -156,11 +159,22 @@ class GCSSandboxMetadata:
     def reverted(self, name: str) -> GCSSandboxMetadata:
         """Return the document with the previous checkpoint as the latest, and the latest as the savepoint ``name``."""
         kept = self.with_savepoint(name, self.checkpoint) if self.checkpoint else self
-        return replace(kept, checkpoint=self.previous, previous=None)
+        return replace(kept, checkpoint=self.previous, previous=None, lost_since="")
+
+    def told(self) -> GCSSandboxMetadata:
+        """Return the document after the user was told that the present state is older, or has chosen another state."""
+        return replace(self, lost_since="")
 
     def stopped(self) -> GCSSandboxMetadata:
-        """Return the document of the sandbox after it has ended."""
-        return self._runs(False)
+        """Return the document of the sandbox after it has ended without being saved."""
+        if not self.running:
+            return self
+        return replace(self._runs(False), lost_since=self.checkpoint.created if self.checkpoint else "")
+
+    def taken_over(self, token: int, owner: str, runs_on: bool) -> GCSSandboxMetadata:
+        """Return the document for the holder of a new lease; the sandbox has ended, unless it ``runs_on``."""
+        before = self if runs_on else self.stopped()
+        return replace(before, tenancy=Tenancy(token, owner, before.running))
 
     def _runs(self, running: bool) -> GCSSandboxMetadata:
         assert self.tenancy is not None
@@ -216,6 +230,7 @@ class Summary:
     savepoints: Mapping[str, ListedCheckpoint]
     user: str
     shared_with: tuple[str, ...] = ()
+    lost_since: str = ""
 
     @property
     def running(self) -> bool:

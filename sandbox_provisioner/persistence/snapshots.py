@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..errors import (
     SignatureError,
     SnapshotError,
     SnapshotNotFoundError,
+    SnapshotTooLargeError,
 )
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.carried import visible_mounts
@@ -46,6 +47,8 @@ MANIFEST = "manifest.json"
 LARGEST = 64 << 30
 """Maximum bytes of a snapshot."""
 PIECE = 1 << 18
+PLACES = ("root", "tmp", "home")
+"""The folders in a snapshot, by their names in the tar."""
 
 logger = logging.getLogger(__name__)
 
@@ -115,24 +118,28 @@ def sign_earlier(storage: SnapshotStorage, sandbox_id: str) -> None:
 # -- the tar ---------------------------------------------------------------------------------------------------------
 
 
-async def pack(sandbox: GVisorSandbox, target: Path, limit: int) -> int:
-    """Write the files of a running sandbox to the tar ``target``, ``limit`` bytes at most, and return its size.
+async def pack(sandbox: GVisorSandbox, target: Path, limit: int, places: Collection[str] = PLACES) -> int:
+    """Write the files in ``places`` of a running sandbox to the tar ``target``, and return its size in bytes.
 
-    After SnapshotError, GuestError or DiskFullError, ``target`` does not exist. A file that shrinks while it is read is
-    filled up with zeros; a warning is logged.
+    Raises SnapshotTooLargeError if it would have more than ``limit`` bytes. After that, or another SnapshotError,
+    GuestError or DiskFullError, ``target`` does not exist. A file that shrinks while it is read is filled up with
+    zeros; a warning is logged.
     """
     with _disk_errors(target), _created(target) as file:
-        return await _receive(sandbox, file, limit)
+        return await _receive(sandbox, file, limit, places)
 
 
-async def unpack(sandbox: GVisorSandbox, source: Path) -> None:
-    """Unpack the tar ``source`` in a running sandbox. Raises SnapshotError if it is malformed, and GuestError.
+async def unpack(
+    sandbox: GVisorSandbox, source: Path, places: Collection[str] = PLACES, command: str = "extract"
+) -> None:
+    """Unpack the tar ``source`` in ``places`` of a running sandbox; the ``command`` "add" replaces no existing files.
 
-    Files below a mounted folder of the host are left out; a warning is logged.
+    Raises SnapshotError if it is malformed, and GuestError. Files below a mounted folder of the host are left out; a
+    warning is logged.
     """
     check = TarCheck()
     async with GuestTool.run(
-        sandbox, "Putting the snapshot in place", "archive.py", "extract", *_places(sandbox.spec), stdin=True
+        sandbox, "Putting the snapshot in place", "archive.py", command, *_folders(sandbox.spec, places), stdin=True
     ) as tool:
         try:
             with _disk_errors(source), source.open("rb") as file:
@@ -147,14 +154,14 @@ async def unpack(sandbox: GVisorSandbox, source: Path) -> None:
         _log(sandbox, await tool.finish())
 
 
-async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
-    check, size = TarCheck(), 0
-    async with GuestTool.run(sandbox, "Packing the snapshot", "archive.py", "create", *_places(sandbox.spec)) as tool:
+async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int, places: Collection[str]) -> int:
+    check, size, folders = TarCheck(), 0, _folders(sandbox.spec, places)
+    async with GuestTool.run(sandbox, "Packing the snapshot", "archive.py", "create", *folders) as tool:
         try:
             async for data in tool.output():
                 size += len(data)
                 if size > limit:
-                    raise SnapshotError(
+                    raise SnapshotTooLargeError(
                         f"The snapshot of sandbox {sandbox.sandbox_id} is larger than {limit:,} bytes.",
                         "Delete files that are not needed in the sandbox's home and /tmp.",
                     )
@@ -167,11 +174,11 @@ async def _receive(sandbox: GVisorSandbox, file: BinaryIO, limit: int) -> int:
     return size
 
 
-def _places(spec: BundleSpec) -> list[str]:
-    """Return NAME=FOLDER for each folder to pack or unpack: root, /tmp and home, unless read-only or from the host."""
+def _folders(spec: BundleSpec, places: Collection[str]) -> list[str]:
+    """Return NAME=FOLDER for each of the ``places`` to pack or unpack, unless read-only or mounted from the host."""
     mounted = {mount.destination for mount in visible_mounts(spec) if mount.source}
-    places = {**({} if spec.read_only else {"/": "root"}), "/tmp": "tmp", spec.home: "home"}
-    return [f"{name}={folder}" for folder, name in places.items() if folder not in mounted]
+    found = {**({} if spec.read_only else {"/": "root"}), "/tmp": "tmp", spec.home: "home"}
+    return [f"{name}={folder}" for folder, name in found.items() if name in places and folder not in mounted]
 
 
 @contextmanager

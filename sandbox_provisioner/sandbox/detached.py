@@ -71,13 +71,13 @@ async def open_document(stores: Stores, sandbox_id: str, lease: Lease) -> Docume
     return await Document.open(stores.metadata, stores.signer, metadata_name(sandbox_id), lease, sandbox_id)
 
 
-async def sign(document: Document, stores: Stores) -> None:
-    """Write this server's signature and lease token into a document.
+async def sign(document: Document, stores: Stores, runs_on: bool = False) -> None:
+    """Write this server's signature and lease token into a document; ``runs_on`` is passed to ``Document.sign``.
 
     If an older version of this package created the sandbox without signatures, also sign its snapshots. From then on,
     an unsigned document of this sandbox is refused.
     """
-    await document.sign()
+    await document.sign(runs_on)
     await asyncio.to_thread(_sign_earlier_snapshots, stores, document.metadata.sandbox_id)
 
 

@@ -32,6 +32,9 @@ from .memory import SandboxMemory
 from .registry import Registration
 from .stored_state import StoredState
 
+PATIENCE = 120.0
+"""Seconds to wait for the lease of a killed server to expire. A local lease ends with its process."""
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -158,13 +161,13 @@ class SandboxHandle:
 
     @classmethod
     async def rescue(
-        cls, folder: RuntimeFolder, note: Note, runsc: Runsc, stores: Stores, owner: Owner, patience: float = 0.0
+        cls, folder: RuntimeFolder, note: Note, runsc: Runsc, stores: Stores, owner: Owner, alive: bool
     ) -> SandboxHandle:
         """Return the sandbox of a killed server from its runtime ``folder`` and ``note``. Called by Recovery only.
 
-        If the sandbox still runs, call ``save`` next; otherwise, call ``memory.stored.record_stopped``.
+        If the sandbox is ``alive``, call ``save`` next.
         """
-        async with StoredState.attached(note.sandbox_id, stores, owner, patience) as stored:
+        async with StoredState.attached(note.sandbox_id, stores, owner, PATIENCE, alive) as stored:
             handle = cls(note.sandbox_id, runsc, stored)
             handle.outdated = note.outdated(stored.metadata)
         handle.memory.adopt_orphan(folder, note)

@@ -54,6 +54,7 @@ def describe(
     try:
         checkpoint, previous = _stored(document.checkpoint), _stored(document.previous)
         savepoints, files = _named(document.savepoints), _named(snapshots)
+        lost_since = _time(document.lost_since) if document.lost_since else None
     except ValueError as error:
         raise MetadataError(f"A time in the document of sandbox {record.sandbox_id} is invalid: {error}.") from error
     sizes = [item.size for item in (checkpoint, previous, *savepoints, *files) if item]
@@ -65,6 +66,7 @@ def describe(
         previous=previous,
         savepoints=savepoints,
         snapshots=files,
+        lost_since=lost_since,
     )
 
 

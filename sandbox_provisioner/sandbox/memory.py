@@ -225,6 +225,7 @@ class SandboxMemory:
             require_itself(mount)
         checkpoints.check_names(source.artifact, checkpoints_prefix(self._sandbox_id))
         with EVENT_BUS.doing(self.entry(EventKind.WOKEN)) as work:
+            work.lost_since = stored.metadata.lost_since
             async with staging(stored.stores.staging) as folder:
                 work.size = source.size
                 store = stored.stores.required_checkpoints()
@@ -250,7 +251,7 @@ class SandboxMemory:
             current, kept = self.source, f"before-rewind-{checkpoints.new_name()}"
             if self.instance.state != State.CHECKPOINTED or current is None:
                 raise StateError(self._sandbox_id, "rewind", f"it is {self.instance.state}")
-            await stored.change(lambda document: document.with_savepoint(kept, current))
+            await stored.change(lambda document: document.told().with_savepoint(kept, current))
             self._replace_for(target)
             try:
                 await self.restore()

@@ -43,8 +43,9 @@ class VisibleFiles:
 class Sandbox:
     """A sandbox. ``size`` is in bytes; ``problem`` is the reason why its stored state is unknown.
 
-    ``busy`` and ``busy_reasons`` report why its kernel is not idle, ``files`` which files it sees. Servers of older
-    versions do not send them.
+    ``busy`` and ``busy_reasons`` report why its kernel is not idle, ``files`` which files it sees. ``lost_since`` is
+    the time of its checkpoint if all later changes are lost, because it ended without being saved, and its user has not
+    been told yet. Servers of older versions do not send these four.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Sandbox:
     busy: bool = False
     busy_reasons: tuple[str, ...] = ()
     files: VisibleFiles | None = None
+    lost_since: datetime | None = None
 
 
 @dataclass(frozen=True)

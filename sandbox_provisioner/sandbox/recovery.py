@@ -33,8 +33,6 @@ POLL = 0.1
 """Seconds between two checks whether another process has completed a rescue."""
 RESCUE_LIMIT = 900.0
 """Maximum seconds that a start waits for a rescue by another thread or process; then the start fails."""
-PATIENCE = 120.0
-"""Seconds to wait for the lease of a killed server to expire. A local lease ends with its process."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,10 @@ class Recovery:
         async with slots:
             alive = await control(lambda: folder.has_processes)
             try:
-                handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), PATIENCE)
+                handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), alive)
                 try:
-                    await self._save(handle, alive)
+                    if alive:
+                        await self._save(handle)
                 except BaseException:
                     await asyncio.shield(handle.lease.release())
                     raise
@@ -152,11 +151,9 @@ class Recovery:
                 return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
 
     @staticmethod
-    async def _save(handle: SandboxHandle, alive: bool) -> None:
-        """Save the sandbox, as a savepoint if another server has saved a newer state; if it has ended, record that."""
-        if not alive:
-            await handle.memory.stored.record_stopped()
-        elif handle.outdated:
+    async def _save(handle: SandboxHandle) -> None:
+        """Save the sandbox, as a savepoint if another server has saved a newer state."""
+        if handle.outdated:
             name = f"left-behind-{checkpoints.new_name()}"
             await handle.save(name)
             log.warning(

@@ -91,18 +91,19 @@ class StoredState:
     @classmethod
     @asynccontextmanager
     async def attached(
-        cls, sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0
+        cls, sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0, runs_on: bool = False
     ) -> AsyncIterator[StoredState]:
         """Acquire the lease, read the document, and sign it after the block. If the block fails, release the lease.
 
-        Raises SandboxNotFoundError, and the errors of ``detached.leased`` and ``detached.open_document``.
+        ``runs_on`` is True if the sandbox still runs, although its server was killed. Raises SandboxNotFoundError, and
+        the errors of ``detached.leased`` and ``detached.open_document``.
         """
         if not await control(exists, stores, sandbox_id):  # first, because acquiring a lease takes longer
             raise SandboxNotFoundError(sandbox_id, stores.metadata.where)
         async with leased(sandbox_id, stores, owner, patience) as lease:
             document = await open_document(stores, sandbox_id, lease)
             yield cls(stores, document)
-            await sign(document, stores)
+            await sign(document, stores, runs_on)
 
     async def replace_lease(self, owner: Owner) -> None:
         """Replace a lost lease. Raises FencedError or LeaseHeldError if another server took the sandbox meanwhile."""
@@ -232,6 +233,13 @@ class StoredState:
             problem = f"its document in storage already has {self.document.size:,} bytes; delete some of its savepoints"
             raise UnsaveableError(self._sandbox_id, [problem])
 
+    async def record_told(self) -> None:
+        """Record that the user was told that the present state is older than the lost one. Errors are logged."""
+        try:
+            await self.document.change(GCSSandboxMetadata.told)
+        except SandboxError as error:
+            log.warning("Sandbox %s: the notice about its older state will be repeated: %s", self._sandbox_id, error)
+
     async def record_stopped(self) -> None:
         """Record that the sandbox no longer runs, although it was not saved."""
         await self.document.change(GCSSandboxMetadata.stopped)
@@ -240,7 +248,7 @@ class StoredState:
         """Record that ``instance`` runs, without saved state. If that fails, delete the instance and raise."""
         checkpoint, previous = self.metadata.checkpoint, self.metadata.previous
         try:
-            garbage = await self.change(lambda document: document.started(checkpoint, previous, now()))
+            garbage = await self.change(lambda document: document.told().started(checkpoint, previous, now()))
         except BaseException:
             await asyncio.shield(instance.delete())
             raise

@@ -126,6 +126,7 @@ def _ephemeral(subject: Subject) -> Sandbox:
 
 def event(entry: Entry) -> dict[str, Any]:
     """Return the ``Event`` object for an entry of the event bus, without empty fields."""
-    known = {"seconds": entry.seconds, "size": entry.size, "doing": entry.doing, "reason": entry.reason}
+    names = ("seconds", "size", "doing", "reason", "lost_since")
+    known = {name: getattr(entry, name) for name in names}
     present = {name: value for name, value in known.items() if value not in (None, "")}
     return {"id": entry.sandbox_id, "what": str(entry.what), "time": entry.time, **present}

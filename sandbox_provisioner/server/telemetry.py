@@ -85,11 +85,11 @@ def _emit_events(logger: EventLogger, loop: IOLoop) -> None:
 
 
 def event(entry: Entry) -> dict[str, Any]:
-    """Return the data of an entry's event: sandbox, kernel, user, failure, duration and size if known."""
+    """Return the data of an entry's event: sandbox, kernel, user, failure; duration, size and loss if known."""
     data: dict[str, Any] = {"sandbox_id": entry.sandbox_id, "kernel_name": entry.kernel_name, "user": entry.user}
     if entry.what == EventKind.FAILED:
         data |= {"doing": entry.doing, "reason": entry.reason}
-    known = {"seconds": entry.seconds, "size": entry.size}
+    known = {"seconds": entry.seconds, "size": entry.size, "lost_since": entry.lost_since or None}
     return data | {name: value for name, value in known.items() if value is not None}
 
 

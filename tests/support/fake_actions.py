@@ -51,5 +51,9 @@ class FakeActions:
         self.rewound.append((name, cell))
         return "before-rewind-1"
 
+    async def reset_home(self) -> None:
+        if self.error:
+            raise self.error
+
     async def keep_awake(self, name: str, seconds: float | None) -> str:
         return f"It is kept awake for {seconds} seconds"

@@ -21,6 +21,9 @@ READY = 90
 class Server:
     """A real ``jupyter server`` with the test's kernelspecs, and a client of its REST API."""
 
+    wrapper: tuple[str, ...] = ()
+    """The command that runs the server, if any."""
+
     def __init__(self, folder: Path, *options: str, name: str = "") -> None:
         own = folder / name
         own.mkdir(exist_ok=True)
@@ -33,7 +36,11 @@ class Server:
             file.unlink()
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [*argv, *options], cwd=folder / "notebooks", env=env, stdin=subprocess.DEVNULL, stderr=log
+                [*self.wrapper, *argv, *options],
+                cwd=folder / "notebooks",
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
             )
         while not self._answers():
             assert self.process.poll() is None, self.log.read_text()

@@ -143,6 +143,7 @@ def test_list_as_json(keep: Keep, ask: Ask) -> None:
         "busy": False,
         "busy_reasons": [],
         "files": None,
+        "lost_since": None,
         "storage": "local",
         "where": record.where,
         "settings": {"network": "none"},

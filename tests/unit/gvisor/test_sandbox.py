@@ -648,6 +648,26 @@ async def test_sandbox_that_is_killed_during_a_checkpoint_fails(
     assert await asyncio.wait_for(sleeper.wait(), LIMIT) == -signal.SIGKILL
 
 
+async def test_sandbox_that_is_killed_while_its_image_is_stored_is_saved(
+    sandbox: GVisorSandbox, tmp_path: Path, runtime: Path
+) -> None:
+    counter = await python(sandbox, COUNTER)
+    assert await add(counter, 5) == 5
+
+    async def commit() -> None:
+        assert sandbox._container and sandbox._container.folder and sandbox._container.main
+        kill_processes(sandbox._container.folder.state)
+        await sandbox._container.main.wait()
+        await asyncio.sleep(0.5)  # the pipe is closed
+
+    await asyncio.wait_for(sandbox.checkpoint(tmp_path / "image", commit), LONG)
+    assert sandbox.state == State.CHECKPOINTED
+    assert counter.returncode is None
+    assert leftovers(runtime) == []
+    await asyncio.wait_for(sandbox.restore(tmp_path / "image"), LONG)
+    assert await add(counter, 10) == 15
+
+
 async def test_delete_during_a_checkpoint(make: Make, stand_in: StandInMaker, tmp_path: Path, runtime: Path) -> None:
     begun, never = tmp_path / "begun", tmp_path / "never"
     os.mkfifo(never)

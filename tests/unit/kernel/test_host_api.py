@@ -34,7 +34,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 REQUESTS = st.fixed_dictionaries(
-    {"op": st.sampled_from(["status", "savepoint", "savepoints", "rewind", "keep-awake"]) | JSON},
+    {"op": st.sampled_from(["status", "savepoint", "savepoints", "rewind", "keep-awake", "reset-home"]) | JSON},
     optional={
         "name": JSON,
         "seconds": JSON,
@@ -149,6 +149,11 @@ async def test_status_of_ephemeral_sandbox_gives_reason() -> None:
 async def test_empty_list_of_savepoints_explains_how_to_make_one(clerk: Clerk) -> None:
     words = answer_text("savepoints", "", await serve({"op": "savepoints"}, clerk))
     assert words == "No savepoints. `%sandbox savepoint NAME` makes one.\n"
+
+
+async def test_home_is_reset_at_the_next_restart(clerk: Clerk) -> None:
+    answer = await serve({"op": "reset-home"}, clerk)
+    assert answer_text("reset-home", "", answer) == "The next restart of the kernel empties its home folder.\n"
 
 
 async def test_rewind_gets_the_cell_that_requested_it(clerk: Clerk) -> None:

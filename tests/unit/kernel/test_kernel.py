@@ -58,7 +58,7 @@ class Bench:
         handle = SandboxHandle.create_ephemeral("kernel", self.spec, options.pop("runsc", self.runsc))
         ending = Ending(options.pop("sinks", {}), self.ends.append)
         start = Start(command, **({"env": {}, "cwd": "/tmp"} | options))
-        await asyncio.wait_for(self.kernel.launch(handle, start, TARGETS, ending), LONG)
+        await asyncio.wait_for(self.kernel.launch(handle, start, TARGETS, ending, None), LONG)
 
     async def end(self) -> int:
         return await asyncio.wait_for(self.kernel.ended(), LONG)

@@ -125,7 +125,11 @@ def test_any_bytes_are_read_without_error(data: bytes) -> None:
 def test_content_of_one_kind_of_message_is_reported_if_it_is_signed_and_short(cut: int) -> None:
     session, contents = Session(key=KEY), []
     reader = MessageReader(
-        KEY, "hmac-sha256", lambda *_: None, "comm_info_reply", lambda header, parent, content: contents.append(content)
+        KEY,
+        "hmac-sha256",
+        lambda *_: None,
+        ("comm_info_reply",),
+        lambda header, parent, content: contents.append(content),
     )
     position = Position(sink=reader)
     position.follow(BEGINNING)

@@ -348,6 +348,37 @@ async def test_number_of_lingering_streams_is_limited(
         assert len(relay.lingering) == 2 and relay.activity.busy
 
 
+async def test_published_message_waits_for_the_end_of_the_kernels_message(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
+) -> None:
+    async with joined(relay, tmp_path) as (end, _):
+        client = await dial(ports["iopub"])
+        await until(lambda: len(end.writers) == 1)
+        first, second = b"\x01\x03abc", b"\x00\x03def"
+        end.writers[0].write(KERNEL + first)
+        assert await client.receive(len(KERNEL + first)) == KERNEL + first
+        relay.publish(b"\x00\x06notice")
+        end.writers[0].write(second)
+        assert await client.receive(len(second)) == second
+        assert await client.receive(8) == b"\x00\x06notice"
+        relay.publish(b"\x00\x05again")
+        assert await client.receive(7) == b"\x00\x05again"
+
+
+@pytest.mark.parametrize("hidden", [{"silent": True}, {"silent": False, "store_history": False}])
+async def test_first_cell_of_the_user_is_noted_once(
+    ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path, hidden: dict[str, bool]
+) -> None:
+    noted: list[str] = []
+    relay.on_cell = lambda header: noted.append(header["msg_id"])
+    async with joined(relay, tmp_path):
+        client = await dial(ports["shell"])
+        first, second = message(code="1" * 100_000), message(code="2")
+        await client.send(CLIENT + message(code="0", **hidden)[1] + first[1] + second[1])
+        await until(lambda: relay.sent == 3)
+        assert noted == [first[0]]
+
+
 async def test_too_large_message_is_not_passed_on(
     ports: dict[str, int], relay: ChannelRelay, dial: Dial, tmp_path: Path
 ) -> None:

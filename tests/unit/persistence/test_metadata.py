@@ -95,6 +95,33 @@ def test_document_with_an_empty_file_survives_storage(tmp_path: Path) -> None:
     assert decode_artifact(encode_artifact(artifact), "there") == artifact
 
 
+def test_document_of_an_earlier_version_has_lost_nothing() -> None:
+    earlier = json.loads(encode(FULL))
+    del earlier["lost_since"]
+    assert decode(json.dumps(earlier).encode(), "there", "a").lost_since == ""
+
+
+def test_sandbox_that_ended_unsaved_is_recorded_as_older_until_the_user_is_told() -> None:
+    lost = FULL.taken_over(8, "server-2", runs_on=False)
+    assert lost.lost_since == CHECKPOINT.created
+    assert lost.tenancy == Tenancy(8, "server-2", running=False)
+    assert lost == replace(FULL.stopped(), tenancy=lost.tenancy)
+    again = lost.taken_over(9, "server-3", runs_on=False)
+    assert again.lost_since == CHECKPOINT.created
+    assert again.started(CHECKPOINT, None, "now").saved(CHECKPOINT, "now").lost_since == CHECKPOINT.created
+    assert again.told().lost_since == again.reverted("before-revert").lost_since == ""
+
+
+def test_orphan_saved_sandbox_and_sandbox_without_checkpoint_have_lost_nothing() -> None:
+    orphan = FULL.taken_over(8, "server-2", runs_on=True)
+    assert orphan.running
+    assert orphan.lost_since == orphan.saved(CHECKPOINT, "now").lost_since == ""
+    saved = FULL.saved(CHECKPOINT, "now")
+    assert saved.taken_over(8, "server-2", runs_on=False).lost_since == ""
+    assert replace(FULL, checkpoint=None).stopped().lost_since == ""
+    assert BARE.taken_over(8, "server-2", runs_on=False).lost_since == ""
+
+
 def test_newer_schema_is_refused_with_remedy() -> None:
     newer = json.loads(encode(BARE)) | {"schema": SCHEMA + 1}
     with pytest.raises(MetadataError, match=rf"there has schema {SCHEMA + 1}.*Upgrade"):

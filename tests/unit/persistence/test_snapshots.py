@@ -243,6 +243,19 @@ async def test_files_may_change_while_they_are_packed(
     await snapshots.unpack(await start(), tmp_path / "snapshot")
 
 
+@pytest.mark.runsc
+async def test_chosen_places_are_packed_and_existing_files_stay(start: Start, tmp_path: Path) -> None:
+    first, second, target = await start(), await start(), tmp_path / "home.tar"
+    for sandbox, files in ((first, ("~/kept", "~/new", "/tmp/other")), (second, ("~/kept",))):
+        write = f"open(os.path.expanduser(path), 'w').write({sandbox.container_id!r})"
+        await python(sandbox, f"for path in {files}: {write}")
+    await snapshots.pack(first, target, ENOUGH, ("home",))
+    await snapshots.unpack(second, target, ("home",), "add")
+    look = "[os.path.exists(p) and open(p).read() for p in map(os.path.expanduser, ('~/kept', '~/new', '/tmp/other'))]"
+    found = await python(second, f"print(json.dumps({look}))")
+    assert found == [second.container_id, first.container_id, False]
+
+
 def test_shrinking_file_is_filled_up_and_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:

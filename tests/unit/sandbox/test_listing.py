@@ -15,6 +15,8 @@ from gcs_server import GCS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandbox_provisioner.cli.output import details
+from sandbox_provisioner.cli.targets import Found
 from sandbox_provisioner.config import GCSConfig, Place
 from sandbox_provisioner.errors import MetadataError
 from sandbox_provisioner.gvisor.bundle import BundleSpec
@@ -90,6 +92,17 @@ def write(sandboxes: Persistence, record: SandboxRecord, data: bytes) -> None:
 
 def test_no_records(sandboxes: Persistence) -> None:
     assert look(sandboxes, []) == []
+
+
+def test_lost_changes_are_shown(sandboxes: Persistence, keep: Keep) -> None:
+    (stored,) = look(sandboxes, [keep(replace(FULL, lost_since=SAVED.created))])
+    assert stored.sandbox.checkpoint
+    assert stored.sandbox.lost_since == stored.sandbox.checkpoint.created
+    shown = details(Found(stored.sandbox))["lost"]
+    assert shown.startswith("all changes after 2026-11-16T01:00:00+00:00")
+    (stored,) = look(sandboxes, [keep(FULL)])
+    assert stored.sandbox.lost_since is None
+    assert "lost" not in details(Found(stored.sandbox))
 
 
 @pytest.mark.parametrize(

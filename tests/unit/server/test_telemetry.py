@@ -29,10 +29,11 @@ Serve = Callable[..., Server]
 Sandboxed = Callable[..., str]
 MakeApp = Callable[[], ServerApp]
 
+CREATED = "2026-11-16T15:50:00.000+00:00"
 ENTRIES = {
     EventKind.CREATED: Entry("box", EventKind.CREATED, kernel_name="python3", user="me"),
     EventKind.HIBERNATED: Entry("box", EventKind.HIBERNATED, 0.5, 1024, kernel_name="python3", user="me"),
-    EventKind.WOKEN: Entry("box", EventKind.WOKEN, 0.25, 1024, kernel_name="python3", user="me"),
+    EventKind.WOKEN: Entry("box", EventKind.WOKEN, 0.25, 1024, "", "", "python3", "me", lost_since=CREATED),
     EventKind.HANDED_OFF: Entry("box", EventKind.HANDED_OFF, 1.5, 2048, kernel_name="python3", user="me"),
     EventKind.FAILED: Entry("box", EventKind.FAILED, 3.0, None, "woken", "IncompatibleError", "python3", "me"),
 }
@@ -87,7 +88,7 @@ async def test_event_data(make_app: MakeApp, what: EventKind) -> None:
     (event,) = emitted(app)
     assert (event.pop("__schema__"), event.pop("__schema_version__")) == (schema_id(what), "1")
     about = {"sandbox_id": "box", "kernel_name": "python3", "user": "me"}
-    measured = {"seconds": entry.seconds, "size": entry.size}
+    measured = {"seconds": entry.seconds, "size": entry.size, "lost_since": entry.lost_since or None}
     failure = {"doing": "woken", "reason": "IncompatibleError"} if what == EventKind.FAILED else {}
     known = {name: value for name, value in measured.items() if value is not None}
     assert {name: value for name, value in event.items() if not name.startswith("__")} == about | known | failure
@@ -104,7 +105,7 @@ async def test_other_entries_emit_no_event(make_app: MakeApp) -> None:
 async def test_event_schemas_refuse_other_fields(make_app: MakeApp) -> None:
     app = make_app()
     assert app.event_logger is not None
-    allowed = {"sandbox_id", "kernel_name", "user", "seconds", "size", "doing", "reason"}
+    allowed = {"sandbox_id", "kernel_name", "user", "seconds", "size", "doing", "reason", "lost_since"}
     for what in EVENTS:
         schema = app.event_logger.schemas.get(schema_id(what))
         assert set(schema.properties) <= allowed
