@@ -39,7 +39,7 @@ def main() -> None:
         del sys.argv[1]
         __import__("zygote").stop_at_start()
         del sys.modules["zygote"]
-    del sys.path[0], sys.modules["hooks"], sys.modules["magics"]
+    del sys.path[0], sys.modules["hooks"], sys.modules["magics"], sys.modules["replaced_files"]
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
         if sys.argv[1] != "ipykernel_launcher":

@@ -147,6 +147,15 @@ class GCSSandboxMetadata:
         kept = self.with_savepoint(name, self.checkpoint) if self.checkpoint else self
         return replace(kept, checkpoint=self.previous, previous=None)
 
+    def reset(self, name: str) -> GCSSandboxMetadata:
+        """Return the document without a checkpoint to restore; the latest is kept as the savepoint ``name``."""
+        kept = self.with_savepoint(name, self.checkpoint) if self.checkpoint else self
+        return replace(kept.stopped(), checkpoint=None)
+
+    def left_running(self) -> GCSSandboxMetadata:
+        """Return the document of a sandbox that runs without a server."""
+        return self._runs(True)
+
     def stopped(self) -> GCSSandboxMetadata:
         """Return the document of the sandbox after it has ended."""
         return self._runs(False)

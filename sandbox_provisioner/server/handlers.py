@@ -248,7 +248,7 @@ class NothingHandler(SandboxHandler):
     head = post = put = patch = delete = get
 
 
-ACTIONS = ("hibernate", "wake", "restart", "revert", "keep-awake", "fork")
+ACTIONS = ("hibernate", "wake", "restart", "revert", "reset", "keep-awake", "fork")
 
 ROUTES: tuple[tuple[str, type[SandboxHandler]], ...] = (
     ("/api/sandboxes", OperationHandler),

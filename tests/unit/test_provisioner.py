@@ -730,7 +730,7 @@ def test_server_reports_and_logs_why_a_kernel_did_not_start(
     bad, good = sandboxed("bad", spec=NEVER_STARTED, mounts=[f"{tmp_path}/nowhere"]), sandboxed()
     sentence = f"The mount '{tmp_path}/nowhere' cannot be made: {tmp_path}/nowhere does not exist. Create it"
     status, response = server.open_notebook(bad)
-    assert status == 500
+    assert status == 400
     assert sentence in response["message"]
     assert sentence in server.log.read_text()
     status, response = server.ask("POST", "kernels", {"name": bad})

@@ -96,7 +96,7 @@ def test_mount_source_that_a_guest_replaced_by_a_link(
     (notebook_folder / "other").mkdir()
     sandboxed(mounts=[f"{shared}:/shared:rw"])
     status, body = server.open_notebook(kernel, "other/b.ipynb")
-    assert status == 500, body
+    assert status == 400, body
     assert str(shared) in body["message"] and str(elsewhere) in body["message"]
 
 
@@ -119,7 +119,7 @@ def test_working_folder_behind_a_link_in_the_root(
 ) -> None:
     (notebook_folder / "data").symlink_to(elsewhere)
     status, body = serve().open_notebook(sandboxed(working_folder=str(notebook_folder / "data")))
-    assert status == 500
+    assert status == 400
     assert str(elsewhere) in body["message"]
 
 
