@@ -1,6 +1,6 @@
 """The command ``jupyter sandbox``.
 
-- ``app``: the parser, ``setup`` and ``doctor``; ``sandboxes``: list, show, revert, delete, prune
+- ``app``: the parser, ``setup`` and ``doctor``; ``sandboxes``: list, show, revert, reset, delete, prune
 - ``kernels``: hibernate, wake, restart, exec, savepoints, snapshots, fork; ``templates``: templates
 - ``plain_notebooks``: allow a kernel without a sandbox for a notebook
 - ``targets``: find sandboxes in storage and on running servers; ``options``: arguments and their completion

@@ -1,4 +1,4 @@
-"""Implement ``jupyter sandbox list|show|revert|delete|prune``.
+"""Implement ``jupyter sandbox list|show|revert|reset|delete|prune``.
 
 All of them work without a server. A sandbox that a server has open is changed through that server.
 """
@@ -37,6 +37,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     add_ids(add_reach(commands, "show", run_show, "show all details of sandboxes"))
     about = "return to the previous checkpoint; keep the latest as a savepoint"
     add_ids(add_reach(commands, "revert", run_revert, about))
+    about = "give notebooks a new kernel at their next start; keep their latest states as savepoints"
+    add_ids(add_reach(commands, "reset", run_reset, about))
     about = "delete sandboxes with their checkpoints, savepoints and snapshots, and end their kernels"
     delete = add_reach(commands, "delete", run_delete, about)
     add_ids(delete)
@@ -119,12 +121,38 @@ def run_revert(arguments: argparse.Namespace) -> int:
 
 def _revert(reached: Reach, found: Found) -> str:
     """Revert a sandbox and return the time of the checkpoint that is now current."""
-    if found.server:
-        checkpoint = found.server.client.revert(found.sandbox.id).checkpoint
+    if server := reached.any_server(found):  # which knows its runsc, for a sandbox that was left running
+        checkpoint = server.client.revert(found.sandbox.id).checkpoint
         return checkpoint.created.isoformat() if checkpoint else ""
     assert reached.storage
     record = reached.storage.registry.reattach(found.sandbox.id, reached.storage.stores)
     return reached.storage.revert(record).created
+
+
+def run_reset(arguments: argparse.Namespace) -> int:
+    """Run ``jupyter sandbox reset`` and return its exit status."""
+    with reach(arguments) as reached:
+        found = reached.find(arguments.ids)
+        for each in found:
+            kept = _reset(reached, each)
+            if not arguments.json:
+                say(f"Reset {each.title}: its next kernel is new." + (f" The saved state is {kept}." if kept else ""))
+    if arguments.json:
+        print_json({"reset": [each.sandbox.id for each in found]})
+    return 0
+
+
+def _reset(reached: Reach, found: Found) -> str:
+    """Reset a sandbox and return where its saved state is; empty if it had none."""
+    if server := reached.any_server(found):
+        before = {savepoint.name for savepoint in found.sandbox.savepoints}
+        after = server.client.reset(found.sandbox.id).savepoints
+        kept = next((savepoint.name for savepoint in after if savepoint.name not in before), "")
+    else:
+        assert reached.storage
+        record = reached.storage.registry.reattach(found.sandbox.id, reached.storage.stores)
+        kept = reached.storage.reset(record)
+    return f"savepoint {kept}" if kept else ""
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,10 @@ class SandboxClient:
         """Return a sandbox that is not running to its previous checkpoint; keep the latest as a savepoint."""
         return self._ask(Sandbox, "POST", _path(id, "revert"))
 
+    def reset(self, id: str) -> Sandbox:
+        """Make a sandbox's next start begin with a new kernel; keep its latest checkpoint as a savepoint."""
+        return self._ask(Sandbox, "POST", _path(id, "reset"))
+
     def delete(self, id: str, unverified: bool = False) -> Deleted:
         """End a sandbox's kernel and delete its stored state.
 

@@ -14,6 +14,9 @@ from .._text import indented
 from .kinds import ExitStatus, Kind
 
 AGAIN = "Correct this and try again. Nothing was deleted."
+RESET = (
+    "Restart Kernel, or `jupyter sandbox reset ID`, starts a new kernel; reset keeps the saved state as a savepoint."
+)
 OLDER = "`jupyter sandbox revert ID` returns to the previous checkpoint and keeps the latest as a savepoint."
 HOSTS_FAULT = re.compile(
     "no space left|quota exceeded|input/output error|read-only file system|permission denied|operation not permitted|"
@@ -21,6 +24,8 @@ HOSTS_FAULT = re.compile(
     re.IGNORECASE,
 )
 """Matches the messages of runsc about a problem of the host or its disk."""
+FILES_REPLACED = re.compile(r"dentries can't be|prepareSaveDead|gofer\.\w*dentry\)", re.IGNORECASE)
+"""Matches the messages of runsc about a file in use that was removed or replaced."""
 
 STORAGE_SETTINGS = {
     "local": "SANDBOX_STORAGE_DIR",
@@ -121,6 +126,11 @@ class RunscError(SandboxError):
     def hosts_fault(self) -> bool:
         """True if runsc was killed, took too long or reported a problem of the host: the sandbox itself may be fine."""
         return self.returncode is None or self.returncode < 0 or bool(HOSTS_FAULT.search(self.output))
+
+    @property
+    def files_replaced(self) -> bool:
+        """True if runsc could not save a file in use that was removed or replaced on the host."""
+        return bool(FILES_REPLACED.search(self.output))
 
 
 class StateError(SandboxError, kind=Kind.WRONG_STATE):
@@ -297,7 +307,7 @@ class RateLimitedError(StorageUnavailableError):
 
 
 class CorruptObjectError(StorageError, kind=Kind.DAMAGED):
-    """A stored object is damaged; ``name`` is its name, ``previous`` is True if an older checkpoint exists."""
+    """A stored object is damaged; ``name`` is its name, ``previous`` is True if an older checkpoint can be restored."""
 
     def __init__(self, where: str, name: str, problem: str) -> None:
         self.name = name
@@ -307,7 +317,7 @@ class CorruptObjectError(StorageError, kind=Kind.DAMAGED):
     def offer_older(self, previous: bool) -> None:
         """Add the remedy to revert to the older checkpoint, or remove it if there is no ``previous`` one."""
         self.previous = previous
-        self.remedy = OLDER if previous else ""
+        self.remedy = f"{OLDER} {RESET}" if previous else RESET
         self.args = (f"{self.problem} {self.remedy}".strip(),)
 
 
@@ -356,11 +366,11 @@ class FencedError(SandboxError, kind=Kind.IN_USE):
 
 
 class IncompatibleError(SandboxError, kind=Kind.INCOMPATIBLE):
-    """This server cannot restore the checkpoint; ``previous`` is True if an older checkpoint exists."""
+    """This server cannot restore the checkpoint; ``previous`` is True if it can restore the one before."""
 
     def __init__(self, sandbox_id: str, reasons: Sequence[str], previous: bool) -> None:
         self.sandbox_id, self.reasons, self.previous = sandbox_id, tuple(reasons), previous
-        remedy = f"{AGAIN} {OLDER}" if previous else AGAIN
+        remedy = " ".join(filter(None, [AGAIN, OLDER if previous else "", RESET]))
         super().__init__(f"Sandbox {sandbox_id} cannot be restored here: {_first(reasons)}.", remedy)
 
 

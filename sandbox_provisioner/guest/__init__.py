@@ -12,6 +12,7 @@ In the kernel's process:
 
 - ``entrypoint``: start a Python kernel with the following modules
 - ``hooks``: run a notebook's functions around a checkpoint; PID 1 calls them
+- ``replaced_files``: keep the content of files that the host replaced while they are open
 - ``magics``: the magic ``%sandbox`` and the module ``jupyter_sandbox``
 - ``notes``: add a note to errors that the sandbox causes, and to a pip that failed without network
 - ``zygote``: stop a template's kernel before it serves, and give each copy its identity

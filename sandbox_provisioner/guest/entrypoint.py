@@ -39,7 +39,9 @@ def main() -> None:
         del sys.argv[1]
         __import__("zygote").stop_at_start()
         del sys.modules["zygote"]
-    del sys.path[0], sys.modules["hooks"], sys.modules["magics"], sys.modules["notes"]
+    for name in ("hooks", "magics", "notes", "replaced_files"):
+        del sys.modules[name]
+    del sys.path[0]
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
         if sys.argv[1] != "ipykernel_launcher":

@@ -18,6 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 PATH = "/run/jupyter/hooks"
+BEFORE_CHECKPOINT = "sandbox_before_checkpoint"
+KEEP_FILES = "keep files"
+"""Stands for the name of a function: only keep the content of replaced files. Older kernels do nothing then."""
 MAIN_THREAD_FREE = 0.5
 """Seconds to wait for the main thread before the hook runs in the hooks' own thread."""
 MAX_MESSAGE = 1000
@@ -49,6 +52,8 @@ def call_hook(request: dict[str, Any], seconds: float) -> str:
 
 def listen() -> None:
     """Serve PID 1's calls in a daemon thread of the kernel, which debuggers do not trace."""
+    from replaced_files import keep_content
+
     server = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(PATH):
@@ -58,12 +63,12 @@ def listen() -> None:
     except OSError:
         server.close()
         return
-    thread = threading.Thread(target=_serve, args=(server,), name="sandbox hooks", daemon=True)
+    thread = threading.Thread(target=_serve, args=(server, keep_content), name="sandbox hooks", daemon=True)
     thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
     thread.start()
 
 
-def _serve(server: socket.socket) -> None:
+def _serve(server: socket.socket, keep_content: Callable[[], None]) -> None:
     while True:
         peer, _ = server.accept()
         with peer:
@@ -71,7 +76,11 @@ def _serve(server: socket.socket) -> None:
                 request = b""
                 while len(request) < MAX_MESSAGE and (piece := peer.recv(MAX_MESSAGE)):
                     request += piece
-                peer.sendall(_handle(**json.loads(request)).encode("utf-8", "replace"))
+                call = json.loads(request)
+                answer = _handle(**call)
+                if call["name"] in (BEFORE_CHECKPOINT, KEEP_FILES):
+                    keep_content()  # after the notebook's function, which may close files
+                peer.sendall(answer.encode("utf-8", "replace"))
             except Exception:
                 pass  # The caller stopped waiting, the caller is not PID 1, or IPython is only partly imported.
 

@@ -1,7 +1,8 @@
 """List the files that processes have mapped or open, and their working folders: a restore needs all of them.
 
-Runs in the sandbox as a process of its own, before a checkpoint. Prints a JSON list of [path, use, state], explained by
-FilePrint in ``persistence.compatibility``.
+Runs in the sandbox as a process of its own, before a checkpoint. Prints a JSON list of [path, use, state], explained
+by FilePrint in ``persistence.compatibility``. With the argument ``processes``, a fourth item is the process, which is
+empty for a file whose state is empty; servers of older versions expect three items.
 
 If such a file is missing, the restore fails without naming it; if it was replaced, the old mapping shows the new bytes.
 A file that was replaced while the sandbox ran is found by its inode: the inode of a private mapping is compared with
@@ -67,12 +68,23 @@ def state(path: str, use: str, identity: Identity) -> tuple[str, str]:
     return path, "lost" if use == "mapped" else ""
 
 
-def files_in_use() -> list[tuple[str, str, str]]:
-    """Return all files in use by processes other than this one, once for each use."""
-    uses: set[FileUse] = set()
+def files_in_use() -> list[tuple[str, str, str, str]]:
+    """Return all files in use by processes other than this one, once for each use; if lost, once for each process."""
+    found = set()
+    for entry, uses in _uses_by_process().items():
+        for path, use, identity in uses:
+            name, file_state = state(path, use, identity)
+            found.add((name, use, file_state, _title(entry) if file_state else ""))
+    return sorted(found)
+
+
+def _uses_by_process() -> dict[str, set[FileUse]]:
+    """Return the uses of files by the name of the process's folder in ``/proc``; an older PID 1 may be missing."""
+    found: dict[str, set[FileUse]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
+        uses = found.setdefault(entry, set())
         try:
             uses.update(mappings(_read(f"/proc/{entry}/maps")))
         except PermissionError:
@@ -83,11 +95,14 @@ def files_in_use() -> list[tuple[str, str, str]]:
         except OSError:
             continue
         uses.update(descriptors(f"/proc/{entry}"))
-    found = set()
-    for path, use, identity in uses:
-        name, file_state = state(path, use, identity)
-        found.add((name, use, file_state))
-    return sorted(found)
+    return found
+
+
+def _title(entry: str) -> str:
+    """Return the name of the program that a process runs, and its id."""
+    with suppress(OSError):
+        return f"{_read(f'/proc/{entry}/comm').strip()} (process {entry})"
+    return f"process {entry}"
 
 
 def _read(path: str) -> str:
@@ -96,4 +111,5 @@ def _read(path: str) -> str:
 
 
 if __name__ == "__main__":
-    json.dump(files_in_use(), sys.stdout)
+    items = 4 if "processes" in sys.argv else 3
+    json.dump([row[:items] for row in files_in_use()], sys.stdout)

@@ -17,12 +17,12 @@ from signal import SIGKILL
 from typing import Any
 from uuid import uuid4
 
-from ..errors import DiskFullError, ProtocolError, RunscNotFoundError, SandboxError
+from ..errors import DiskFullError, GuestError, ProtocolError, RunscNotFoundError, SandboxError
 from ..mux.connection import GuestConnection
 from ..process import LocalProcess
 from ..workers import CONTROL, control
 from . import bundle
-from .bundle import BundleSpec
+from .bundle import GUEST_INSIDE, BundleSpec
 from .runsc import SETUP_HINT, Runsc, checked, clean_output, explain
 from .runtime_dir import RuntimeFolder, kill_processes
 from .zombies import hold_children, reap
@@ -34,6 +34,10 @@ OUTPUT_TIMEOUT = 5.0
 """Seconds to wait for the rest of runsc's output after a failed start."""
 OUTPUT_KEPT = 1 << 14
 """Bytes of runsc's output that are kept for the error message."""
+EXECUTION_LIMIT = 60
+"""Seconds after which a process of ``Container.execute`` ends itself."""
+EXECUTION_OUTPUT = 1 << 23
+"""Most bytes of output of such a process."""
 
 
 class Container:
@@ -140,6 +144,34 @@ class Container:
             raise self._unusable(error) from error
         checked(argv, status, err or out)
         return out
+
+    async def execute(self, code: str, python: str) -> bytes:
+        """Run ``code`` in a sandbox whose PID 1 is not reachable, and return its output.
+
+        It may import the guest's modules. The process ends itself after ``EXECUTION_LIMIT`` seconds: an image with a
+        process of ``runsc exec`` cannot be restored, so none may be left at the next checkpoint. Raises SandboxError.
+        """
+        prepare = f"import signal, sys; signal.alarm({EXECUTION_LIMIT}); sys.path.insert(0, {GUEST_INSIDE!r})"
+        argv = self._argv("exec", self.id, python, "-I", "-S", "-B", "-c", f"{prepare}; {code}")
+        try:
+            process = LocalProcess.start(argv)
+        except OSError as error:
+            raise self._unusable(error) from error
+        output = {"stdout": bytearray(), "stderr": bytearray()}
+        try:
+            async with asyncio.timeout(2 * EXECUTION_LIMIT):
+                async for piece in process.stream():
+                    output[piece.stream] += piece.data
+                    if len(output[piece.stream]) > EXECUTION_OUTPUT:
+                        raise GuestError(f"Sandbox {self.id} sent more than {EXECUTION_OUTPUT:,} bytes.")
+                status = await process.wait()
+        except TimeoutError:
+            status = None
+        finally:
+            await process.stop(grace=0)
+            process.close()
+        checked(argv, status, bytes(output["stderr"]))
+        return bytes(output["stdout"])
 
     async def status(self) -> str:
         """Return the container's state as runsc reports it, such as "running" or "paused". Raises SandboxError."""

@@ -180,6 +180,13 @@ class GVisorSandbox:
         cwd = cwd or self.spec.home
         return await self.connection.spawn(argv, environment, cwd, stdin=stdin, files=files, expect=expect)
 
+    async def execute_in_orphan(self, code: str) -> bytes:
+        """Run Python ``code`` in an orphan and return its output; see ``Container.execute``. Raises SandboxError."""
+        async with self._lock:
+            after(self.sandbox_id, Action.EXECUTE, self._state)
+            assert self._container is not None
+            return await self._container.execute(code, self.spec.python)
+
     def hurry(self) -> None:
         """Stop waiting for a sandbox that does not answer after a resume. Called when the server stops."""
         self._hurried.set()

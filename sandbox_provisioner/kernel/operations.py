@@ -134,6 +134,16 @@ class KernelOperations(SandboxSettings):
         if self._handle and record and not named and notebook_path != record.notebook_path:
             await IO.run(self._handle.follow(notebook_path))
 
+    async def require_revertible(self) -> None:
+        """Raise StateError or IncompatibleError unless this server can restore the previous checkpoint."""
+        handle = self._require_persistent()
+
+        async def check() -> None:
+            async with handle.exclusive():
+                await handle.memory.require_revertible()
+
+        await IO.run(check())
+
     async def savepoint(self, name: str) -> Checkpoint:
         """Save the kernel's memory as a savepoint and return it. The kernel continues to run."""
         self._require_persistent()

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnsaveableError
+from ..errors.saving import ReplacedFilesError
 from ..gvisor.sandbox import GVisorSandbox
 from ..mux.connection import AFTER_RESTORE, BEFORE_CHECKPOINT
 from . import compatibility
+from .checkpoints import PACKAGES
 from .digest_cache import DigestCache
 from .metadata import Checkpoint, GCSArtifact
 
@@ -34,7 +36,7 @@ async def prepare(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, Any
         async with asyncio.timeout(INVENTORY):
             files = await compatibility.inventory(sandbox, digests)
         if reasons := compatibility.unsaveable(files):
-            raise UnsaveableError(sandbox.sandbox_id, reasons)
+            raise ReplacedFilesError(sandbox.sandbox_id, reasons)
         return await asyncio.to_thread(_require_bounded, sandbox.sandbox_id, compatibility.to_json(files))
     except BaseException as error:
         await asyncio.shield(sandbox.connection.call_hook(AFTER_RESTORE))
@@ -60,6 +62,8 @@ def describe_image(
     seconds: float,
 ) -> Checkpoint:
     """Return the checkpoint of a stored image, with everything that a server needs to restore it. Blocks."""
+    packages = compatibility.installed_packages((path for path in files if files[path]["digest"]), sandbox.spec)
+    known = {PACKAGES: packages} if packages else {}
     return Checkpoint(
         artifact=artifact,
         runsc_version=sandbox.runsc.version,
@@ -69,6 +73,6 @@ def describe_image(
         cpu_features=compatibility.cpu_features(),
         spec=sandbox.spec,
         files=files,
-        contents=contents,
+        contents={name: value for name, value in contents.items() if name != PACKAGES} | known,
         seconds=round(seconds, 3),
     )

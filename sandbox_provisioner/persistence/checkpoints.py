@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
@@ -18,6 +19,10 @@ from .digest_cache import DigestCache
 from .metadata import Checkpoint, GCSArtifact
 
 NAME = re.compile(r"[A-Za-z0-9_-]+/")
+PACKAGES = "packages"
+"""Key in the contents of a checkpoint: the packages that its files belong to. Older checkpoints do not have it."""
+MOST_NAME = 200
+"""Characters of a package's name and version that are shown."""
 IMAGE_FILES = ("checkpoint.img", "pages.img", "pages_meta.img")
 
 
@@ -83,4 +88,7 @@ def file_obstacles(checkpoint: Checkpoint, spec: BundleSpec, digests: DigestCach
     """Return a clause for each file of ``checkpoint`` that is missing or differs in a sandbox of ``spec``. Blocks."""
     sources = (mount.source for mount in visible_mounts(spec) if mount.source)
     missing = [f"{path}, which is mounted in it, is not there" for path in sources if not os.path.exists(path)]
-    return missing + compatibility.differences(compatibility.from_json(checkpoint.files), spec, digests)
+    recorded, before = compatibility.from_json(checkpoint.files), checkpoint.contents.get(PACKAGES)
+    items = before.items() if isinstance(before, Mapping) else ()
+    known = {str(place): str(package)[:MOST_NAME] for place, package in items}
+    return missing + compatibility.differences(recorded, spec, digests, known)

@@ -18,7 +18,7 @@ from errno import ENOENT
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import GuestError, MetadataError
 from ..gvisor.bundle import BundleSpec, Mount
@@ -29,6 +29,7 @@ from ..gvisor.sandbox import GVisorSandbox
 from ..storage.base import DIGEST
 from ..storage.parts import in_parallel
 from ..workers import bulk
+from . import packages
 from .digest_cache import LARGE, SAMPLE, SAMPLES, DigestCache
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ MOST_WRITABLE_BYTES = 1 << 32
 """Maximum bytes to hash in folders that the sandbox can write to, where it can create any number of files of any
 size: a few seconds of work."""
 LONGEST_PATH = 4096
+LONGEST_TITLE = 100
 CPU_FEATURES = re.compile(
     r"mmx|fxsr|s?sse.*|pni|avx.*|amx.*|v?aes|v?pclmulqdq|sha.*|sm3|sm4|gfni|fma4?|f16c|bmi.|abm|popcnt|adx|movbe"
     r"|movdir.*|rdrand|rdseed|rdpid|rdtscp|fsgsbase|xsave.*|clflush.*|clwb|cx8|cx16|cmov|lahf_lm|3dnow.*|xop|tbm|rtm|hle"
@@ -61,7 +63,8 @@ class FilePrint:
     ``use`` is "mapped" (a private mapping, as of a library), "shared" (a shared mapping), "open" or "folder".
     ``state`` is empty if the file was unchanged, "deleted" if the sandbox itself seems to have deleted it while in use
     (not every runsc can save that), or "lost" if others removed or replaced it. An empty ``digest`` means that the file
-    must exist, with any bytes. The digest of a ``sampled`` file covers its size and some of its bytes.
+    must exist, with any bytes. The digest of a ``sampled`` file covers its size and some of its bytes. ``process`` is
+    the process that uses a file with a state; it is not stored.
     """
 
     use: str
@@ -69,6 +72,7 @@ class FilePrint:
     size: int = 0
     digest: str = ""
     sampled: bool = False
+    process: str = ""
 
 
 Prints = Mapping[str, FilePrint]
@@ -76,12 +80,25 @@ Prints = Mapping[str, FilePrint]
 
 
 async def inventory(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, FilePrint]:
-    """Return the host files that the processes of a running sandbox use.
+    """Return the host files that the processes of a running sandbox, which may be an orphan, use.
 
-    Raises GuestError if the guest sends no valid list, or one that is too long.
+    Raises SandboxError, usually GuestError, if the guest sends no valid list, or one that is too long.
     """
+    given_up = Event()
+    try:
+        return await bulk(examine, await _report(sandbox), sandbox.spec, digests, given_up)
+    finally:
+        given_up.set()
+
+
+async def _report(sandbox: GVisorSandbox) -> bytes:
+    """Return the list that the guest makes. Raises GuestError."""
+    if not sandbox.reachable:
+        return await sandbox.execute_in_orphan(
+            "import json, open_files; json.dump(open_files.files_in_use(), sys.stdout)"
+        )
     text = bytearray()
-    async with GuestTool.run(sandbox, "Listing the files in use", "open_files.py") as tool:
+    async with GuestTool.run(sandbox, "Listing the files in use", "open_files.py", "processes") as tool:
         async for piece in tool.output():
             text += piece
             if len(text) > MOST_TEXT:
@@ -90,11 +107,7 @@ async def inventory(sandbox: GVisorSandbox, digests: DigestCache) -> dict[str, F
                     "or end processes in it, then try again."
                 )
         await tool.finish()
-    given_up = Event()
-    try:
-        return await bulk(examine, bytes(text), sandbox.spec, digests, given_up)
-    finally:
-        given_up.set()
+    return bytes(text)
 
 
 def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event | None = None) -> dict[str, FilePrint]:
@@ -105,13 +118,13 @@ def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event
     mounts, budget = _mounts(spec), _Budget()
     unwanted = given_up or Event()
 
-    def identify(reported: tuple[str, str, str]) -> tuple[str, FilePrint] | None:
-        path, use, state = reported
+    def identify(reported: _Reported) -> tuple[str, FilePrint] | None:
+        path, use, state, process = reported
         mount = _mount_of(path, mounts)
         if mount is None:
             return None
         if state:
-            return path, FilePrint(use, state if mount.writable else "lost")
+            return path, FilePrint(use, state if mount.writable else "lost", process=process)
         try:
             with _opened(path, mount, use) as file:
                 if use == "mapped" or (use != "folder" and not mount.writable):
@@ -129,12 +142,43 @@ def examine(text: bytes, spec: BundleSpec, digests: DigestCache, given_up: Event
 
 def unsaveable(prints: Prints) -> list[str]:
     """Return a clause for each lost file, because of which a sandbox that uses these files could not be restored."""
-    lost = sorted(path for path, used in prints.items() if used.state == "lost")
-    return [f"{shown(path)} was removed or replaced while the sandbox had it in memory" for path in lost]
+    return [_replaced(path, used, "in memory") for path, used in sorted(prints.items()) if used.state == "lost"]
 
 
-def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> list[str]:
-    """Return a clause for each of the ``recorded`` files that differs in a sandbox of ``spec`` here. Blocks."""
+def detached(prints: Prints) -> list[str]:
+    """Return a clause for each file that was removed or replaced while in use: runsc cannot save some of these."""
+    return [_replaced(path, used, "open") for path, used in sorted(prints.items()) if used.state]
+
+
+def _replaced(path: str, used: FilePrint, how: str) -> str:
+    user = shown(used.process) or "the sandbox"
+    return f"{shown(path)} was removed or replaced while {user} had it {how}"
+
+
+def installed_packages(paths: Iterable[str], spec: BundleSpec) -> dict[str, str]:
+    """Return the packages that contain these files of a sandbox, by their place in it. Blocks; see ``packages``.
+
+    Leaves out folders that the sandbox can write to, in which it could have made links.
+    """
+    mounts = _mounts(spec)
+    hosts = {packages.top(path): packages.top(host) for path in paths if (host := _host_path(path, mounts))}
+    found = packages.installed(f"{host}/" for host in hosts.values() if host)
+    return {place: found[host] for place, host in hosts.items() if host in found}
+
+
+def _host_path(path: str, mounts: Iterable[Mount]) -> str:
+    """Return the path on the host of a file in the sandbox; empty if it is not one that the sandbox cannot write to."""
+    mount = _mount_of(path, mounts)
+    return mount.source + path[len(mount.destination) :] if mount and not mount.writable else ""
+
+
+def differences(
+    recorded: Prints, spec: BundleSpec, digests: DigestCache, before: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return a clause for each of the ``recorded`` files that differs in a sandbox of ``spec`` here. Blocks.
+
+    ``before`` are the packages that were installed when the sandbox was saved, as ``installed_packages`` returns them.
+    """
     mounts, budget = _mounts(spec), _Budget()
 
     def difference(item: tuple[str, FilePrint]) -> str | None:
@@ -157,8 +201,11 @@ def differences(recorded: Prints, spec: BundleSpec, digests: DigestCache) -> lis
         except OSError as error:
             return f"{shown(path)} cannot be read: {error.strerror}"
 
-    found = _for_each(difference, recorded.items(), digests)
-    return unsaveable(recorded) + sorted(filter(None, found))
+    found = dict(zip(recorded, _for_each(difference, recorded.items(), digests), strict=True))
+    changed = {path: clause for path, clause in sorted(found.items()) if clause}
+    now = installed_packages(changed, spec)
+    remarks = {path: shown(packages.difference(before or {}, now, path)) for path in changed}
+    return unsaveable(recorded) + [clause + remarks[path] for path, clause in changed.items()]
 
 
 def _for_each(function: Callable[[T], R], items: Iterable[T], digests: DigestCache) -> list[R]:
@@ -172,6 +219,7 @@ def to_json(prints: Prints) -> dict[str, Any]:
     """Return ``prints`` for a document. ``sampled`` is written only if true: older versions refuse the key."""
     documents = {path: asdict(used) for path, used in prints.items()}
     for document in documents.values():
+        del document["process"]
         if not document["sampled"]:
             del document["sampled"]
     return documents
@@ -193,7 +241,7 @@ def _checked_path(path: object) -> str:
 def _checked(path: str, value: object) -> FilePrint:
     try:
         found = FilePrint(**value)  # type: ignore[arg-type]
-        texts = (found.use, found.state, found.digest)
+        texts = (found.use, found.state, found.digest, found.process)
         sound = (
             all(isinstance(text, str) for text in texts)
             and found.use in USES
@@ -213,8 +261,15 @@ def _checked(path: str, value: object) -> FilePrint:
 # -- resolve a path in the sandbox to a host file --------------------------------------------------------------------
 
 
-def _parse_report(text: bytes) -> Iterator[tuple[str, str, str]]:
-    """Return (path, use, state) for each usable path in the guest's report, each path once.
+class _Reported(NamedTuple):
+    path: str
+    use: str
+    state: str
+    process: str
+
+
+def _parse_report(text: bytes) -> Iterator[_Reported]:
+    """Return the entry for each usable path in the guest's report, each path once.
 
     Raises GuestError if the report is malformed or too long.
     """
@@ -222,12 +277,19 @@ def _parse_report(text: bytes) -> Iterator[tuple[str, str, str]]:
         report = json.loads(text)
         if len(report) > MOST_FILES:
             raise ValueError(f"it names {len(report):,} files, and at most {MOST_FILES:,} are allowed")
-        known = [(str(path), USES.index(use), STATES.index(state)) for path, use, state in report]
+        known = [
+            (str(path), USES.index(use), STATES.index(state), str(*process)[:LONGEST_TITLE])
+            for path, use, state, *process in report
+        ]
     except (TypeError, ValueError, RecursionError) as error:
         raise GuestError(f"The sandbox's list of files in use is invalid: {shown(str(error)[:100])}.") from error
     known.sort(key=lambda file: (file[0], file[2], -file[1]))
-    worst = {path: (use, state) for path, use, state in known}
-    return ((path, USES[use], STATES[state]) for path, (use, state) in worst.items() if _usable(path))
+    worst = {entry[0]: entry for entry in known}
+    return (
+        _Reported(path, USES[use], STATES[state], process)
+        for path, use, state, process in worst.values()
+        if _usable(path)
+    )
 
 
 def _usable(path: str) -> bool:

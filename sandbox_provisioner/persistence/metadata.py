@@ -165,6 +165,15 @@ class GCSSandboxMetadata:
         """Return the document after the user was told that the present state is older, or has chosen another state."""
         return replace(self, lost_since="")
 
+    def reset(self, name: str) -> GCSSandboxMetadata:
+        """Return the document without a checkpoint to restore; the latest is kept as the savepoint ``name``."""
+        kept = self.with_savepoint(name, self.checkpoint) if self.checkpoint else self
+        return replace(kept.stopped(), checkpoint=None)
+
+    def left_running(self) -> GCSSandboxMetadata:
+        """Return the document of a sandbox that runs without a server."""
+        return self._runs(True)
+
     def stopped(self) -> GCSSandboxMetadata:
         """Return the document of the sandbox after it has ended without being saved."""
         if not self.running:

@@ -275,19 +275,32 @@ def _remove_tombstone(stores: Stores, sandbox_id: str) -> None:
         stores.checkpoints.delete(tombstone_name(sandbox_id))
 
 
-async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> Checkpoint:
+async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner, left_running: bool = False) -> Checkpoint:
     """Revert a sandbox to its previous checkpoint and return that checkpoint; keep the latest one as a savepoint.
 
-    Raises LeaseHeldError if the sandbox is in use, SandboxError if it has no previous checkpoint.
+    With ``left_running``, the sandbox has a newer state that cannot be saved: the latest checkpoint stays the current
+    one, and is returned. Raises LeaseHeldError if the sandbox is in use, StateError if it has no such checkpoint.
     """
     async with borrowed(sandbox_id, stores, owner) as document:
-        previous = document.metadata.previous
-        if previous is None:
+        older = document.metadata.checkpoint if left_running else document.metadata.previous
+        if older is None:
             raise StateError(sandbox_id, "revert", "it has no previous checkpoint")
         await sign(document, stores)
         savepoint = f"before-revert-{checkpoints.new_name()}"
-        await document.change(lambda current: current.reverted(savepoint))
-    return previous
+        await document.change(lambda current: current.stopped() if left_running else current.reverted(savepoint))
+    return older
+
+
+async def reset_persistent(stores: Stores, sandbox_id: str, owner: Owner) -> str:
+    """Make the next start of a sandbox begin with a new kernel; keep the latest checkpoint as a savepoint.
+
+    Return the savepoint's name; empty without a checkpoint. Raises LeaseHeldError if the sandbox is in use.
+    """
+    async with borrowed(sandbox_id, stores, owner) as document:
+        kept = f"before-reset-{checkpoints.new_name()}" if document.metadata.checkpoint else ""
+        await sign(document, stores)
+        await document.change(lambda current: current.reset(kept))
+    return kept
 
 
 def with_tombstone(stores: Stores) -> set[str]:

@@ -22,6 +22,7 @@ from ..errors import (
     SignatureError,
     StateError,
 )
+from ..errors.saving import LeftRunningError
 from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.runsc import Runsc
@@ -198,19 +199,15 @@ class SandboxManager:
     ) -> SandboxHandle:
         """Return an existing persistent sandbox, not running yet; if a killed server left it running, save it first.
 
-        Arguments and errors are those of SandboxHandle.attach_persistent and ``create``. Also raises SandboxError if
-        the sandbox of a killed server could not be saved.
+        Arguments and errors are those of SandboxHandle.attach_persistent and ``create``. Also raises
+        LeftRunningError if the sandbox of a killed server could not be saved.
         """
         features = self._supported(features)
         async with self._lock(sandbox_id):
             self._require_closed(sandbox_id)
             for rescue in await self._recovery.save(sandbox_id):
                 if rescue.runs_on:
-                    raise SandboxError(
-                        f"Sandbox {sandbox_id} still runs, although its server was killed. Saving it failed: "
-                        f"{rescue.problem}",
-                        "Nothing is lost. Solve that problem and try again.",
-                    )
+                    raise LeftRunningError(sandbox_id, rescue.problem, rescue.checkpoint)
             try:
                 handle = await SandboxHandle.attach_persistent(
                     sandbox_id, spec, self._runsc, self.stores, self.owner(), patience=patience

@@ -203,12 +203,15 @@ class SandboxMemory:
 
     async def require_fit(self, source: Checkpoint) -> None:
         """Raise IncompatibleError if this server cannot restore ``source`` with the mounts in the current grant."""
-        if reasons := await control(checkpoints.obstacles, source, self._runsc):
-            raise self._incompatible(source, reasons)
-        if self._grant:
-            spec, digests = self._derived_spec(source, self._grant), self.stored.stores.digests
-            if reasons := await control(checkpoints.file_obstacles, source, spec, digests):
-                raise self._incompatible(source, reasons)
+        if reasons := await self._obstacles(source):
+            raise IncompatibleError(self._sandbox_id, reasons, await self._offers_previous(source))
+
+    async def require_revertible(self) -> None:
+        """Raise StateError or IncompatibleError unless this server can restore the previous checkpoint."""
+        previous = self.stored.metadata.previous
+        if previous is None:
+            raise StateError(self._sandbox_id, "revert", "it has no previous checkpoint")
+        await self.require_fit(previous)
 
     async def restore(self) -> None:
         """Restore ``source`` into the instance and record that it runs.
@@ -234,7 +237,7 @@ class SandboxMemory:
                 try:
                     image = await control(checkpoints.fetch, store, source.artifact, folder, work.advance)
                 except CorruptObjectError as error:
-                    error.offer_older(stored.metadata.previous not in (None, source))
+                    error.offer_older(await self._offers_previous(source))
                     raise
                 await finished(self._restore_image(image, source))
 
@@ -288,13 +291,24 @@ class SandboxMemory:
     def _derived_spec(self, source: Checkpoint, grant: Grant) -> BundleSpec:
         spec, reasons = derive(source.spec, source.contents.get("cwd"), grant)
         if reasons:
-            raise self._incompatible(source, reasons)
+            raise IncompatibleError(self._sandbox_id, reasons, previous=False)
         return spec
 
-    def _incompatible(self, source: Checkpoint, reasons: list[str]) -> IncompatibleError:
-        """Return the error for a checkpoint that this server cannot restore; its remedy names the previous one."""
+    async def _obstacles(self, source: Checkpoint) -> list[str]:
+        """Return why this server cannot restore ``source`` with the mounts in the current grant, as clauses."""
+        reasons = await control(checkpoints.obstacles, source, self._runsc)
+        if reasons or self._grant is None:
+            return reasons
+        spec, reasons = derive(source.spec, source.contents.get("cwd"), self._grant)
+        return reasons or await control(checkpoints.file_obstacles, source, spec, self.stored.stores.digests)
+
+    async def _offers_previous(self, source: Checkpoint) -> bool:
+        """Return True if this server can restore the previous checkpoint instead of ``source``."""
         previous = self.stored.metadata.previous
-        return IncompatibleError(self._sandbox_id, reasons, previous is not None and source is not previous)
+        try:
+            return previous is not None and previous is not source and not await self._obstacles(previous)
+        except SandboxError:  # its description is invalid
+            return False
 
     def _required_grant(self) -> Grant:
         if self._grant is None:

@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LeaseHeldError, SandboxError, SandboxNotFoundError
+from ..errors.saving import ReplacedFilesError
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.mounts import require_itself, unlinked, within
 from ..gvisor.runsc import Runsc
@@ -27,6 +29,9 @@ from .handle import SandboxHandle
 
 log = logging.getLogger(__name__)
 
+KEEP_FILES = {"name": "keep files", "reseed": False}
+"""The request to the kernel's process to keep the content of replaced files; see ``guest.hooks``."""
+HOOK_SECONDS = 50
 MOST_AT_ONCE = 2
 """Maximum number of sandboxes that are rescued at the same time."""
 POLL = 0.1
@@ -39,7 +44,8 @@ RESCUE_LIMIT = 900.0
 class Recovered:
     """The result of a rescue: ``saved``, or the ``problem``; ``runs_on`` is True if the sandbox still runs.
 
-    ``title`` has the id, and the notebook if the sandbox's document could be read.
+    ``title`` has the id, and the notebook if the sandbox's document could be read. ``checkpoint`` is the time of the
+    checkpoint from before, which is still stored; empty without one.
     """
 
     sandbox_id: str
@@ -47,6 +53,7 @@ class Recovered:
     problem: str = ""
     runs_on: bool = False
     title: str = ""
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,13 @@ class Recovery:
     def _key(self, sandbox_id: str) -> tuple[str, str]:
         return self.stores.metadata.where, sandbox_id
 
+    async def end(self, sandbox_id: str) -> None:
+        """End a sandbox that a killed server left behind, without saving it."""
+        found: list[tuple[RuntimeFolder, Note]] = []
+        await self._find(sandbox_id, found)
+        for folder, _ in found:
+            await finished(control(folder.remove))
+
     async def collect_garbage(self) -> None:
         """Delete staged images of killed servers, and artifacts of sandboxes whose deletion or fork was interrupted."""
         try:
@@ -128,13 +142,17 @@ class Recovery:
 
     async def _rescue(self, folder: RuntimeFolder, note: Note, slots: asyncio.Semaphore) -> Recovered:
         async with slots:
-            alive = await control(lambda: folder.has_processes)
+            alive, checkpoint = await control(lambda: folder.has_processes), ""
             try:
                 handle = await SandboxHandle.rescue(folder, note, self.runsc, self.stores, self.owner(), alive)
+                checkpoint = handle.metadata.checkpoint.created if handle.metadata.checkpoint else ""
                 try:
                     if alive:
                         await self._save(handle)
                 except BaseException:
+                    if alive and not handle.outdated:
+                        with suppress(SandboxError):
+                            await asyncio.shield(handle.memory.stored.record_left_running())
                     await asyncio.shield(handle.lease.release())
                     raise
                 await handle.release()
@@ -148,21 +166,23 @@ class Recovery:
                 folder.release()
                 log.error("Sandbox %s of a killed server was not saved: %s", note.sandbox_id, error)
                 runs_on = alive and not isinstance(error, LeaseHeldError)  # its holder has taken over the sandbox
-                return Recovered(note.sandbox_id, saved=False, problem=str(error), runs_on=runs_on)
+                # Without the remedy of that error: no client can reach the kernel.
+                problem = error.problem if isinstance(error, ReplacedFilesError) else str(error)
+                return Recovered(note.sandbox_id, False, problem, runs_on, checkpoint)
 
     @staticmethod
     async def _save(handle: SandboxHandle) -> None:
         """Save the sandbox, as a savepoint if another server has saved a newer state."""
         if handle.outdated:
             name = f"left-behind-{checkpoints.new_name()}"
-            await handle.save(name)
+            await _save_orphan(handle, name)
             log.warning(
                 "Sandbox %s: another server has saved a newer state; the state of the killed server is savepoint %s",
                 handle.metadata.title,
                 name,
             )
         else:
-            await handle.save()
+            await _save_orphan(handle)
 
     async def _record_files(self, note: Note) -> None:
         """Restore and save the sandbox again to record the files it depends on, which an orphan cannot report.
@@ -183,6 +203,16 @@ class Recovery:
             log.warning(
                 "Sandbox %s is saved, but the files that it depends on are not recorded: %s", note.sandbox_id, error
             )
+
+
+async def _save_orphan(handle: SandboxHandle, name: str = "") -> None:
+    """Save an orphan. If replaced files prevent that, first have its kernel keep their content; then try again."""
+    try:
+        await handle.save(name)
+    except ReplacedFilesError as error:
+        log.info("Sandbox %s: %s", handle.sandbox_id, error)
+        await handle.instance.execute_in_orphan(f"import hooks; hooks.call_hook({KEEP_FILES!r}, {HOOK_SECONDS})")
+        await handle.save(name)
 
 
 def _require_unlinked(spec: BundleSpec) -> None:

@@ -28,11 +28,12 @@ from ..errors import (
     UnresponsiveError,
     UnsaveableError,
 )
+from ..errors.saving import ReplacedFilesError
 from ..events import EVENT_BUS, EventKind
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State
 from ..lock.base import Owner
-from ..persistence import capture, checkpoints
+from ..persistence import capture, checkpoints, compatibility
 from ..persistence import document as documents
 from ..persistence.backends import Stores
 from ..persistence.checkpoints import now
@@ -141,6 +142,7 @@ class StoredState:
             try:
                 await instance.checkpoint(image, commit, force=insist is not None)
             except RunscError as error:
+                await self._explain(instance, error)
                 if insist is None or instance.reachable or error.hosts_fault:
                     raise
                 problem = f"did not answer, and runsc could not save it without an answer: {error.problem}"
@@ -156,9 +158,22 @@ class StoredState:
         began = time.monotonic()
         async with staging(self.stores.staging) as folder:
             files, image = await self._list_files(instance), folder / "image"
-            await instance.copy(image)
+            try:
+                await instance.copy(image)
+            except RunscError as error:
+                await self._explain(instance, error)
+                raise
             artifact = await self._upload(image, sandbox_id, advance)
         return await control(capture.describe_image, instance, artifact, files, contents(), time.monotonic() - began)
+
+    async def _explain(self, instance: GVisorSandbox, error: RunscError) -> None:
+        """Raise ReplacedFilesError, which names the files, if runsc failed because of files that were replaced."""
+        if not error.files_replaced:
+            return
+        reasons: list[str] = []
+        with suppress(SandboxError):
+            reasons = compatibility.detached(await compatibility.inventory(instance, self.stores.digests))
+        raise ReplacedFilesError(self._sandbox_id, reasons or [error.problem.removesuffix(".")]) from error
 
     async def _upload(self, image: Path, sandbox_id: str, advance: Advance) -> GCSArtifact:
         """Upload ``image`` as a checkpoint of ``sandbox_id``, which no document names yet."""
@@ -175,12 +190,13 @@ class StoredState:
         """Return the host files that ``instance`` depends on.
 
         With ``insist``, a guest that fails or takes longer than that many seconds is cut off, and the result is empty.
+        Raises ReplacedFilesError in any case: runsc could not save the sandbox.
         """
         try:
             async with asyncio.timeout(insist):
                 return await self._list_files(instance)
         except (TimeoutError, GuestError, UnsaveableError) as error:
-            if insist is None:
+            if insist is None or isinstance(error, ReplacedFilesError):
                 raise
             reason = str(error) or f"it did not answer within {insist:g} seconds"
             log.warning("Sandbox %s did not prepare for its save; saving it anyway: %s", self.metadata.title, reason)
@@ -239,6 +255,10 @@ class StoredState:
             await self.document.change(GCSSandboxMetadata.told)
         except SandboxError as error:
             log.warning("Sandbox %s: the notice about its older state will be repeated: %s", self._sandbox_id, error)
+
+    async def record_left_running(self) -> None:
+        """Record that the sandbox runs without a server, because it could not be saved."""
+        await self.document.change(GCSSandboxMetadata.left_running)
 
     async def record_stopped(self) -> None:
         """Record that the sandbox no longer runs, although it was not saved."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ..config import GCSConfig, own_folder, user_name
-from ..errors import SandboxError
+from ..errors import RunscNotFoundError, RunscTooOldError, SandboxError
+from ..gvisor.runsc import find
 from ..lock.base import Owner
 from ..persistence import snapshots
 from ..persistence.backends import Stores, open_stores, require_snapshots
@@ -21,6 +22,7 @@ from ..persistence.signing import REGISTRY
 from ..persistence.snapshots import MANIFEST
 from . import detached
 from .handle import Identity
+from .recovery import Recovery
 from .registry import PersistentSandboxRegistry, require_here
 
 
@@ -87,12 +89,49 @@ class Persistence:
                 found[name] = Stored(datetime.fromtimestamp(manifest.updated, UTC).isoformat(), size)
         return found
 
-    def revert(self, record: SandboxRecord) -> Checkpoint:
+    def revert(self, record: SandboxRecord, runsc: str = "") -> Checkpoint:
         """Revert a sandbox to its previous checkpoint and return that; keep the latest as a savepoint.
 
-        Raises LeaseHeldError if it is in use.
+        A sandbox that a killed server left running is saved first; if that fails, it is ended, and its latest
+        checkpoint stays the current one. Raises LeaseHeldError if the sandbox is in use, StateError if it has no such
+        checkpoint.
         """
-        return asyncio.run(detached.revert_persistent(self.stores, self._id(record), _owner()))
+
+        async def work() -> Checkpoint:
+            left_running = await self._left_running(record, runsc)
+            checkpoint = await detached.revert_persistent(
+                self.stores, record.sandbox_id, _owner(), left_running is not None
+            )
+            if left_running:
+                await left_running.end(record.sandbox_id)
+            return checkpoint
+
+        return asyncio.run(work())
+
+    def reset(self, record: SandboxRecord, runsc: str = "") -> str:
+        """Make the next start of a sandbox begin with a new kernel. Return the savepoint with the latest state, or "".
+
+        A sandbox that a killed server left running is saved first; if that fails, it is ended. Raises LeaseHeldError if
+        the sandbox is in use.
+        """
+
+        async def work() -> str:
+            left_running = await self._left_running(record, runsc)
+            kept = await detached.reset_persistent(self.stores, record.sandbox_id, _owner())
+            if left_running:
+                await left_running.end(record.sandbox_id)
+            return kept
+
+        return asyncio.run(work())
+
+    async def _left_running(self, record: SandboxRecord, runsc: str) -> Recovery | None:
+        """Save a sandbox that a killed server left running. If that fails, return the recovery that can end it."""
+        sandbox_id = self._id(record)
+        try:
+            recovery = Recovery(await asyncio.to_thread(find, runsc), self.stores, _owner)
+        except (RunscNotFoundError, RunscTooOldError):  # then no sandbox runs here
+            return None
+        return recovery if any(one.runs_on for one in await recovery.save(sandbox_id)) else None
 
     def destroy(self, record: SandboxRecord, unverified: bool = False) -> int:
         """Delete a sandbox, but not its record, and return the freed bytes.

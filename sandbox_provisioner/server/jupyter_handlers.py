@@ -9,25 +9,26 @@ from typing import Any
 
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
-from jupyter_server.services.kernels.handlers import MainKernelHandler
+from jupyter_server.services.kernels.handlers import KernelActionHandler, MainKernelHandler
 from jupyter_server.services.sessions.handlers import SessionHandler, SessionRootHandler
 from tornado import web
 
-from ..errors import ConfigurationError, PlainKernelError, SandboxError
+from ..errors import PlainKernelError, SandboxError
 from . import problem_details
 from .plain_kernels import PlainKernelGuard
 
 WIDTH = 80
 """Characters of a line of a refusal, because JupyterLab's dialog does not wrap lines."""
+ID = r"\w+-\w+-\w+-\w+-\w+"
 NO_BREAK = "\0"
 """Stands for a space at which a line must not be broken. ``printable`` removes it from names."""
 
 
 class StartHandler(APIHandler):
-    """Base class of the handlers. ``message`` in an error is the text that JupyterLab shows."""
+    """Base class of the handlers. It sends SandboxErrors; Jupyter Server would send each of them with status 500.
 
-    answered: tuple[type[SandboxError], ...] = (PlainKernelError, ConfigurationError)
-    """The errors that this class sends; Jupyter Server sends the others."""
+    ``message`` in an error is the text that JupyterLab shows.
+    """
 
     def initialize(self, guard: PlainKernelGuard) -> None:
         """Set the guard. Called by tornado for each request."""
@@ -36,8 +37,8 @@ class StartHandler(APIHandler):
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send an error. Called by tornado."""
         error = kwargs.get("exc_info", (None, None, None))[1]
-        cause = error if isinstance(error, self.answered) else getattr(error, "__cause__", None)
-        if not isinstance(cause, self.answered):
+        cause = error if isinstance(error, SandboxError) else getattr(error, "__cause__", None)
+        if not isinstance(cause, SandboxError):
             super().write_error(status_code, **kwargs)
             return
         problem = problem_details.describe(cause)
@@ -48,8 +49,9 @@ class StartHandler(APIHandler):
 
     def log_exception(self, *exc_info: Any) -> None:
         """Log an error; a refusal without its traceback. Called by tornado."""
-        if isinstance(exc_info[1], self.answered):
-            self.log.warning("%s", exc_info[1])
+        cause = exc_info[1] if isinstance(exc_info[1], SandboxError) else getattr(exc_info[1], "__cause__", None)
+        if isinstance(cause, SandboxError):
+            self.log.warning("%s", cause)
         else:
             super().log_exception(*exc_info)
 
@@ -63,7 +65,9 @@ def _in_lines(text: str) -> str:
 class KernelsHandler(StartHandler, MainKernelHandler):
     """Handler of ``/api/kernels``."""
 
-    answered = (SandboxError,)
+
+class KernelActionsHandler(StartHandler, KernelActionHandler):
+    """Handler of ``/api/kernels/{id}/restart`` and ``/api/kernels/{id}/interrupt``."""
 
 
 class SessionsHandler(StartHandler, SessionRootHandler):
@@ -93,6 +97,7 @@ def handlers(base_url: str, guard: PlainKernelGuard) -> list[tuple[str, type[API
     options = {"guard": guard}
     return [
         (f"{base}/api/kernels", KernelsHandler, options),
+        (rf"{base}/api/kernels/(?P<kernel_id>{ID})/(?P<action>restart|interrupt)", KernelActionsHandler, options),
         (f"{base}/api/sessions", SessionsHandler, options),
-        (rf"{base}/api/sessions/(?P<session_id>\w+-\w+-\w+-\w+-\w+)", OneSessionHandler, options),
+        (rf"{base}/api/sessions/(?P<session_id>{ID})", OneSessionHandler, options),
     ]

@@ -111,21 +111,37 @@ class Sandboxes:
     async def revert_sandbox(self, wanted: str) -> Sandbox:
         """Return a sandbox to its previous checkpoint; end its kernel on this server.
 
-        Raises StateError if it is running, ephemeral or without a previous checkpoint.
+        Raises StateError if it is running here, ephemeral or without a previous checkpoint. For a kernel that this
+        server has open, raises IncompatibleError if that checkpoint cannot be restored either; nothing is changed then.
         """
         async with self._exclusive(wanted) as subject:
             record = _require_persistent(subject, "revert")
             persistence, stored = await self._inventory.persistence(), await self._inventory.stored(subject)
-            # Nothing is awaited between this check and the kernel's end: a message could wake the kernel.
             if subject.live and not subject.live.provisioner.asleep:
                 raise StateError(subject.id, "revert", "it is running")
             if stored and stored.problem:
                 raise stored.problem
-            if stored and not stored.sandbox.previous:
-                raise StateError(subject.id, "revert", "it has no previous checkpoint")
+            if subject.live:
+                await subject.live.provisioner.require_revertible()
+                if not subject.live.provisioner.asleep:  # a message woke it meanwhile
+                    raise StateError(subject.id, "revert", "it is running")
+                await self._kernels.end(subject.live.kernel_id)
+            await asyncio.to_thread(persistence.revert, record, self._runsc)
+            return await self._inventory.show(await self._inventory.find(wanted))
+
+    async def reset_sandbox(self, wanted: str) -> Sandbox:
+        """Make a sandbox's next start begin with a new kernel; keep its state as a savepoint; end its kernel here.
+
+        Raises StateError if it is running here or ephemeral.
+        """
+        async with self._exclusive(wanted) as subject:
+            record = _require_persistent(subject, "reset")
+            if subject.live and not subject.live.provisioner.asleep:
+                raise StateError(subject.id, "reset", "it is running; restart it instead")
+            persistence = await self._inventory.persistence()
             if subject.live:
                 await self._kernels.end(subject.live.kernel_id)
-            await asyncio.to_thread(persistence.revert, record)
+            await asyncio.to_thread(persistence.reset, record, self._runsc)
             return await self._inventory.show(await self._inventory.find(wanted))
 
     async def delete_sandbox(self, wanted: str, unverified: bool = False) -> Deleted:

@@ -55,7 +55,7 @@ def test_refused_hand_off_names_the_owner(
     notebook = Notebook(first, kernel)
     notebook.run("x = 1")
     status, answer = second.open_notebook(kernel)
-    assert status == 500
+    assert status == 409
     assert f"is in use by Jupyter server {first.process.pid}" in answer["message"]
     assert notebook.run("x") == "1"
     notebook.close()

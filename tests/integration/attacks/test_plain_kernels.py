@@ -70,7 +70,7 @@ def test_refusal_after_server_was_killed(serve: Serve, sandboxed: Sandboxed) -> 
 
 def test_failed_start_is_not_recorded(serve: Serve, sandboxed: Sandboxed) -> None:
     server = serve()
-    assert server.open_notebook(sandboxed(runsc="/no/such/runsc"))[0] == 500
+    assert server.open_notebook(sandboxed(runsc="/no/such/runsc"))[0] == 503
     assert server.open_notebook(PLAIN)[0] == 201
 
 

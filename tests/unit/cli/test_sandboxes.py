@@ -232,6 +232,20 @@ def test_revert(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_pa
     assert (reverted.checkpoint, reverted.previous) == (older, None)
 
 
+def test_reset_keeps_the_checkpoint_as_savepoint(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    record = keep()
+    kept = Persistence.open()
+    before = kept.describe(record)
+    assert ask("reset", str(record.id)) == {"reset": [str(record.id)]}
+    document = kept.describe(record)
+    (name,) = set(document.savepoints) - set(before.savepoints)
+    assert name.startswith("before-reset-")
+    assert (document.checkpoint, document.savepoints[name]) == (None, before.checkpoint)
+    assert main(["reset", str(record.id)]) == 0
+    assert capsys.readouterr().out.endswith("its next kernel is new.\n")
+    assert set(kept.describe(record).savepoints) == set(document.savepoints)
+
+
 def test_list_filters(keep: Keep, ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = keep(days=3, notebook_path=str(tmp_path / "a.ipynb"))
     empty = keep(saved=None, notebook_path=str(tmp_path / "b.ipynb"))

@@ -47,7 +47,8 @@ SPEC = yaml.safe_load(files("sandbox_provisioner").joinpath("server/openapi.yaml
 METHODS = {
     "list_sandboxes": "list", "create_sandbox": "create", "get_capabilities": "capabilities", "stream_events": "events",
     "show_sandbox": "show", "delete_sandbox": "delete", "hibernate_sandbox": "hibernate", "wake_sandbox": "wake",
-    "restart_sandbox": "restart", "revert_sandbox": "revert", "execute_in_sandbox": "execute", "fork_sandbox": "fork",
+    "restart_sandbox": "restart", "revert_sandbox": "revert", "reset_sandbox": "reset",
+    "execute_in_sandbox": "execute", "fork_sandbox": "fork",
     "list_savepoints": "savepoints", "create_savepoint": "savepoint", "delete_savepoint": "delete_savepoint",
     "rewind_sandbox": "rewind", "list_snapshots": "snapshots", "create_snapshot": "snapshot",
     "delete_snapshot": "delete_snapshot", "keep_sandbox_awake": "keep_awake",

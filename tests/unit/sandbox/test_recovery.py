@@ -170,7 +170,7 @@ async def test_orphan_runs_until_it_can_be_saved(
     manager = serve()
     (one,) = await manager.recover()
     assert (one.sandbox_id, one.saved, one.runs_on) == ("a", False, True)
-    with pytest.raises(SandboxError, match="still runs, although its server was killed"):
+    with pytest.raises(SandboxError, match="still runs, although its server has ended"):
         await manager.attach("a", spec)
     assert len(list(runtime.iterdir())) == 1
     checkpoints.unlink()

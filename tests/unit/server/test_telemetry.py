@@ -297,10 +297,10 @@ def test_failed_hibernation_is_reported_with_reason(
     notebook = Notebook(server, sandboxed())
     notebook.run(MAP)
     library.unlink()  # the mapped file would be lost with the sandbox
-    name = 'jupyter_sandbox_failures_total{doing="hibernated",reason="UnsaveableError"}'
+    name = 'jupyter_sandbox_failures_total{doing="hibernated",reason="ReplacedFilesError"}'
     until(lambda: name in scrape(server))
     failed = [event for event in happened(events) if event["__schema__"] == schema_id(EventKind.FAILED)]
-    assert (failed[0]["doing"], failed[0]["reason"]) == ("hibernated", "UnsaveableError")
+    assert (failed[0]["doing"], failed[0]["reason"]) == ("hibernated", "ReplacedFilesError")
     assert scrape(server)['jupyter_sandbox_sandboxes{state="running"}'] == 1
     assert server.ask("DELETE", f"sessions/{notebook.session['id']}")[0] == 204
     notebook.close()
