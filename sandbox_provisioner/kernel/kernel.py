@@ -90,8 +90,7 @@ class SandboxedKernel(HandleObserver):
     ) -> None:
         """Start the sandbox and its kernel, and connect the clients to its ``targets``.
 
-        If the sandbox's spec has a ``carried`` folder, the kernel is a copy of ``template``, perhaps from the warm
-        pool. On failure the instance is deleted.
+        With a ``template``, the kernel is a copy of it, perhaps from the warm pool. On failure the instance is deleted.
         """
         async with self._replacing(handle, ending):
             contents = {"targets": dict(targets), **start.remember}

@@ -209,10 +209,10 @@ class ChannelRelay:
         self.connect(connection, targets, signing)
         with suppress(TimeoutError):
             async with asyncio.timeout(RECONNECT):
-                while expected - Counter(client.channel for client in self._clients if client.ready):
+                while expected - Counter(client.channel for client in self._clients if _is_ready(client)):
                     await asyncio.sleep(0.01)
         for listener in self._clients:
-            if listener.ready:
+            if _is_ready(listener):
                 listener.inject("shell", private)
                 listener.inject("iopub", public)
 
@@ -315,6 +315,11 @@ class ChannelRelay:
             return self._connection.open(self._targets[channel])
         except GuestError as error:
             raise ConnectionError(errno.EMFILE, str(error)) from error
+
+
+def _is_ready(client: ClientConnection) -> bool:
+    """Return True if the client is joined to the kernel and a message to it can begin now."""
+    return client.joined and client.interruptible
 
 
 def _is_hidden(content: bytes) -> bool:

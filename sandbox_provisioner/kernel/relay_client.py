@@ -205,11 +205,6 @@ class ClientConnection(asyncio.Protocol):
         return self._stream is not None and not self._transport.is_closing()
 
     @property
-    def ready(self) -> bool:
-        """True if the connection is joined to the kernel and a message to the client can begin now."""
-        return self.joined and self.interruptible
-
-    @property
     def interruptible(self) -> bool:
         """True if a message to the client can begin now."""
         return self._messages.between_replies and not self._to_client and not self._congested
@@ -227,7 +222,14 @@ class ClientConnection(asyncio.Protocol):
     def observing(self) -> bool:
         """True while a trusted client waits for a hibernated kernel only with requests that observe it."""
         whole = self._messages.between_requests and 0 < self._waits_for_kernel <= MAX_EARLY
-        return self._messages.observed and self.trusted and not self._has_request and whole and self.ready
+        return (
+            self._messages.observed
+            and self.trusted
+            and not self._has_request
+            and whole
+            and self.joined
+            and self.interruptible
+        )
 
     def call(self) -> None:
         """Make the held requests wake the kernel, because their answers are not known."""
@@ -376,10 +378,7 @@ class ClientConnection(asyncio.Protocol):
         self._uncredited = 0
 
     def _answer_heartbeat(self, data: bytes) -> None:
-        """Answer a heartbeat on the kernel's behalf, or close the connection if its data is invalid.
-
-        Stops reading from a client that does not read the answers.
-        """
+        """Answer a heartbeat on the kernel's behalf, as long as the client reads; close the connection if it is invalid."""
         try:
             self._transport.write(self._heart.answer(data) if self._heart else data)
         except ValueError:

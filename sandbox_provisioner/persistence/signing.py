@@ -24,7 +24,8 @@ from uuid import UUID
 
 from .._text import json_object
 from ..config import SHORTEST_KEY, SIGNING_KEY, GCSConfig, user_name
-from ..errors import ConfigurationError, ConflictError, ForeignSandboxError, SandboxError, SignatureError
+from ..errors import ConfigurationError, ConflictError, ForeignSandboxError, SandboxError
+from ..errors.signature import SignatureError
 from ..storage.base import NEW
 from ..storage.disk import READ, closing
 from ..storage.local import LocalStore

@@ -23,11 +23,11 @@ from ..errors import (
     DiskFullError,
     MetadataError,
     ObjectNotFoundError,
-    SignatureError,
     SnapshotError,
     SnapshotNotFoundError,
     SnapshotTooLargeError,
 )
+from ..errors.signature import SignatureError
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.carried import visible_mounts
 from ..gvisor.guest_tool import GuestTool

@@ -13,9 +13,9 @@ from ..errors import (
     ObjectNotFoundError,
     SandboxExistsError,
     SandboxNotFoundError,
-    SignatureError,
     StateError,
 )
+from ..errors.signature import SignatureError
 from ..events import EVENT_BUS, EventKind
 from ..lock.base import Lease, Owner
 from ..persistence import checkpoints, snapshots

@@ -19,10 +19,10 @@ from ..errors import (
     SandboxError,
     SandboxExistsError,
     SandboxNotFoundError,
-    SignatureError,
     StateError,
 )
 from ..errors.saving import LeftRunningError
+from ..errors.signature import SignatureError
 from ..events import EVENT_BUS, Entry, EventKind
 from ..gvisor.bundle import BundleSpec
 from ..gvisor.runsc import Runsc

@@ -22,13 +22,13 @@ from ..errors import (
     RunscError,
     SandboxError,
     SandboxNotFoundError,
-    SignatureError,
     StorageError,
     TooManySavepointsError,
     UnresponsiveError,
     UnsaveableError,
 )
 from ..errors.saving import ReplacedFilesError
+from ..errors.signature import SignatureError
 from ..events import EVENT_BUS, EventKind
 from ..gvisor.sandbox import GVisorSandbox
 from ..gvisor.state import State

@@ -21,7 +21,8 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from .. import config
 from .._text import one_line
-from ..errors import ConfigurationError, RunscTooOldError, SandboxError, SignatureError
+from ..errors import ConfigurationError, RunscTooOldError, SandboxError
+from ..errors.signature import SignatureError
 from ..gvisor.bundle import Mount, parse_mount
 from ..gvisor.mounts import homes, within
 from ..gvisor.reserved_dirs import require_unreserved, reserved_folders

@@ -14,7 +14,8 @@ import pytest
 from value_program import start_program, tell
 
 from sandbox_provisioner.config import GCSConfig
-from sandbox_provisioner.errors import CorruptObjectError, SandboxError, SignatureError
+from sandbox_provisioner.errors import CorruptObjectError, SandboxError
+from sandbox_provisioner.errors.signature import SignatureError
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.kernel.env_filter import filtered

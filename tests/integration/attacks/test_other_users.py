@@ -18,7 +18,8 @@ from gcs_server import GCS
 
 from sandbox_provisioner.cli.app import main
 from sandbox_provisioner.config import GCSConfig, Place
-from sandbox_provisioner.errors import ForeignSandboxError, SandboxError, SignatureError
+from sandbox_provisioner.errors import ForeignSandboxError, SandboxError
+from sandbox_provisioner.errors.signature import SignatureError
 from sandbox_provisioner.gvisor.bundle import BundleSpec
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.lock.base import Owner

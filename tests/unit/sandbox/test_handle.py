@@ -30,9 +30,9 @@ from sandbox_provisioner.errors import (
     SandboxError,
     SandboxExistsError,
     SandboxNotFoundError,
-    SignatureError,
     StorageUnavailableError,
 )
+from sandbox_provisioner.errors.signature import SignatureError
 from sandbox_provisioner.gvisor.bundle import BundleSpec, Mount
 from sandbox_provisioner.gvisor.runsc import Runsc
 from sandbox_provisioner.gvisor.state import State
