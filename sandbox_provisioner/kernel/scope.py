@@ -22,7 +22,7 @@ GIT_CODE = (".git/hooks", ".git/config", ".git/config.worktree", ".git/modules")
 """Parts of a git repository from which git on the host takes commands, also those of the submodules."""
 PROTECTED = (
     *GIT_CODE, ".envrc", ".vscode", ".idea", ".devcontainer", ".husky", ".pre-commit-config.yaml", ".jupyter*",
-    "jupyter_*config.*", ".venv", "venv", ".conda", ".pixi",
+    "jupyter_*config.*", ".venv", "venv", ".conda",
 )  # fmt: skip
 """Default of the setting ``protected_paths``."""
 ENVIRONMENT_FILES = ("pyvenv.cfg", "conda-meta")

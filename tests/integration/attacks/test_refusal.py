@@ -72,7 +72,7 @@ def find():
                         yield int(entry)
                 except OSError:
                     pass
-        time.sleep(0.005)
+        time.sleep(0.02)
 for tool in find():
     try:
         ACTION
@@ -83,7 +83,10 @@ subprocess.Popen([sys.executable, "/tmp/meddle.py"], start_new_session=True)
 import time; time.sleep(3)
 """
 """Start a program that does something to the tool which lists the files in use. The tool itself is read-only."""
-FORGE = "os.write(os.open(f'/proc/{tool}/fd/1', os.O_WRONLY), b'nonsense' * 100); os.kill(tool, signal.SIGKILL)"
+FORGE = (
+    "pipe = os.open(f'/proc/{tool}/fd/1', os.O_WRONLY); os.write(pipe, b'nonsense' * 100); os.close(pipe); "
+    "os.kill(tool, signal.SIGKILL)"
+)
 
 REFUSALS = {
     "savepoints that never end": STALLED_SAVEPOINTS,
