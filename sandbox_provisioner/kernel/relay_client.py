@@ -149,11 +149,9 @@ class ClientConnection(asyncio.Protocol):
         if self._to_client:
             data, self._to_client = bytes(self._to_client), bytearray()
             self._transport.write(data)
-        self._send_published()
-        if not self._congested:
-            self._grant_credit()
-            if self.channel == "hb":
-                self._transport.resume_reading()
+        self._continue()
+        if not self._congested and self.channel == "hb":
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the stream to the kernel, or keep it for the replies to unanswered requests."""
@@ -222,14 +220,8 @@ class ClientConnection(asyncio.Protocol):
     def observing(self) -> bool:
         """True while a trusted client waits for a hibernated kernel only with requests that observe it."""
         whole = self._messages.between_requests and 0 < self._waits_for_kernel <= MAX_EARLY
-        return (
-            self._messages.observed
-            and self.trusted
-            and not self._has_request
-            and whole
-            and self.joined
-            and self.interruptible
-        )
+        can_answer = self.joined and self.interruptible
+        return self._messages.observed and self.trusted and not self._has_request and whole and can_answer
 
     def call(self) -> None:
         """Make the held requests wake the kernel, because their answers are not known."""
@@ -265,12 +257,7 @@ class ClientConnection(asyncio.Protocol):
         """Send a message on the kernel's behalf, if the connection is to iopub, as soon as a message can begin."""
         if self.channel == "iopub":
             self._to_publish += message
-            self._send_published()
-
-    def _send_published(self) -> None:
-        if self._to_publish and self.interruptible:
-            message, self._to_publish = self._to_publish, b""
-            self._send(message)
+            self._continue()
 
     def end_own_heartbeats(self) -> None:
         """Close a connection whose heartbeats were answered here, so that the client connects to the woken kernel."""
@@ -347,9 +334,7 @@ class ClientConnection(asyncio.Protocol):
             self._to_client += data
         else:
             self._transport.write(data)
-        self._send_published()
-        if not self._congested:
-            self._grant_credit()
+        self._continue()
 
     def _without_handshake(self, data: bytes) -> bytes:
         """Return ``data`` without the handshake of a woken kernel; the client has already received one."""
@@ -371,14 +356,19 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
         self._relay.on_oversized(self.channel)
 
-    def _grant_credit(self) -> None:
-        """Give the guest credit for the bytes that were sent to the client."""
+    def _continue(self) -> None:
+        """Send the published messages, if one can begin, and give the guest credit for the bytes that were sent."""
+        if self._to_publish and self.interruptible:
+            message, self._to_publish = self._to_publish, b""
+            self._send(message)
+        if self._congested:
+            return
         if self._stream and self._uncredited:
             self._stream.consumed(self._uncredited)
         self._uncredited = 0
 
     def _answer_heartbeat(self, data: bytes) -> None:
-        """Answer a heartbeat on the kernel's behalf, as long as the client reads; close the connection if it is invalid."""
+        """Answer a heartbeat on the kernel's behalf while the client reads the answers; abort if it is invalid."""
         try:
             self._transport.write(self._heart.answer(data) if self._heart else data)
         except ValueError:
