@@ -64,4 +64,4 @@ def _guarded_class(stock: type, names: dict[str, Any], guarded: dict[type, Any])
 
 
 REBOUND = _guarded_classes()
-"""The class with guarded file functions for each class in MODULES."""
+"""Maps each class in MODULES to its copy with guarded file functions."""

@@ -12,7 +12,7 @@ class ExitStatus(IntEnum):
     meaning: str
 
     def __new__(cls, value: int, meaning: str) -> ExitStatus:
-        """Return the member with this value."""
+        """Return a new member with this value and its attributes."""
         member = int.__new__(cls, value)
         member._value_, member.meaning = value, meaning
         return member
@@ -32,7 +32,7 @@ class Kind(StrEnum):
     exit_status: ExitStatus
 
     def __new__(cls, value: str, status: HTTPStatus, exit_status: ExitStatus) -> Kind:
-        """Return the member with this value."""
+        """Return a new member with this value and its attributes."""
         member = str.__new__(cls, value)
         member._value_, member.status, member.exit_status = value, status, exit_status
         return member

@@ -53,7 +53,7 @@ class Place:
         return found.st_dev not in self.other_mounts
 
     def written(self, found: os.stat_result) -> bool:
-        """Return True if the sandbox has written this file of the place. Folders always count as written."""
+        """Return True if the sandbox wrote the file with the status ``found``. Folders always count as written."""
         return stat.S_ISDIR(found.st_mode) or found.st_dev != self.lower_layer
 
 

@@ -1,7 +1,8 @@
 """The gVisor driver: start, checkpoint and restore one sandbox with runsc. Independent of storage and Jupyter Server.
 
 - ``sandbox``: GVisorSandbox, the driver; ``state``: its legal actions and states
-- ``container``: one runsc container; ``pause``: stop a sandbox, write its image, and let it go on
+- ``container``: one runsc container; ``zombies``: reap runsc's children if the server is PID 1
+- ``pause``: stop a sandbox, write its image, and let it go on
 - ``runsc``: find and call the runsc binary; ``programs``: find trusted programs on the host
 - ``bundle``: the OCI configuration; ``mounts``: the host folders that a kernel may use
 - ``carried``: the folder of a template's copy, and its protected parts

@@ -40,7 +40,7 @@ MAX_LINGERING = 64
 """Maximum number of streams that are kept for replies after their client has disconnected."""
 MAX_MESSAGE = 256 << 20
 RECONNECT = 3.0
-"""Seconds to wait for clients to connect to the kernel that replaces theirs."""
+"""Maximum seconds that a rewind waits until the clients have connected to the new kernel."""
 
 
 class ChannelRelay:

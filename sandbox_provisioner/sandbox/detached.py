@@ -35,7 +35,7 @@ RESEED = "reseed"
 
 @asynccontextmanager
 async def leased(sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0) -> AsyncIterator[Lease]:
-    """Acquire the lease of a sandbox for the block. Release the lease only if the block fails.
+    """Acquire the lease of a sandbox and yield it. The lease stays after the block, unless the block fails.
 
     Raises LeaseHeldError if another server still holds the lease after ``patience`` seconds. If the sandbox is another
     user's, raises ForeignSandboxError or SignatureError, without a request for a hand-off to that user's server.
@@ -101,7 +101,7 @@ def summarise_persistent(stores: Stores, sandbox_id: str) -> Summary:
 async def create_fork(
     stores: Stores, first: GCSSandboxMetadata, owner: Owner, make: Callable[[str], Awaitable[Checkpoint]]
 ) -> Checkpoint:
-    """Create a fork with the document ``first``, and return its checkpoint, which ``make`` stores.
+    """Store a fork: ``make`` stores the checkpoint, then the document ``first`` is written. Return the checkpoint.
 
     The document is written last. Until then, a tombstone marks the checkpoint as garbage. Raises SandboxExistsError.
     """

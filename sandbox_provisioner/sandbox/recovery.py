@@ -138,7 +138,7 @@ class Recovery:
             try:
                 await detached.destroy_remains(self.stores, sandbox_id, self.owner())
             except SandboxError as error:
-                log.info("Sandbox %s: cleanup deferred: %s", sandbox_id, error)
+                log.info("Sandbox %s: cleanup deferred until the next recovery: %s", sandbox_id, error)
 
     async def _rescue(self, folder: RuntimeFolder, note: Note, slots: asyncio.Semaphore) -> Recovered:
         async with slots:
@@ -201,7 +201,9 @@ class Recovery:
                 await handle.release()
         except SandboxError as error:
             log.warning(
-                "Sandbox %s is saved, but the files that it depends on are not recorded: %s", note.sandbox_id, error
+                "Sandbox %s is saved, but a restore cannot check the files that it uses: they were not recorded: %s",
+                note.sandbox_id,
+                error,
             )
 
 
@@ -210,7 +212,7 @@ async def _save_orphan(handle: SandboxHandle, name: str = "") -> None:
     try:
         await handle.save(name)
     except ReplacedFilesError as error:
-        log.info("Sandbox %s: %s", handle.sandbox_id, error)
+        log.info("Sandbox %s: its kernel now keeps the replaced files: %s", handle.sandbox_id, error)
         await handle.instance.execute_in_orphan(f"import hooks; hooks.call_hook({KEEP_FILES!r}, {HOOK_SECONDS})")
         await handle.save(name)
 

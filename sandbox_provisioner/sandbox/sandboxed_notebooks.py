@@ -108,7 +108,7 @@ class SandboxedNotebooks:
         name, named = kernel_name.lower(), self._find(os.path.normpath(path))
         for entry in self._known(path):
             if entry not in named and entry.allowed != name:
-                problem = f"{path} is reached through a link: it is {entry.notebook}."
+                problem = f"{path} leads through a link to {entry.notebook}, where the kernel is not allowed."
                 raise BadRequestError(
                     problem, "Name that notebook if you want to allow the kernel for it.", "notebook_path"
                 )

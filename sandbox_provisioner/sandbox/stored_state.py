@@ -94,7 +94,7 @@ class StoredState:
     async def attached(
         cls, sandbox_id: str, stores: Stores, owner: Owner, patience: float = 0.0, runs_on: bool = False
     ) -> AsyncIterator[StoredState]:
-        """Acquire the lease, read the document, and sign it after the block. If the block fails, release the lease.
+        """Acquire the lease, read the document, and record the lease in it after the block. Release it on failure.
 
         ``runs_on`` is True if the sandbox still runs, although its server was killed. Raises SandboxNotFoundError, and
         the errors of ``detached.leased`` and ``detached.open_document``.
@@ -123,7 +123,7 @@ class StoredState:
     async def checkpoint(
         self, instance: GVisorSandbox, contents: Contents, insist: float | None, advance: Advance
     ) -> tuple[Checkpoint, set[str]]:
-        """Store the memory of ``instance`` as the current checkpoint, and end it. If that fails, it continues to run.
+        """Store the memory of ``instance`` as the current checkpoint, then end the instance; on failure it runs on.
 
         Return the checkpoint, and the garbage for ``delete``. Errors and ``insist`` are those of SandboxHandle.save.
         """
@@ -145,7 +145,7 @@ class StoredState:
                 await self._explain(instance, error)
                 if insist is None or instance.reachable or error.hosts_fault:
                     raise
-                problem = f"did not answer, and runsc could not save it without an answer: {error.problem}"
+                problem = f"did not answer, and runsc could not save it without its help: {error.problem}"
                 raise UnresponsiveError(self._sandbox_id, problem) from error
         return saved[0], garbage
 
@@ -288,8 +288,8 @@ class StoredState:
                 await asyncio.shield(instance.delete())
                 raise
             log.warning(
-                "Sandbox %s was woken, but this could not be recorded in storage: %s The sandbox runs, but cannot be "
-                "saved until this is recorded. Trying again every %g seconds; check that storage can be written to",
+                "Sandbox %s was woken and runs, but the storage could not record this: %s Until then, it is not saved. "
+                "Trying again every %g seconds; check that the storage can be written to",
                 self.metadata.title,
                 error,
                 RECORD_AGAIN,
@@ -319,7 +319,7 @@ class StoredState:
             try:
                 await self.document.change(change)
             except PERMANENT_ERRORS as error:
-                log.error("Sandbox %s cannot be recorded as running; giving up: %s", self.metadata.title, error)
+                log.error("Sandbox %s runs, but this server can no longer save it: %s", self.metadata.title, error)
                 return
             except Exception as error:
                 log.info("Sandbox %s is still not recorded as running: %s", self.metadata.title, error)

@@ -52,7 +52,11 @@ class Supervisor:
                 log.error("Sandbox %s: %s", handle.metadata.title, error)
                 await asyncio.sleep(PAUSE)
             except Exception:
-                log.exception("Sandbox %s: background task failed; trying again in %g s", handle.metadata.title, PAUSE)
+                log.exception(
+                    "Sandbox %s: error in the idle timer, the hand-off or the lease; trying again in %g s",
+                    handle.metadata.title,
+                    PAUSE,
+                )
                 await asyncio.sleep(PAUSE)
 
     async def _wait_and_react(self) -> None:

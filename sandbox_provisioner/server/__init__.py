@@ -2,6 +2,7 @@
 
 - ``app``: load the extension; ``kernel_manager``: culling and stopping of kernels
 - ``kernel_websocket``: websockets that share their kernel_info requests
+- ``settings``: report the effective settings
 - ``handlers``: HTTP; ``openapi``: validation against openapi.yaml; ``problem_details``: errors as RFC 9457
 - ``service``, ``creation``: the operations of the REST API, by ``operationId``; ``queries``: find and list sandboxes
 - ``kernel_messages``: protect the server against malformed and too many messages of a kernel

@@ -162,7 +162,7 @@ class SandboxKernelManager(config.Settings, AsyncMappingKernelManager):
             )
             if known or time.monotonic() - when > JUST_NOW:
                 return None
-        self.log.info("Kernel %s is shared with another request for the same notebook", kernel_id)
+        self.log.info("Kernel %s also answers a concurrent request for the same notebook", kernel_id)
         return kernel_id
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:

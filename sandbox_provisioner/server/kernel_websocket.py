@@ -75,7 +75,7 @@ class SandboxWebsocketConnection(ZMQChannelsWebsocketConnection):
             self._malformed = True
 
     def _handle_kernel_info_reply(self, msg: list[Any]) -> None:
-        """Use the kernel's protocol version, or the current one if the reply is malformed. Called by Jupyter Server.
+        """Use the kernel's protocol version, or Jupyter's own if the reply is malformed. Called by Jupyter Server.
 
         The version is checked here because Jupyter Server writes it to the log as it is.
         """

@@ -777,7 +777,7 @@ def test_cell_is_answered_when_storage_cannot_record_the_wake(
     bucket.fault("status", code=403, operation="insert", name=".*metadata.json", times=None)
     assert notebook.run("x += 1; x") == "2"
     until(lambda: bucket.faults()[0]["struck"] > 2)
-    assert "could not be recorded in storage: Google denied access to bucket" in caplog.text
+    assert "the storage could not record this: Google denied access to bucket" in caplog.text
     assert summary().running is False
     bucket.reset_faults()
     until(lambda: "is now recorded as running" in caplog.text)
@@ -795,7 +795,7 @@ def test_kernel_with_unrecorded_wake_is_saved(
     notebook.hibernate()
     bucket.fault("status", code=403, operation="insert", name=".*metadata.json", times=None)
     assert notebook.run("x += 1; x") == "2"
-    until(lambda: "could not be recorded in storage" in caplog.text)
+    until(lambda: "the storage could not record this" in caplog.text)
     with pytest.raises(SandboxError, match="Google denied access to bucket"):
         notebook.nap()
     assert notebook.run("x += 1; x") == "3"
