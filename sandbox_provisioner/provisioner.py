@@ -113,7 +113,7 @@ class SandboxProvisioner(KernelOperations):
 
     async def kill(self, restart: bool = False) -> None:
         """End the kernel and its sandbox; before a restart, keep the files in its home folder."""
-        await self.keep_home()
+        await self.keep_home(restart)
         await self.send_signal(signal.SIGKILL)
 
     async def terminate(self, restart: bool = False) -> None:

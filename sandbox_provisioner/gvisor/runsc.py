@@ -125,6 +125,7 @@ def find(setting: str = "", environ: Mapping[str, str] = os.environ) -> Runsc:
 
 def inspect(path: Path, origin: str = "", remedy: str = SETUP_HINT) -> Runsc:
     """Return the runsc at ``path``, even if it is too old. Raises RunscNotFoundError if it does not run."""
+    privileged()  # remember it: later callers must not block
     named = f"{path} ({origin})" if origin else str(path)
     if not os.access(path, os.F_OK) or not path.is_file():
         raise RunscNotFoundError(f"No runsc at {named}.", remedy)
@@ -208,8 +209,12 @@ class Runsc:
 
 def privileged() -> bool:
     """Return True if this thread can start sandboxes without a user namespace: as root with CAP_SYS_ADMIN."""
-    if os.geteuid() != 0:
-        return False
+    return os.geteuid() == 0 and _may_mount()
+
+
+@cache
+def _may_mount() -> bool:
+    """Return True if this process has CAP_SYS_ADMIN. Blocks; the first call is made when runsc is found."""
     status = Path("/proc/thread-self/status").read_text()
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)

@@ -27,14 +27,14 @@ DELIMITER = b"<IDS|MSG>"
 MAX_SIGNATURE = 256
 MAX_HEADER = 1 << 16
 MAX_CONTENT = 1 << 16
-"""Maximum bytes of a content that is kept; a longer one is not reported."""
+"""Maximum bytes of a content that is kept."""
 MAX_IDENTITIES = 8
 SIGNED_FRAMES = 4
 """Header, parent header, metadata and content. Buffers follow and are not signed."""
 
 Header = Mapping[str, Any]
-OnContent = Callable[[Header, Header, bytes], None]
-"""Called with the header, the parent header and the content of a message."""
+OnContent = Callable[[Header, Header, bytes | None], None]
+"""Called with the header, the parent header and the content of a message; with None if the content is too long."""
 
 
 class MessageTracker:
@@ -52,10 +52,7 @@ class MessageTracker:
         self._signed = 0
         requests = relay.reader(self._requested, (COMM_INFO, EXECUTE), self._received_content)
         self._requests = Position(sink=requests if channel in CALLS else None)
-        known = relay.known
-        comms = relay.reader(
-            self._replied, (COMM_INFO_REPLY,), lambda header, parent, content: known.replied(parent, content)
-        )
+        comms = relay.reader(self._replied, (COMM_INFO_REPLY,), self._replied_content)
         replies = comms if channel == "shell" else None
         self._replies = Position(relay.max_message_size, replies) if self._checked else Position()
 
@@ -111,11 +108,16 @@ class MessageTracker:
         elif self._channel == "control":
             self._relay.activity.requested_on_control(header)
 
-    def _received_content(self, header: Header, parent: Header, content: bytes) -> None:
-        if header["msg_type"] == COMM_INFO:
+    def _received_content(self, header: Header, parent: Header, content: bytes | None) -> None:
+        if header["msg_type"] == EXECUTE:
+            if self._channel == "shell":
+                self._relay.note_cell(header, content or b"")
+        elif content is not None:
             self._relay.known.asked(header, content)
-        elif self._channel == "shell":
-            self._relay.note_cell(header, content)
+
+    def _replied_content(self, header: Header, parent: Header, content: bytes | None) -> None:
+        if content is not None:
+            self._relay.known.replied(parent, content)
 
     def _replied(self, header: Header, parent: Header) -> None:
         self._relay.activity.replied(parent)
@@ -202,10 +204,8 @@ class MessageReader:
             self._begin()
 
     def _report_content(self, header: Header, parent: Header) -> None:
-        content = self._content
-        whole = content is not None and len(content) <= MAX_CONTENT and header.get("msg_type") in self._kinds
-        if self._on_content and content is not None and whole:
-            self._on_content(header, parent, content)
+        if self._on_content and self._content is not None and header.get("msg_type") in self._kinds:
+            self._on_content(header, parent, self._content if len(self._content) <= MAX_CONTENT else None)
 
     def _signed(self) -> bool:
         return self._sum is None or hmac.compare_digest(self._sum.hexdigest().encode(), self._signature)

@@ -115,9 +115,12 @@ class KernelOperations(SandboxSettings):
         """Restore a hibernated kernel now."""
         await IO.run(self._kernel.wake())
 
-    async def keep_home(self) -> None:
-        """If a restart may follow, keep the files in the kernel's home folder for the next kernel, before a kill."""
-        if self._handle and self._launched and self._kernel.status is None:
+    async def keep_home(self, restart: bool) -> None:
+        """If a restart may follow, keep the files in the kernel's home folder for the next kernel, before a kill.
+
+        A hibernated kernel is woken for that only if ``restart`` is True: the restart is certain.
+        """
+        if self._handle and self._launched and self._kernel.status is None and (restart or not self._kernel.asleep):
             await IO.run(self._kernel.home.take_before_kill(self._handle, self._kernel.wake))
 
     def _may_restart(self) -> bool:

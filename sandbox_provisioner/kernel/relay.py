@@ -327,7 +327,7 @@ def _is_hidden(content: bytes) -> bool:
     try:
         options: Any = json.loads(content)
         return bool(options.get("silent")) or options.get("store_history") is False
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):  # it is unknown: the cell is too long
         return False
 
 

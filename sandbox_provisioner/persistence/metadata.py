@@ -180,6 +180,10 @@ class GCSSandboxMetadata:
             return self
         return replace(self._runs(False), lost_since=self.checkpoint.created if self.checkpoint else "")
 
+    def unchanged(self) -> GCSSandboxMetadata:
+        """Return the document of the sandbox after it has ended in the state of its checkpoint."""
+        return self._runs(False)
+
     def taken_over(self, token: int, owner: str, runs_on: bool) -> GCSSandboxMetadata:
         """Return the document for the holder of a new lease; the sandbox has ended, unless it ``runs_on``."""
         before = self if runs_on else self.stopped()

@@ -17,6 +17,8 @@ from . import decoding
 VERSION = 1
 LARGEST = 1_000_000
 """Maximum bytes of a record."""
+ADDED = frozenset({"folder"})
+"""Members that records of earlier versions do not have."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def decode(data: bytes, identity: UUID, path: str) -> SandboxRecord:
         if version > VERSION:
             remedy = "Upgrade sandbox-provisioner."
             raise UnreadableRecordError(path, f"it has version {version}, and this program reads {VERSION}", remedy)
-        record = decoding.decode(SandboxRecord, {**document, "signed": document.get("signed") is True})
+        record = decoding.decode(SandboxRecord, {**document, "signed": document.get("signed") is True}, ADDED)
         if record.id != identity:
             raise ValueError(f"it is the record of sandbox {record.id}")
         return record

@@ -21,7 +21,7 @@ from ..gvisor.runtime_dir import RuntimeFolder, scan
 from ..lock.base import Owner
 from ..persistence import checkpoints
 from ..persistence.backends import Stores
-from ..persistence.metadata import Note, decode_note
+from ..persistence.metadata import GCSSandboxMetadata, Note, decode_note
 from ..persistence.staging import collect
 from ..workers import control, finished
 from . import detached
@@ -168,7 +168,7 @@ class Recovery:
                 runs_on = alive and not isinstance(error, LeaseHeldError)  # its holder has taken over the sandbox
                 # Without the remedy of that error: no client can reach the kernel.
                 problem = error.problem if isinstance(error, ReplacedFilesError) else str(error)
-                return Recovered(note.sandbox_id, False, problem, runs_on, checkpoint)
+                return Recovered(note.sandbox_id, False, problem, runs_on, checkpoint=checkpoint)
 
     @staticmethod
     async def _save(handle: SandboxHandle) -> None:
@@ -196,7 +196,12 @@ class Recovery:
             )
             try:
                 await handle.restore()
-                await handle.save()
+                try:
+                    await handle.save()
+                except SandboxError:  # it ends with its checkpoint's state: no cell has run since
+                    await handle.memory.end()
+                    await handle.memory.stored.document.change(GCSSandboxMetadata.unchanged)
+                    raise
             finally:
                 await handle.release()
         except SandboxError as error:

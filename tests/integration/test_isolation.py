@@ -47,7 +47,9 @@ StartSandbox = Callable[[], Awaitable[GVisorSandbox]]
 PATIENCE = 60
 ALWAYS_SET = ("HOME", "USER", "LOGNAME", "TMPDIR", "JPY_PARENT_PID")
 SET_BY_KERNEL = ("CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "GIT_PAGER", "MPLBACKEND", "PAGER")
-KNOWN_VARIABLES = (*PASSED, *ALWAYS_SET, *SET_BY_KERNEL, "PASSED_ON")
+PIP = ("PIP_RETRIES", "PIP_DEFAULT_TIMEOUT", "PIP_DISABLE_PIP_VERSION_CHECK", "PIP_LOG")
+"""Variables that the sandbox itself sets for a kernel without network."""
+KNOWN_VARIABLES = (*PASSED, *ALWAYS_SET, *SET_BY_KERNEL, *PIP, "PASSED_ON")
 MEMORY_BOUND = 64 << 20
 """Bytes by which the server may grow during an attack. Without protection, the attacks use many times more."""
 

@@ -134,7 +134,7 @@ def test_magic_saves_lists_and_refuses_in_one_line(notebook: Notebook, clerk: Cl
         "UsageError: There is one already. Choose another name.\n"
     )
     assert "is not a valid name" in usage_error(notebook, "%sandbox savepoint a/b")
-    assert "is not a valid command" in usage_error(notebook, "%sandbox savepoint")
+    assert "needs a name for the savepoint" in usage_error(notebook, "%sandbox savepoint")
 
 
 @runsc_

@@ -168,36 +168,52 @@ def test_home_is_empty_after_a_restart(serve: Serve, sandboxed: Sandboxed, confi
     notebook.close()
 
 
-def test_hostile_archive_is_unpacked_only_into_the_home(
-    serve: Serve, sandboxed: Sandboxed, notebook_folder: Path
-) -> None:
+def test_forged_archive_is_not_unpacked(serve: Serve, sandboxed: Sandboxed, notebook_folder: Path) -> None:
     server = serve()
     notebook = Notebook(server, sandboxed())
     (notebook_folder / "data").mkdir()
     notebook.run(WRITE)
     notebook.run(FORGE)
     restart(server, notebook)
-    assert notebook.run("import os; print(os.path.exists('/tmp/evil'), os.path.exists('/evil'))") == "False False\n"
+    told = notebook.run("import os; print(os.path.exists('/tmp/evil'), os.path.exists('/evil'))")
+    assert told.startswith(LOST) and told.endswith("False False\n")
     assert os.listdir(notebook_folder / "data") == []
     notebook.close()
 
 
 FORGE = """
-forged = r'''
-import io, os, sys, tarfile
-tar = tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT)
+import os, subprocess, sys
+open('/tmp/meddle.py', 'w').write('''
+import io, os, signal, tarfile, time
 def add(name, **fields):
     member = tarfile.TarInfo(name)
     for field, value in fields.items():
         setattr(member, field, value)
     member.size = 4 if member.isreg() else 0
     tar.addfile(member, io.BytesIO(b"evil"))
-add("tmp/evil")
-add("root/evil")
-add("home/../tmp/evil")
-add("home/link", type=tarfile.SYMTYPE, linkname="FOLDER/data")
-add("home/link/evil")
-tar.close()
-'''
-open('/.sandbox/archive.py', 'w').write(forged.replace("FOLDER", os.getcwd()))
+def tools():
+    while True:
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) not in (1, os.getpid()):
+                try:
+                    if "archive.py" in open(f"/proc/{entry}/cmdline").read():
+                        yield int(entry)
+                except OSError:
+                    pass
+        time.sleep(0.001)
+for tool in tools():
+    try:
+        os.kill(tool, signal.SIGSTOP)
+        with open(f"/proc/{tool}/fd/1", "wb") as pipe, tarfile.open(fileobj=pipe, mode="w|") as tar:
+            add("tmp/evil")
+            add("root/evil")
+            add("home/../tmp/evil")
+            add("home/link", type=tarfile.SYMTYPE, linkname="FOLDER/data")
+            add("home/link/evil")
+        os.kill(tool, signal.SIGKILL)
+    except OSError:
+        pass
+'''.replace("FOLDER", os.getcwd()))
+subprocess.Popen([sys.executable, "/tmp/meddle.py"], start_new_session=True)
+import time; time.sleep(3)
 """

@@ -94,7 +94,7 @@ def a_sandbox(**changes: Any) -> dict[str, Any]:
         "id": "a", "sandbox_id": "b", "state": "saved", "persistent": True, "kernel_id": None, "kernel_name": "k",
         "notebook_path": None, "created": "2026-11-16T12:00:00+00:00", "last_used": "2026-11-16T12:00:00Z", "size": 7,
         "checkpoint": kept, "previous": None, "savepoints": [{**kept, "name": "one"}], "snapshots": [], "problem": None,
-        "busy": False, "busy_reasons": [], "files": None, **changes,
+        "busy": False, "busy_reasons": [], "files": None, "lost_since": None, **changes,
     }  # fmt: skip
 
 

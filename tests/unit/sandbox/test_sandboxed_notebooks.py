@@ -13,7 +13,7 @@ import pytest
 from sandbox_provisioner.config import GCSConfig
 from sandbox_provisioner.errors import BadRequestError
 from sandbox_provisioner.persistence.backends import open_stores
-from sandbox_provisioner.sandbox import sandboxed_notebooks
+from sandbox_provisioner.sandbox import sandboxed_notebooks, user_sandboxes
 from sandbox_provisioner.sandbox.sandboxed_notebooks import FOLDER, KEEP_MISSING, SandboxedNotebooks
 
 NOW = 1e9
@@ -211,7 +211,7 @@ def test_unreadable_entry_allows_no_kernel(notebooks: SandboxedNotebooks, tmp_pa
 
 
 def test_recorded_sandboxes_of_earlier_versions(data: Path, tmp_path: Path) -> None:
-    registry, stores = sandboxed_notebooks.registry(), open_stores(GCSConfig(folder=tmp_path / "storage"))
+    registry, stores = user_sandboxes.registry(), open_stores(GCSConfig(folder=tmp_path / "storage"))
     registry.allocate(stores, notebook_path="/nb/a.ipynb", kernel_name="python3-sandbox")
     registry.allocate(stores, kernel_name="python3-sandbox")
     notebooks = SandboxedNotebooks()

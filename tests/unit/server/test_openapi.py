@@ -50,7 +50,7 @@ def test_every_described_operation_is_served() -> None:
 
 def test_path_is_served_by_its_own_handler() -> None:
     unused: Any = None
-    patterns = [(pattern, options["path"]) for pattern, _, options in handlers("/", unused, unused)]
+    patterns = [(pattern, options["path"]) for pattern, _, options in handlers("/", unused, unused, unused)]
     for path, _ in routes():
         example = path.format(id="5f0c", name="first")
         assert next(served for pattern, served in patterns if re.fullmatch(pattern, example)) == path
