@@ -168,7 +168,7 @@ class GCSSandboxMetadata:
     def reset(self, name: str) -> GCSSandboxMetadata:
         """Return the document without a checkpoint to restore; the latest is kept as the savepoint ``name``."""
         kept = self.with_savepoint(name, self.checkpoint) if self.checkpoint else self
-        return replace(kept.stopped(), checkpoint=None)
+        return replace(kept.given_up(), checkpoint=None)
 
     def left_running(self) -> GCSSandboxMetadata:
         """Return the document of a sandbox that runs without a server."""
@@ -180,9 +180,9 @@ class GCSSandboxMetadata:
             return self
         return replace(self._runs(False), lost_since=self.checkpoint.created if self.checkpoint else "")
 
-    def unchanged(self) -> GCSSandboxMetadata:
-        """Return the document of the sandbox after it has ended in the state of its checkpoint."""
-        return self._runs(False)
+    def given_up(self) -> GCSSandboxMetadata:
+        """Return the document of the sandbox after it has ended without being saved, and its user knows that."""
+        return replace(self._runs(False), lost_since="")
 
     def taken_over(self, token: int, owner: str, runs_on: bool) -> GCSSandboxMetadata:
         """Return the document for the holder of a new lease; the sandbox has ended, unless it ``runs_on``."""

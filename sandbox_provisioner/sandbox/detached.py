@@ -287,7 +287,7 @@ async def revert_persistent(stores: Stores, sandbox_id: str, owner: Owner, left_
             raise StateError(sandbox_id, "revert", "it has no previous checkpoint")
         await sign(document, stores)
         savepoint = f"before-revert-{checkpoints.new_name()}"
-        await document.change(lambda current: current.stopped() if left_running else current.reverted(savepoint))
+        await document.change(lambda current: current.given_up() if left_running else current.reverted(savepoint))
     return older
 
 

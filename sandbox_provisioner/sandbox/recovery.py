@@ -198,9 +198,9 @@ class Recovery:
                 await handle.restore()
                 try:
                     await handle.save()
-                except SandboxError:  # it ends with its checkpoint's state: no cell has run since
+                except SandboxError:  # it ends in the state of its checkpoint: no cell has run since the restore
                     await handle.memory.end()
-                    await handle.memory.stored.document.change(GCSSandboxMetadata.unchanged)
+                    await handle.memory.stored.document.change(GCSSandboxMetadata.given_up)
                     raise
             finally:
                 await handle.release()
