@@ -17,7 +17,7 @@ from jupyter_core.paths import jupyter_data_dir
 
 from ..errors import ConfigurationError
 from ..gvisor.bundle import BundleSpec, Mount, parse_mount
-from ..gvisor.mounts import require_below_root, unlinked, within, working_folder
+from ..gvisor.mounts import require_below_root, require_no_planted_link, unlinked, within, working_folder
 from ..gvisor.programs import note_writable
 from ..gvisor.reserved_dirs import reserved_folders
 from .settings import SandboxSettings
@@ -48,7 +48,9 @@ def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Moun
         if settings.working_folder and root:
             folder = unlinked(folder._replace(source=folder.destination), [root], "working_folder")
         elif cwd and root:
-            require_below_root(folder, root, map(parse_mount, settings.mounts))
+            mounts = [parse_mount(text) for text in settings.mounts]
+            require_below_root(folder, root, mounts)
+            require_no_planted_link(folder, recall(list_file()), [mount.source for mount in mounts if mount.writable])
     except ConfigurationError as error:
         if wanted:
             raise

@@ -59,7 +59,30 @@ subprocess.Popen([sys.executable, "/tmp/stall.py"], start_new_session=True)
 import time; time.sleep(3)
 """
 
+SLOW_PREPARATION = """
+import subprocess, sys, time
+open('/tmp/hold.py', 'w').write('''
+import os, time
+held = {}
+while True:
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in (1, os.getpid()) and entry not in held:
+            try:
+                if "open_files" in open(f"/proc/{entry}/cmdline").read():
+                    held[entry] = [os.open(f"/proc/{entry}/fd/{number}", os.O_WRONLY) for number in (1, 2)]
+                    os.kill(int(entry), 19)
+            except OSError:
+                pass
+    time.sleep(0.01)
+''')
+subprocess.Popen([sys.executable, '/tmp/hold.py'], start_new_session=True)
+def sandbox_after_restore():
+    time.sleep(25)
+time.sleep(3)
+"""
+
 REFUSALS = {
+    "pipe that is held and slow hook": SLOW_PREPARATION,
     "savepoints that never end": STALLED_SAVEPOINTS,
     "no list of files": "open('/.sandbox/open_files.py', 'w').write('import time; time.sleep(1000)')",
     "forged list of files": "open('/.sandbox/open_files.py', 'w').write('print(\"nonsense\" * 100)')",
