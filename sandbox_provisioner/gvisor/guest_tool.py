@@ -14,6 +14,8 @@ from .sandbox import GVisorSandbox
 
 GRACE = 10.0
 """Seconds to wait until a killed script has exited."""
+LAST_OUTPUT = 1.0
+"""Seconds to wait for the last output of a killed script."""
 STALL = 60.0
 """Seconds without any input or output after which a script is killed."""
 STDERR_KEPT = 1 << 12
@@ -43,6 +45,7 @@ class GuestTool:
             with suppress(TimeoutError, SandboxError):
                 async with asyncio.timeout(GRACE):
                     await process.stop(grace=0)
+                async with asyncio.timeout(LAST_OUTPUT):  # another process can keep the pipes open
                     await process.read()
             process.abandon()
 

@@ -99,6 +99,25 @@ def require_below_root(folder: Mount, root: str, mounts: Iterable[Mount]) -> Non
     )
 
 
+def require_no_planted_link(folder: Mount, shared: Iterable[str], configured: Iterable[str]) -> None:
+    """Require that no link in a folder that kernels could write to leads out of it, to a kernel's ``folder``.
+
+    ``shared`` are the real paths of these folders; a kernel may have made each link in them. A link may lead to one of
+    the ``configured`` places. Raises ConfigurationError, which names the link.
+    """
+    shared = list(shared)
+    link = planted_link(folder.destination, shared)
+    if link is None or any(within(folder.source, os.path.realpath(place)) for place in configured):
+        return
+    if not any(within(link[0], place) and within(folder.source, place) for place in shared):
+        raise ConfigurationError(
+            "working_folder",
+            f"A sandboxed kernel cannot work in {folder.destination}: {link[0]} is a link to {link[1]}, out of the "
+            "folder that kernels could write to, and a kernel may have created it.",
+            f"Open the notebook by its real path, in {folder.source}, or remove the link.",
+        )
+
+
 def unlinked(mount: Mount, writable: Iterable[str], setting: str) -> Mount:
     """Return ``mount`` with the links in its source followed.
 

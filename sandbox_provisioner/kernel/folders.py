@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from ..config import own_folder
 from ..errors import ConfigurationError
 from ..gvisor.bundle import BundleSpec, Mount, parse_mount
-from ..gvisor.mounts import homes, require_below_root, unlinked, within, working_folder
+from ..gvisor.mounts import homes, require_below_root, require_no_planted_link, unlinked, within, working_folder
 from ..gvisor.programs import note_writable
 from ..gvisor.reserved_dirs import reserved_folders
-from .scope import project_folder
+from .scope import project_folder, require_not_executed
 from .settings import SandboxSettings
 
 _read: dict[Path, tuple[tuple[int, int], frozenset[str]]] = {}
@@ -56,13 +56,18 @@ def choose_folder(settings: SandboxSettings, root: str, cwd: str | None) -> Work
         folder = working_folder(wanted or os.getcwd(), allowed, reserved_folders(settings.storage_dir))
         if settings.working_folder and root:
             folder = unlinked(folder._replace(source=folder.destination), [root], "working_folder")
-        elif cwd and root:
-            require_below_root(folder, root, map(parse_mount, settings.mounts))
+        elif cwd:
+            mounts = [parse_mount(text) for text in settings.mounts]
+            if root:
+                require_below_root(folder, root, mounts)
+            require_no_planted_link(folder, recall(list_file()), [mount.source for mount in mounts if mount.writable])
     except ConfigurationError as error:
         if wanted:
             raise
         settings.log.warning("The kernel gets an empty home of its own, not the server's folder. %s", error)
         return None
+    if cwd and not settings.working_folder:
+        require_not_executed(folder.source, root, settings.protected_paths)
     kind = "notebook" if settings.working_folder or not cwd else settings.folder_scope
     scope = project_folder(folder, kind, root, settings.project_markers)
     if scope.source in map(os.path.realpath, sys.path):

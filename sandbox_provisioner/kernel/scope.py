@@ -7,11 +7,14 @@ kernel can write to never gives a kernel more than that folder. Links are never 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator
-from fnmatch import fnmatch
-from itertools import islice, takewhile
+from contextlib import suppress
+from fnmatch import translate
+from itertools import takewhile
 from pathlib import Path
 
+from ..errors import ConfigurationError
 from ..gvisor.bundle import Mount
 from ..gvisor.interpreter import environment_parts
 from ..gvisor.mounts import homes, private, within
@@ -27,10 +30,10 @@ PROTECTED = (
 """Default of the setting ``protected_paths``."""
 ENVIRONMENT_FILES = ("pyvenv.cfg", "conda-meta")
 """Names of which one makes the folder around it an environment."""
-MOST_ENTRIES = 10_000
-"""Entries of one folder that are compared with patterns and examined for environments."""
+MOST_FOLDERS = 50_000
+"""Maximum folders in one place that are examined for environments."""
 MOST_PROTECTED = 100
-"""Paths that are protected at most, because each becomes a mount."""
+"""Maximum paths that are protected, because each becomes a mount."""
 
 
 def project_folder(notebooks: Mount, kind: str, root: str, markers: Iterable[str] = ()) -> Mount:
@@ -77,36 +80,83 @@ def _named(notebooks: Mount, folder: str) -> Mount:
     return Mount(folder, named, True) if named and os.path.realpath(named) == folder else notebooks
 
 
+def require_not_executed(folder: str, root: str, patterns: Collection[str]) -> None:
+    """Require that a kernel's folder is no part of a repository's ``.git``, an environment, or another protected path.
+
+    A kernel that works there could write to it; a link can lead there. Raises ConfigurationError.
+    """
+    for place in _between(os.path.dirname(folder), _limit(folder, root)):
+        for path in _executed(place, {*patterns, ".git"}):
+            if within(folder, path):
+                raise ConfigurationError(
+                    "working_folder",
+                    f"A sandboxed kernel cannot work in {folder}: programs on the host execute files in {path}.",
+                    "Move the notebook into another folder.",
+                )
+
+
 def protected(folder: Mount, cwd: str, patterns: Collection[str]) -> list[Mount]:
     """Return a read-only mount of each path in ``folder`` that a program on the host would execute, and that exists.
 
     Paths that match ``patterns``, and environments, are found in ``folder``, in ``cwd`` (a path in the sandbox), and in
-    the folders in between; not in others, because a project can be large. There are MOST_PROTECTED at most.
+    the folders in between; not in others, because a project can be large. Raises ConfigurationError if there are too
+    many, or if a file has a second name through which a kernel could write to it.
     """
     inner = os.path.normpath(os.path.join(folder.source, os.path.relpath(cwd, folder.destination)))
     places = reversed(_between(inner, folder.source))
     paths = (path for place in places if os.path.realpath(place) == place for path in _executed(place, patterns))
-    found = islice((path for path in dict.fromkeys(paths) if _plain(path) and not within(inner, path)), MOST_PROTECTED)
+    found = [path for path in dict.fromkeys(paths) if _plain(path)]
+    if len(found) > MOST_PROTECTED:
+        raise ConfigurationError(
+            "protected_paths",
+            f"{folder.source} has {len(found)} files and folders that programs on the host execute, such as "
+            f"{found[-1]}; at most {MOST_PROTECTED} can be protected from a kernel. A kernel may have created them.",
+            "Delete those that you do not know, or choose a smaller folder_scope.",
+        )
+    for path in found:
+        if os.path.isfile(path) and os.lstat(path).st_nlink > 1:
+            raise ConfigurationError(
+                "protected_paths",
+                f"{path}, which programs on the host execute, has a second name (a hard link), which a kernel may have "
+                "made to write to it.",
+                "Replace the file by a copy of itself, or take it out of protected_paths.",
+            )
     return [Mount(path, os.path.join(folder.destination, os.path.relpath(path, folder.source))) for path in found]
 
 
 def _executed(folder: str, patterns: Collection[str]) -> Iterator[str]:
-    """Yield paths in ``folder`` that match a pattern, are an environment, or are parts of one; some do not exist."""
+    """Yield paths in ``folder`` that match a pattern, are an environment, or are parts of one; some do not exist.
+
+    Names that are not UTF-8 are left out: runsc cannot mount them. Raises ConfigurationError for too many folders.
+    """
     plain = [pattern for pattern in patterns if not any(letter in pattern for letter in "*?[")]
     yield from (os.path.join(folder, name) for name in plain)
     if os.path.isfile(os.path.join(folder, ".git")) and any(within(name, ".git") for name in patterns):
         yield os.path.join(folder, ".git")  # a submodule or worktree: the file names the repository
     if _holds(folder, ENVIRONMENT_FILES):
         yield from (*environment_parts(folder), os.path.join(folder, "conda-meta"))
+    wanted = re.compile("|".join(map(translate, patterns)) or "(?!)")
+    examined = 0
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            examined += entry.is_dir(follow_symlinks=False)
+            if examined > MOST_FOLDERS:
+                raise ConfigurationError(
+                    "protected_paths",
+                    f"{folder} has more than {MOST_FOLDERS:,} folders, which cannot all be examined for environments.",
+                    "Delete those that a kernel created, or choose a smaller folder_scope.",
+                )
+            is_environment = entry.is_dir(follow_symlinks=False) and _holds(entry.path, ENVIRONMENT_FILES)
+            if (is_environment or wanted.match(entry.name)) and _is_utf8(entry.name):
+                yield entry.path
+
+
+def _is_utf8(name: str) -> bool:
     try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in islice(entries, MOST_ENTRIES))
-    except OSError:
-        return
-    for name in names:
-        path = os.path.join(folder, name)
-        if any(fnmatch(name, pattern) for pattern in patterns) or _holds(path, ENVIRONMENT_FILES):
-            yield path
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(path: str) -> bool:

@@ -72,7 +72,8 @@ class StoredState:
         self.on_recorded: Callable[[], None] = lambda: None
         self._sandbox_id = document.metadata.sandbox_id
         self._recording: asyncio.Task[None] | None = None
-        self._inventory: asyncio.Task[dict[str, Any]] | None = None
+        self._given_up: asyncio.Future[None] | None = None
+        """While the sandbox lists its files: done when this server no longer waits for the list."""
 
     @classmethod
     async def create(cls, stores: Stores, owner: Owner, first: GCSSandboxMetadata) -> StoredState:
@@ -182,8 +183,8 @@ class StoredState:
 
     def give_up_waiting(self, instance: GVisorSandbox) -> None:
         """Interrupt a checkpoint or copy that waits for the guest. Called when the server stops."""
-        if self._inventory:
-            self._inventory.cancel()
+        if self._given_up and not self._given_up.done():
+            self._given_up.set_result(None)
         instance.hurry()
 
     async def _prepare(self, instance: GVisorSandbox, insist: float | None) -> dict[str, Any]:
@@ -192,30 +193,41 @@ class StoredState:
         With ``insist``, a guest that fails or takes longer than that many seconds is cut off, and the result is empty.
         Raises ReplacedFilesError in any case: runsc could not save the sandbox.
         """
+        if insist is None:
+            return await self._list_files(instance)
+        listing = asyncio.create_task(self._list_files(instance))
         try:
-            async with asyncio.timeout(insist):
-                return await self._list_files(instance)
-        except (TimeoutError, GuestError, UnsaveableError) as error:
-            if insist is None or isinstance(error, ReplacedFilesError):
-                raise
-            reason = str(error) or f"it did not answer within {insist:g} seconds"
-            log.warning("Sandbox %s did not prepare for its save; saving it anyway: %s", self.metadata.title, reason)
-            await instance.cut_off()
-            return {}
+            await asyncio.wait({listing}, timeout=insist)
+            if listing.done():
+                return listing.result()
+            reason = f"it did not answer within {insist:g} seconds"
+        except ReplacedFilesError:
+            raise
+        except (GuestError, UnsaveableError) as error:
+            reason = str(error)
+        finally:
+            _cancel(listing)
+        log.warning("Sandbox %s did not prepare for its save; saving it anyway: %s", self.metadata.title, reason)
+        await instance.cut_off()
+        return {}
 
     async def _list_files(self, instance: GVisorSandbox) -> dict[str, Any]:
         """Return the host files that ``instance`` depends on. Raises SandboxError if ``give_up_waiting`` is called."""
-        self._inventory = asyncio.create_task(capture.prepare(instance, self.stores.digests))
+        listing = asyncio.create_task(capture.prepare(instance, self.stores.digests))
+        self._given_up = asyncio.get_running_loop().create_future()
+        first: set[asyncio.Future[Any]] = {listing, self._given_up}
         try:
-            return await self._inventory
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task and task.cancelling():
-                self._inventory.cancel()
-                raise
-            raise SandboxError(f"Sandbox {self._sandbox_id} did not report in time which files it uses.") from None
+            listing.cancel()
+            await asyncio.wait({listing})
+            raise
         finally:
-            self._inventory = None
+            self._given_up = None
+        if listing.done():
+            return listing.result()
+        _cancel(listing)
+        raise SandboxError(f"Sandbox {self._sandbox_id} did not report in time which files it uses.")
 
     # -- document ----------------------------------------------------------------------------------------------------
 
@@ -333,6 +345,12 @@ class StoredState:
         for task in filter(None, (self.cleanup_task, self._recording)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def _cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a task without waiting for its end, which the guest could delay. Its error is ignored."""
+    task.cancel()
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def _undo(creating: asyncio.Task[Document], stores: Stores) -> None:

@@ -51,6 +51,25 @@ def test_kernel_folder_behind_a_link_out_of_the_root(
     assert sorted(os.listdir(elsewhere)) == ["key"]
 
 
+def test_kernel_folder_behind_a_guests_link_to_another_folder(
+    serve: Serve, sandboxed: Sandboxed, notebook_folder: Path
+) -> None:
+    mine, other = notebook_folder / "mine", notebook_folder / "other"
+    for folder in (mine / "sub", other):
+        folder.mkdir(parents=True)
+    server, kernel = serve(), sandboxed()
+    guest = Notebook(server, kernel, "mine/a.ipynb")
+    guest.run("import os; os.rmdir('sub'); os.symlink('../other', 'sub'); os.mkdir('real'); os.symlink('real', 'own')")
+    guest.close()
+    status, body = server.ask("POST", "kernels", {"name": kernel, "path": "mine/sub/b.ipynb"})
+    assert (status, body["type"]) == (400, "urn:sandbox:not-set-up")
+    assert str(mine / "sub") in body["message"] and f"in {other}" in body["message"]
+    notebook = Notebook(server, kernel, "mine/own/b.ipynb")
+    assert notebook.run("open('file', 'w').close()") == ""
+    notebook.close()
+    assert os.listdir(mine / "real") == ["file"]
+
+
 def test_link_within_the_root_is_followed(serve: Serve, sandboxed: Sandboxed, notebook_folder: Path) -> None:
     (notebook_folder / "real").mkdir()
     (notebook_folder / "real" / "file").touch()

@@ -115,3 +115,15 @@ def test_protected_path_that_is_replaced_during_the_start(
         start_kernel(sandboxed(runsc=str(swapping)), cwd=str(project / "notebooks"))
     assert place.is_symlink()
     assert sorted(os.listdir(tmp_path / "keys")) == ["config", "hooks"]
+
+
+@pytest.mark.parametrize("target", [".git", ".vscode", "../other"])
+def test_restarted_kernel_does_not_follow_its_own_folder(
+    start_kernel: Start, sandboxed: Sandboxed, project: Path, target: str
+) -> None:
+    (project.parent / "other").mkdir()
+    (project / "notebooks" / ".envrc").unlink()  # a protected file would keep the folder from being renamed
+    km, kc = start_kernel(sandboxed(), cwd=str(project / "notebooks"))
+    run(kc, f"import os; os.rename('../notebooks', '../old'); os.symlink({target!r}, '../notebooks')")
+    with pytest.raises(SandboxError, match=r"a kernel may have created it|programs on the host execute files"):
+        km.restart_kernel(now=True)

@@ -63,6 +63,7 @@ MEDDLE = """
 import subprocess, sys
 open('/tmp/meddle.py', 'w').write('''
 import os, signal, time
+held = []
 def find():
     while True:
         for entry in os.listdir("/proc"):
@@ -87,8 +88,17 @@ FORGE = (
     "pipe = os.open(f'/proc/{tool}/fd/1', os.O_WRONLY); os.write(pipe, b'nonsense' * 100); os.close(pipe); "
     "os.kill(tool, signal.SIGKILL)"
 )
+HOLD = (
+    "os.kill(tool, signal.SIGSTOP); "
+    "held += [os.open(f'/proc/{tool}/fd/{number}', os.O_WRONLY) for number in (1, 2) if len(held) < 100]"
+)
+SLOW_HOOK = """
+def sandbox_after_restore():
+    time.sleep(25)
+"""
 
 REFUSALS = {
+    "pipe that is held and slow hook": MEDDLE.replace("ACTION", HOLD) + SLOW_HOOK,
     "savepoints that never end": STALLED_SAVEPOINTS,
     "no list of files": MEDDLE.replace("ACTION", "os.kill(tool, signal.SIGSTOP)"),
     "forged list of files": MEDDLE.replace("ACTION", FORGE),

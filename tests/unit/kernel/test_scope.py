@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_provisioner.errors import ConfigurationError
 from sandbox_provisioner.gvisor.bundle import Mount
-from sandbox_provisioner.kernel.scope import PROTECTED, project_folder, protected
+from sandbox_provisioner.kernel.scope import PROTECTED, project_folder, protected, require_not_executed
 
 
 def at(path: Path) -> Mount:
@@ -128,6 +129,39 @@ def test_folder_that_is_an_environment_keeps_its_programs(root: Path) -> None:
     assert paths(project, project / "notebooks") == {f"{project}/bin", f"{project}/lib", f"{project}/conda-meta"}
 
 
-def test_folder_of_the_notebook_itself_stays_writable(root: Path) -> None:
-    (root / "project" / "venv" / "notebooks").mkdir(parents=True)
-    assert paths(root / "project", root / "project" / "venv" / "notebooks") == set()
+@pytest.mark.parametrize("part", [".git", ".git/hooks", ".vscode", "venv/notebooks", "own/bin", ".jupyter-x"])
+def test_no_kernel_works_in_a_part_that_the_host_executes(root: Path, part: str) -> None:
+    folder = root / "project" / part
+    folder.mkdir(parents=True)
+    (root / "project" / "own").mkdir(exist_ok=True)
+    (root / "project" / "own" / "pyvenv.cfg").touch()
+    with pytest.raises(ConfigurationError, match="programs on the host execute files in"):
+        require_not_executed(str(folder), str(root), PROTECTED)
+    require_not_executed(str(root / "project" / "notebooks"), str(root), PROTECTED)
+
+
+def test_too_many_protected_paths_are_refused(root: Path) -> None:
+    for number in range(101):
+        (root / "project" / f".jupyter-{number:03}").touch()
+    with pytest.raises(ConfigurationError, match="at most 100 can be protected"):
+        paths(root / "project", root / "project")
+
+
+def test_environment_is_found_among_many_files(root: Path) -> None:
+    for number in range(11_000):
+        (root / "project" / f"a{number}").touch()
+    (root / "project" / "zz" / "conda-meta").mkdir(parents=True)
+    assert paths(root / "project", root / "project") == {str(root / "project" / "zz")}
+
+
+def test_protected_file_with_a_second_name_is_refused(root: Path) -> None:
+    (root / "project" / ".envrc").touch()
+    os.link(root / "project" / ".envrc", root / "project" / "innocent")
+    with pytest.raises(ConfigurationError, match="has a second name"):
+        paths(root / "project", root / "project")
+
+
+@pytest.mark.parametrize("name", [b".jupyter\xff\xfe", b".jupyter\xed\xa0\x80"])
+def test_names_that_are_not_utf8_are_left_out(root: Path, name: bytes) -> None:
+    os.mkdir(os.fsencode(root / "project") + b"/" + name)
+    assert paths(root / "project", root / "project") == set()
