@@ -5,8 +5,10 @@ The list of comms is repeated from the kernel's last reply, as long as no client
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from .._text import json_object
@@ -46,7 +48,10 @@ class KnownAnswers:
     def replied(self, parent: Mapping[str, Any], content: bytes) -> None:
         """Keep the list in the kernel's comm_info_reply."""
         target, found = self._asked.pop(str(parent.get("msg_id")), None), json_object(content)
-        if target is not None and len(self._comms) < MAX_TARGETS and isinstance(found.get("comms"), dict):
+        if target is None or len(self._comms) >= MAX_TARGETS or not isinstance(found.get("comms"), dict):
+            return
+        with suppress(ValueError):  # a kernel can send text that cannot be encoded again
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
             self._comms[target] = found
 
     def answer(self, kind: str, content: Mapping[str, Any]) -> Mapping[str, Any] | None:
